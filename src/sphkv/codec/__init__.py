@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense keys and values to packed codes, and back."""

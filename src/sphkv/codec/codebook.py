@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Points that a plane's angle code selects, and how many bits each plane deserves.
+
+A plane of a unit key is a point ``z = cos(psi) * (cos(theta), sin(theta))``: elevation and
+pre-RoPE azimuth together. Codebooks live in that plane, so amplitude and phase are quantised
+jointly. Errors are measured in the metric that queries see (see docs/math/codebooks.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CELL_BITS = (0, 2, 4, 8, 12)
+"""Bits a plane may get. 8 and 12 are two and three 16-point codebooks whose points add."""
+
+SLOT_LEVELS = 16
+PAIR_LEVELS = 4
+_SPLIT_SCALE = 0.7
+_START_ITERATIONS = 3
+_TINY = 1e-20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlaneCodebooks:
+    """Fitted points of every plane of one layer, for every cell class.
+
+    Attributes:
+        metric_root: ``[heads, planes, 2, 2]`` square root of the query metric.
+        mean: ``[heads, planes, 2]`` the 0-bit cell.
+        pair: ``[heads, planes, 4, 2]`` the 2-bit cell.
+        single: ``[heads, planes, 16, 2]`` the 4-bit cell.
+        stages: ``[heads, planes, 3, 16, 2]`` additive stages; 8 bits use two, 12 bits all three.
+        distortion: ``[heads, planes, 5]`` expected query-weighted error by cell class.
+    """
+
+    metric_root: Tensor
+    mean: Tensor
+    pair: Tensor
+    single: Tensor
+    stages: Tensor
+    distortion: Tensor
+
+    def to(self, device: torch.device | str) -> PlaneCodebooks:
+        """The same codebooks on another device."""
+        return PlaneCodebooks(*(getattr(self, name).to(device) for name in self.__slots__))
+
+    def layer(self, layer: int) -> PlaneCodebooks:
+        """One layer of codebooks that were stacked over layers."""
+        return PlaneCodebooks(*(getattr(self, name)[layer] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AngleCodebook:
+    """Slots of one layer at one tier: what each stored nibble means.
+
+    A single slot serves one plane with 16 points. A pair slot serves two planes, four points
+    each: its low two bits pick the first plane's point, its high two bits the second's. Single
+    slots come first. A plane may own several single slots; their points add.
+
+    Attributes:
+        plane_bits: ``[heads, planes]`` int64 cell class of each plane.
+        num_pairs: ``[heads]`` int64 number of pair slots; they are the last ones.
+        slot_plane: ``[heads, slots, 2]`` int64; a single slot repeats its plane.
+        points: ``[heads, slots, 2, 16, 2]`` float32 by (plane of the slot, code); the second
+            half of a single slot is zero.
+        constant: ``[heads, planes, 2]`` float32; non-zero only where a plane has no bits.
+        metric_root: ``[heads, planes, 2, 2]`` for encoding.
+    """
+
+    plane_bits: Tensor
+    num_pairs: Tensor
+    slot_plane: Tensor
+    points: Tensor
+    constant: Tensor
+    metric_root: Tensor
+
+    @property
+    def num_slots(self) -> int:
+        """Nibbles stored per key."""
+        return int(self.slot_plane.shape[1])
+
+    @property
+    def num_planes(self) -> int:
+        """Planes of a head."""
+        return int(self.plane_bits.shape[1])
+
+    def to(self, device: torch.device | str) -> AngleCodebook:
+        """The same codebook on another device."""
+        return AngleCodebook(*(getattr(self, name).to(device) for name in self.__slots__))
+
+    def rows(self, head_ids: Tensor) -> AngleCodebook:
+        """One row per entry of ``head_ids``, as if each were a head of its own."""
+        return AngleCodebook(*(getattr(self, name)[head_ids] for name in self.__slots__))
+
+
+def nearest_point(x: Tensor, points: Tensor) -> Tensor:
+    """Index of the closest point. ``x [n, tokens, 2]``, ``points [n, levels, 2]``."""
+    # |x|^2 is common to all points and left out
+    score = torch.baddbmm(
+        points.square().sum(-1).unsqueeze(1), x, points.transpose(1, 2), beta=1.0, alpha=-2.0
+    )
+    return score.argmin(-1)
+
+
+def take_points(points: Tensor, index: Tensor) -> Tensor:
+    """Gather ``[n, levels, 2]`` points by ``[n, tokens]`` index."""
+    return points.gather(1, index.unsqueeze(-1).expand(-1, -1, 2))
+
+
+def sum_points(first: Tensor, second: Tensor) -> Tensor:
+    """All 256 sums of two 16-point codebooks, code ``16 * first + second``."""
+    return (first.unsqueeze(2) + second.unsqueeze(1)).flatten(1, 2)
+
+
+def _cluster_sums(x: Tensor, index: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Members ``[n, levels, 1]`` and column sums ``[n, levels, c]`` of each cluster."""
+    rows = x.shape[0]
+    flat = (index + levels * torch.arange(rows, device=x.device).unsqueeze(1)).reshape(-1)
+    mass = torch.bincount(flat, minlength=rows * levels).reshape(rows, levels, 1)
+    columns = [
+        torch.bincount(flat, column.reshape(-1), minlength=rows * levels).reshape(rows, levels)
+        for column in x.unbind(-1)
+    ]
+    return mass, torch.stack(columns, -1)
+
+
+def _centroids(x: Tensor, index: Tensor, old: Tensor) -> Tensor:
+    mass, total = _cluster_sums(x, index, old.shape[1])
+    return torch.where(mass > 0, total / mass.clamp(min=1), old)
+
+
+def _split(x: Tensor, points: Tensor) -> Tensor:
+    """Double the points by moving each along its cluster's principal axis."""
+    index = nearest_point(x, points)
+    offset = x - take_points(points, index)
+    moments = torch.stack(
+        [offset[..., 0].square(), offset[..., 1].square(), offset[..., 0] * offset[..., 1]], -1
+    )
+    mass, total = _cluster_sums(moments, index, points.shape[1])
+    xx, yy, xy = (total / mass.clamp(min=1)).unbind(-1)
+    angle = 0.5 * torch.atan2(2 * xy, xx - yy)
+    spread = ((xx + yy) / 2 + (((xx - yy) / 2).square() + xy.square()).sqrt()).sqrt()
+    step = _SPLIT_SCALE * spread.unsqueeze(-1) * torch.stack([angle.cos(), angle.sin()], -1)
+    return torch.cat([points - step, points + step], 1)
+
+
+def fit_points(x: Tensor, *, levels: int, iterations: int) -> dict[int, Tensor]:
+    """Lloyd's algorithm in the plane, grown by splitting; deterministic.
+
+    Args:
+        x: ``[n, tokens, 2]`` samples of n independent planes.
+        levels: Power of two, points wanted at the end.
+        iterations: Lloyd steps for codebooks that are used; others are only a start.
+
+    Returns:
+        Points ``[n, k, 2]`` for every power of two ``k`` up to ``levels``.
+    """
+    points = x.mean(1, keepdim=True)
+    fitted = {1: points}
+    while points.shape[1] < levels:
+        points = _split(x, points)
+        is_used = points.shape[1] in (PAIR_LEVELS, levels)
+        for _ in range(iterations if is_used else _START_ITERATIONS):
+            points = _centroids(x, nearest_point(x, points), points)
+        fitted[points.shape[1]] = points
+    return fitted
+
+
+def _lloyd_1d(x: Tensor, *, levels: int, iterations: int = 20) -> Tensor:
+    """Scalar Lloyd-Max levels ``[n, levels]`` of ``x [n, tokens]``."""
+    ordered = x.sort(1).values
+    tokens = x.shape[1]
+    zero = torch.zeros(x.shape[0], 1, dtype=torch.float64, device=x.device)
+    prefix = torch.cat([zero, ordered.double().cumsum(1)], 1)
+    quantile = (torch.arange(levels, device=x.device) + 0.5) / levels * (tokens - 1)
+    points = ordered[:, quantile.long()]
+    for _ in range(iterations):
+        edges = torch.searchsorted(ordered, ((points[:, 1:] + points[:, :-1]) / 2).contiguous())
+        first = torch.zeros_like(edges[:, :1])
+        bounds = torch.cat([first, edges, first + tokens], 1)
+        mass = bounds.diff(dim=1)
+        total = prefix.gather(1, bounds).diff(dim=1)
+        mean = (total / mass.clamp(min=1)).to(x.dtype)
+        points = torch.where(mass > 0, mean, points).sort(1).values
+    return points
+
+
+def _principal_stages(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two additive codebooks: Lloyd-Max levels along each principal axis of the samples."""
+    mean = x.mean(1, keepdim=True)
+    offset = x - mean
+    cov = torch.bmm(offset.transpose(1, 2), offset) / x.shape[1]
+    axes = torch.linalg.eigh(cov).eigenvectors  # [n, 2, 2], columns
+    along = torch.bmm(offset, axes)
+    minor = _lloyd_1d(along[..., 0].contiguous(), levels=SLOT_LEVELS)
+    major = _lloyd_1d(along[..., 1].contiguous(), levels=SLOT_LEVELS)
+    first = major.unsqueeze(-1) * axes[:, None, :, 1] + mean
+    return first, minor.unsqueeze(-1) * axes[:, None, :, 0]
+
+
+def _refine_stages(
+    x: Tensor, first: Tensor, second: Tensor, iterations: int
+) -> tuple[Tensor, Tensor]:
+    """Alternate between the stages: each is fitted to what the other leaves over.
+
+    Both half-steps lower the error; a last pass assigns over all 256 sums, as the encoder does.
+    """
+    b = nearest_point(x - take_points(first, nearest_point(x, first)), second)
+    for _ in range(iterations):
+        rest = x - take_points(second, b)
+        a = nearest_point(rest, first)
+        first = _centroids(rest, a, first)
+        rest = x - take_points(first, a)
+        b = nearest_point(rest, second)
+        second = _centroids(rest, b, second)
+    joint = nearest_point(x, sum_points(first, second))
+    a, b = joint // SLOT_LEVELS, joint % SLOT_LEVELS
+    first = _centroids(x - take_points(second, b), a, first)
+    return first, _centroids(x - take_points(first, a), b, second)
+
+
+def _error(x: Tensor, approximation: Tensor) -> Tensor:
+    return (x - approximation).square().sum(-1).mean(1)
+
+
+@dataclass(frozen=True, slots=True)
+class CodebookFit:
+    """How much effort goes into the points.
+
+    Attributes:
+        iterations: Lloyd steps of the 2-bit and 4-bit cells.
+        refinements: Alternations between the two stages of the 8-bit cell.
+        stage_tokens: Samples used for the stages; the encoder searches 256 sums per sample.
+    """
+
+    iterations: int = 10
+    refinements: int = 10
+    stage_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        """Reject efforts that fit nothing."""
+        for name in ("iterations", "refinements", "stage_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def fit_plane_codebooks(z: Tensor, metric: Tensor, options: CodebookFit) -> PlaneCodebooks:
+    """Fit the points of every plane of one layer.
+
+    Args:
+        z: ``[heads, tokens, planes, 2]`` pre-RoPE components of unit keys.
+        metric: ``[heads, planes, 2, 2]`` second moment of queries in the key's frame.
+        options: Effort of the fit.
+
+    Returns:
+        Codebooks in key coordinates and the distortion of every cell class.
+    """
+    heads, tokens, planes, _ = z.shape
+    root, inverse = metric_roots(metric)
+    x = torch.einsum("hnij,htnj->hnti", root, z).reshape(heads * planes, tokens, 2).contiguous()
+    grown = fit_points(x, levels=SLOT_LEVELS, iterations=options.iterations)
+    mean, pair, single = grown[1], grown[PAIR_LEVELS], grown[SLOT_LEVELS]
+    some = x[:, :: max(1, tokens // options.stage_tokens)].contiguous()
+    first, second = _refine_stages(some, *_principal_stages(x), options.refinements)
+    sums = sum_points(first, second)
+    coarse = take_points(sums, nearest_point(some, sums))
+    rest = some - coarse
+    third = fit_points(rest, levels=SLOT_LEVELS, iterations=options.iterations)[SLOT_LEVELS]
+    fine = coarse + take_points(third, nearest_point(rest, third))
+    distortion = torch.stack(
+        [
+            _error(x, mean),
+            _error(x, take_points(pair, nearest_point(x, pair))),
+            _error(x, take_points(single, nearest_point(x, single))),
+            _error(some, coarse),
+            _error(some, fine),
+        ],
+        -1,
+    )
+
+    def in_key_space(points: Tensor) -> Tensor:
+        shaped = points.reshape(heads, planes, -1, 2)
+        return torch.einsum("hnij,hnkj->hnki", inverse, shaped).contiguous()
+
+    stages = torch.stack([in_key_space(s) for s in (first, second, third)], 2)
+    return PlaneCodebooks(
+        metric_root=root,
+        mean=in_key_space(mean)[:, :, 0],
+        pair=in_key_space(pair),
+        single=in_key_space(single),
+        stages=stages,
+        distortion=distortion.reshape(heads, planes, len(CELL_BITS)),
+    )
+
+
+def metric_roots(metric: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric square root of a normalised metric, and its inverse.
+
+    The metric is scaled so that its mean trace per head is 2, and its smaller eigenvalue is
+    kept above a ten-thousandth of the larger, so that the inverse exists.
+    """
+    trace = metric.diagonal(dim1=-2, dim2=-1).sum(-1)  # [heads, planes]
+    scale = trace.mean(-1).clamp(min=_TINY)[:, None, None, None]
+    # a plane that no query ever excites still needs an invertible metric
+    identity = torch.eye(2, dtype=metric.dtype, device=metric.device)
+    values, vectors = torch.linalg.eigh(2 * metric / scale + 1e-6 * identity)
+    values = torch.maximum(values, 1e-4 * values.amax(-1, keepdim=True))
+    root = vectors @ torch.diag_embed(values.sqrt()) @ vectors.transpose(-1, -2)
+    inverse = vectors @ torch.diag_embed(values.rsqrt()) @ vectors.transpose(-1, -2)
+    return root, inverse

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values as rotated, uniform, symmetric codes with one step per token.
+
+A rotated value reads ``s_t * (code - (2**bits - 1) / 2)``. The step ``s_t`` folds into the softmax
+weight and the rotation is linear, so attention sums codes and undoes the rotation once on its
+output. See ``docs/math/values.md``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sphkv.codec.affine import AffineCode, check_finite, live_mask, quantise_affine_u8
+from sphkv.codec.hadamard import rotate, unrotate
+from sphkv.codec.packing import VALUE_BITS
+
+# Clipping ratios tried for each width: smallest, largest, count. A ratio of 1 puts the outermost
+# level on the token's largest component; rotated components are near Gaussian, and their best
+# ratio at head dims 64 to 256 lies inside these ranges.
+_CLIP_GRID: dict[int, tuple[float, float, int]] = {
+    2: (0.30, 0.90, 8),
+    3: (0.45, 1.00, 8),
+    4: (0.62, 1.05, 10),
+    8: (0.96, 1.01, 3),
+}
+
+_NUM_REFINEMENTS = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ValueCode:
+    """Coded values of a page or a batch of pages, in the rotated basis.
+
+    Attributes:
+        codes: ``[..., tokens, head_dim]`` uint8, each below ``2**bits``; 0 for masked tokens.
+        scale: Step ``s_t`` of every token, one byte each: ``[..., tokens]``.
+        bits: Width of a code.
+    """
+
+    codes: Tensor
+    scale: AffineCode
+    bits: int
+
+    @property
+    def midpoint(self) -> float:
+        """Code of the value zero, half-way between two levels."""
+        return _midpoint(self.bits)
+
+
+def encode_values(values: Tensor, mask: Tensor | None = None, *, bits: int) -> ValueCode:
+    """Rotate values and code them with the step of least squared error per token.
+
+    The step is found over a grid of clipping ratios, refined by least squares, rounded to the
+    page's 8-bit affine code, and the codes are snapped again to the step a reader will see.
+    A zero value has step 0, so it comes back as zero.
+
+    Args:
+        values: ``[..., tokens, head_dim]`` floating point, one page per leading index; masked
+            tokens may hold anything, NaN included.
+        mask: ``[..., tokens]`` bool, broadcastable, true for live tokens; all when omitted.
+        bits: Width of a code: 2, 3, 4 or 8.
+
+    Returns:
+        Codes and steps; masked tokens have code 0 and scale code 0.
+
+    Raises:
+        ValueError: On another width, a shape or dtype that is no value tensor, or a live value
+            that is not finite before or after the rotation.
+    """
+    if bits not in VALUE_BITS:
+        raise ValueError(f"value code bits must be one of {VALUE_BITS}, got {bits}")
+    if values.ndim < 2 or values.shape[-1] == 0 or not values.is_floating_point():
+        raise ValueError(
+            f"values must be floating-point [..., tokens, head_dim], "
+            f"got {values.dtype} {tuple(values.shape)}"
+        )
+    live = live_mask(values[..., 0], mask)
+    clean = values if mask is None else values.masked_fill(~live[..., None], 0.0)
+    rotated = rotate(clean).float()
+    peak = torch.linalg.vector_norm(rotated, ord=float("inf"), dim=-1, keepdim=True)
+    if not bool(peak.isfinite().all()):
+        check_finite(clean, name="values")
+        raise ValueError(f"rotated values exceed float32, largest is {clean.abs().max().item()}")
+    # Unit peak: squares neither overflow nor vanish, whatever the magnitude of a token.
+    inverse_peak = _inverse(peak)
+    unit = rotated * inverse_peak
+    step = _fit_step(unit, bits=bits) * peak
+    scale = quantise_affine_u8(step.squeeze(-1), live)
+    scale = _choose_neighbour(unit, inverse_peak, scale, bits=bits)
+    centred = _snap(unit, scale.dequantise()[..., None] * inverse_peak, bits=bits)
+    codes = (centred + _midpoint(bits)).masked_fill(~live[..., None], 0.0).to(torch.uint8)
+    scale_code = scale.code.masked_fill(~live, 0)
+    return ValueCode(codes, AffineCode(scale_code, scale.lo, scale.step), bits)
+
+
+def decode_values(code: ValueCode) -> Tensor:
+    """Rebuild dense values; for tests and fallbacks, not for decoding attention.
+
+    Args:
+        code: Coded values.
+
+    Returns:
+        ``[..., tokens, head_dim]`` float32 in the original basis; masked tokens are undefined.
+    """
+    centred = code.codes.float() - code.midpoint
+    return unrotate(centred * code.scale.dequantise()[..., None])
+
+
+def value_contribution(weights: Tensor, code: ValueCode) -> Tensor:
+    """Sum weighted values without decoding them.
+
+    ``out = sum_t p_t * s_t * code_t - (2**bits - 1) / 2 * sum_t p_t * s_t``. The result stays in
+    the rotated basis, so that partial outputs merge first and ``unrotate`` runs once.
+
+    Args:
+        weights: ``[..., queries, tokens]`` float32 softmax weights ``p_t``, 0 for masked tokens.
+        code: Coded values, ``[..., tokens, head_dim]``.
+
+    Returns:
+        ``[..., queries, head_dim]`` float32, rotated.
+    """
+    folded = weights * code.scale.dequantise()[..., None, :]
+    return folded @ code.codes.float() - code.midpoint * folded.sum(dim=-1, keepdim=True)
+
+
+def _midpoint(bits: int) -> float:
+    return ((1 << bits) - 1) / 2
+
+
+def _inverse(x: Tensor) -> Tensor:
+    """Reciprocal, or 0 where there is none in float32."""
+    reciprocal = 1.0 / x
+    return torch.where(reciprocal.isfinite(), reciprocal, 0.0)
+
+
+def _snap(unit: Tensor, step: Tensor, *, bits: int) -> Tensor:
+    """Nearest centred levels: ``code - midpoint`` as float, ``[..., tokens, head_dim]``."""
+    half = 1 << (bits - 1)
+    ratio = unit * _inverse(step)
+    return ratio.floor_().clamp_(-half, half - 1).add_(0.5)
+
+
+def _fit_step(unit: Tensor, *, bits: int) -> Tensor:
+    """Step of least squared error of every token.
+
+    For fixed levels ``c`` the best step is ``<x, c> / <c, c>`` and removes
+    ``<x, c>**2 / <c, c>`` of the energy, so each clipping ratio is judged by that.
+
+    Args:
+        unit: ``[..., tokens, head_dim]`` float32 with peak 1 (or 0).
+        bits: Width of a code.
+
+    Returns:
+        ``[..., tokens, 1]`` float32, relative to the peak.
+    """
+    first, last, count = _CLIP_GRID[bits]
+    best_step = torch.zeros_like(unit[..., :1])
+    best_gain = torch.full_like(best_step, -1.0)
+    for i in range(count):
+        ratio = first + (last - first) * i / (count - 1)
+        step, gain = _least_squares(unit, torch.full_like(best_step, ratio / _midpoint(bits)), bits)
+        is_better = gain > best_gain
+        best_step = torch.where(is_better, step, best_step)
+        best_gain = torch.where(is_better, gain, best_gain)
+    for _ in range(_NUM_REFINEMENTS):
+        best_step, _ = _least_squares(unit, best_step, bits)
+    return best_step
+
+
+def _least_squares(unit: Tensor, step: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Best step for the levels that ``step`` selects, and the energy it explains."""
+    centred = _snap(unit, step, bits=bits)
+    along = torch.linalg.vecdot(unit, centred)[..., None]
+    refined = along / torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square()
+    return refined, along * refined
+
+
+def _choose_neighbour(
+    unit: Tensor, inverse_peak: Tensor, scale: AffineCode, *, bits: int
+) -> AffineCode:
+    """Move each scale code by at most one where that lowers the error after snapping.
+
+    The nearest step is best for fixed codes only: where the page's step is coarse against a
+    token's own, clipping costs more than granularity and the next code up can win.
+    """
+    best_code = scale.code
+    best_error = torch.full(best_code.shape, float("inf"), device=unit.device)
+    for offset in (0, -1, 1):
+        code = (scale.code.to(torch.int16) + offset).clamp_(0, 255).to(torch.uint8)
+        step = AffineCode(code, scale.lo, scale.step).dequantise()[..., None] * inverse_peak
+        residual = _snap(unit, step, bits=bits).mul_(step).sub_(unit)
+        error = torch.linalg.vecdot(residual, residual)
+        is_better = error < best_error
+        best_code = torch.where(is_better, code, best_code)
+        best_error = torch.where(is_better, error, best_error)
+    return AffineCode(best_code, scale.lo, scale.step)

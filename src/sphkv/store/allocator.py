@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Free pages: slabs of equal pages under one byte limit."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sphkv.core.errors import BudgetExceeded
+from sphkv.store.layout import PageLayout
+from sphkv.store.paging import PositionMode
+
+PoolKey = tuple[int, PositionMode]
+"""Tier id and position mode: what decides the layout of a page."""
+
+# A new slab is at least this share of its pool, so that slabs stay few as a pool grows.
+_GROWTH_SHARE = 16
+
+
+class ByteMeter:
+    """Counts the bytes of all live tensors of a store against one hard limit."""
+
+    def __init__(self, limit: int | None) -> None:
+        """Start at zero bytes.
+
+        Args:
+            limit: Bytes that may be live at once; None for no limit.
+        """
+        if limit is not None and (isinstance(limit, bool) or limit < 0):
+            raise ValueError(f"byte limit must not be negative, got {limit!r}")
+        self.limit = limit
+        self.used = 0
+
+    def check(self, delta: int) -> None:
+        """Raise if ``delta`` more bytes would pass the limit.
+
+        Raises:
+            BudgetExceeded: They would.
+        """
+        if self.limit is not None and delta > 0 and self.used + delta > self.limit:
+            raise BudgetExceeded(delta, self.limit - self.used, self.limit)
+
+    def add(self, delta: int) -> None:
+        """Count bytes that are live now, or negative ones that are gone."""
+        self.used += delta
+
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """Pages of one pool in one tensor.
+
+    Attributes:
+        key: Pool the slab belongs to.
+        layout: Layout of its pages.
+        data: ``[pages, page_bytes]`` uint8.
+        refcounts: ``[pages]`` int32 on the CPU: sequences that hold a page; 0 is free.
+        counts: ``[pages]`` int32 on the CPU: live states; 0 until the page is sealed.
+        num_free: Pages with no owner.
+    """
+
+    key: PoolKey
+    layout: PageLayout
+    data: Tensor
+    refcounts: Tensor
+    counts: Tensor
+    num_free: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages, free ones included."""
+        return self.data.shape[0]
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Everything the slab keeps alive."""
+        return self.data, self.refcounts, self.counts
+
+
+def slab_bytes(layout: PageLayout, num_pages: int) -> int:
+    """Bytes of a slab, its reference and state counts included."""
+    return num_pages * (layout.page_bytes + 2 * torch.int32.itemsize)
+
+
+class PageAllocator:
+    """Hands out pages by id, with reference counts.
+
+    A page id is ``slab * max_slab_pages + index`` and stays valid until the page is freed.
+    A page is written once; from then on it is sealed and its bytes change only through
+    ``truncate``, which a page with two owners refuses.
+    """
+
+    def __init__(
+        self,
+        layout_of: Callable[[PoolKey], PageLayout],
+        *,
+        max_slab_pages: int = 64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Start without slabs.
+
+        Args:
+            layout_of: Layout of each pool.
+            max_slab_pages: Pages of the largest slab.
+            device: Where pages live.
+        """
+        if max_slab_pages < 1:
+            raise ValueError(f"max_slab_pages must be positive, got {max_slab_pages}")
+        self._layout_of = layout_of
+        self._stride = max_slab_pages
+        self._device = torch.device(device)
+        self._slabs: list[Slab | None] = []
+        self._pools: dict[PoolKey, list[int]] = {}
+
+    def slabs(self) -> Iterator[Slab]:
+        """All live slabs."""
+        return (slab for slab in self._slabs if slab is not None)
+
+    def plan_bytes(self, requests: Mapping[PoolKey, int], freed: Tensor | None = None) -> int:
+        """Bytes by which tensors grow if ``freed`` pages go and then new ones come.
+
+        Args:
+            requests: Pages wanted from each pool.
+            freed: ``[pages]`` int64 ids that lose one owner first.
+
+        Returns:
+            Bytes of new slabs minus those of slabs that end up empty.
+        """
+        freed_pages: dict[int, int] = {}
+        if freed is not None:
+            for slot, index, _ in self._by_slab(freed):
+                freed_pages[slot] = int((self._slab(slot).refcounts[index] == 1).sum())
+        delta = 0
+        emptied = set()
+        for slot, num_freed in freed_pages.items():
+            slab = self._slab(slot)
+            if slab.num_free + num_freed == slab.num_pages:
+                emptied.add(slot)
+                delta -= slab_bytes(slab.layout, slab.num_pages)
+        for key, wanted in requests.items():
+            live = [slot for slot in self._pools.get(key, []) if slot not in emptied]
+            free = sum(self._slab(slot).num_free + freed_pages.get(slot, 0) for slot in live)
+            total = sum(self._slab(slot).num_pages for slot in live)
+            layout = self._layout_of(key)
+            delta += sum(
+                slab_bytes(layout, pages) for pages in self._slab_sizes(wanted - free, total)
+            )
+        return delta
+
+    def _slab_sizes(self, missing: int, pool_pages: int) -> list[int]:
+        sizes: list[int] = []
+        while missing > 0:
+            size = min(self._stride, max(missing, pool_pages // _GROWTH_SHARE))
+            sizes.append(size)
+            missing -= size
+            pool_pages += size
+        return sizes
+
+    def allocate(self, requests: Mapping[PoolKey, int]) -> dict[PoolKey, Tensor]:
+        """Take pages from several pools, all or none.
+
+        Args:
+            requests: Pages wanted from each pool.
+
+        Returns:
+            ``[pages]`` int64 ids on the CPU for each pool, each owned once and unsealed.
+        """
+        # Tensors first: if memory runs out here, nothing has been handed out.
+        fresh = {}
+        for key, wanted in requests.items():
+            slots = self._pools.get(key, [])
+            free = sum(self._slab(slot).num_free for slot in slots)
+            total = sum(self._slab(slot).num_pages for slot in slots)
+            fresh[key] = [self._new_slab(key, n) for n in self._slab_sizes(wanted - free, total)]
+        for key, slabs in fresh.items():
+            for slab in slabs:
+                self._pools.setdefault(key, []).append(self._place(slab))
+        return {key: self._take(key, wanted) for key, wanted in requests.items()}
+
+    def _new_slab(self, key: PoolKey, num_pages: int) -> Slab:
+        layout = self._layout_of(key)
+        return Slab(
+            key,
+            layout,
+            torch.empty((num_pages, layout.page_bytes), dtype=torch.uint8, device=self._device),
+            torch.zeros(num_pages, dtype=torch.int32),
+            torch.zeros(num_pages, dtype=torch.int32),
+            num_pages,
+        )
+
+    def _place(self, slab: Slab) -> int:
+        for slot, held in enumerate(self._slabs):
+            if held is None:
+                self._slabs[slot] = slab
+                return slot
+        self._slabs.append(slab)
+        return len(self._slabs) - 1
+
+    def _take(self, key: PoolKey, wanted: int) -> Tensor:
+        parts = [torch.empty(0, dtype=torch.int64)]
+        for slot in self._pools.get(key, []):
+            slab = self._slab(slot)
+            if wanted == 0 or slab.num_free == 0:
+                continue
+            index = (slab.refcounts == 0).nonzero()[:wanted, 0]
+            slab.refcounts[index] = 1
+            slab.num_free -= index.numel()
+            wanted -= index.numel()
+            parts.append(slot * self._stride + index)
+        return torch.cat(parts)
+
+    def write(self, page_ids: Tensor, pages: Tensor, counts: Tensor) -> None:
+        """Fill fresh pages and seal them.
+
+        Args:
+            page_ids: ``[pages]`` int64 ids of one pool, none sealed yet.
+            pages: ``[pages, page_bytes]`` uint8.
+            counts: ``[pages]`` int64 live states.
+
+        Raises:
+            ValueError: A page is sealed already.
+        """
+        for slot, index, rows in self._by_slab(page_ids):
+            slab = self._slab(slot)
+            if bool((slab.counts[index] != 0).any()):
+                raise ValueError(f"sealed pages of slab {slot} cannot be written again")
+            self._fill(slab, index, pages[rows.to(pages.device)], counts.cpu()[rows])
+
+    def truncate(self, page_ids: Tensor, pages: Tensor, counts: Tensor) -> None:
+        """Replace sealed pages of a single owner by shorter ones.
+
+        Args:
+            page_ids: ``[pages]`` int64 ids of one pool.
+            pages: ``[pages, page_bytes]`` uint8.
+            counts: ``[pages]`` int64 live states, fewer than before.
+
+        Raises:
+            ValueError: A page is shared.
+        """
+        for slot, index, rows in self._by_slab(page_ids):
+            slab = self._slab(slot)
+            if bool((slab.refcounts[index] != 1).any()):
+                raise ValueError(f"shared pages of slab {slot} cannot be truncated")
+            self._fill(slab, index, pages[rows.to(pages.device)], counts.cpu()[rows])
+
+    def _fill(self, slab: Slab, index: Tensor, pages: Tensor, counts: Tensor) -> None:
+        slab.data[index.to(self._device)] = pages.to(self._device)
+        slab.counts[index] = counts.to(torch.int32)
+
+    def share(self, page_ids: Tensor) -> None:
+        """Add one owner to each page."""
+        for slot, index, _ in self._by_slab(page_ids):
+            self._slab(slot).refcounts[index] += 1
+
+    def free(self, page_ids: Tensor) -> int:
+        """Take one owner from each page; a page without owners is free, an empty slab goes.
+
+        Args:
+            page_ids: ``[pages]`` int64 ids, each at most once.
+
+        Returns:
+            Bytes of the slabs that were released.
+        """
+        released = 0
+        for slot, index, _ in self._by_slab(page_ids):
+            slab = self._slab(slot)
+            slab.refcounts[index] -= 1
+            gone = index[slab.refcounts[index] == 0]
+            slab.counts[gone] = 0
+            slab.num_free += gone.numel()
+            if slab.num_free == slab.num_pages:
+                released += slab_bytes(slab.layout, slab.num_pages)
+                self._pools[slab.key].remove(slot)
+                self._slabs[slot] = None
+        return released
+
+    def gather(self, page_ids: Tensor) -> Tensor:
+        """Copy of pages of one pool.
+
+        Args:
+            page_ids: ``[pages]`` int64 ids.
+
+        Returns:
+            ``[pages, page_bytes]`` uint8.
+        """
+        groups = list(self._by_slab(page_ids))
+        if not groups:
+            return torch.empty((0, 0), dtype=torch.uint8, device=self._device)
+        first = self._slab(groups[0][0])
+        if any(self._slab(slot).key != first.key for slot, _, _ in groups):
+            raise ValueError("gathered pages must share a tier and a position mode")
+        if len(groups) == 1:
+            return first.data[groups[0][1].to(self._device)]
+        out = first.data.new_empty((page_ids.numel(), first.layout.page_bytes))
+        for slot, index, rows in groups:
+            out[rows.to(self._device)] = self._slab(slot).data[index.to(self._device)]
+        return out
+
+    def refcounts(self, page_ids: Tensor) -> Tensor:
+        """``[pages]`` int64 owners of each page."""
+        return self._lookup(page_ids, lambda slab: slab.refcounts)
+
+    def counts(self, page_ids: Tensor) -> Tensor:
+        """``[pages]`` int64 live states of each page."""
+        return self._lookup(page_ids, lambda slab: slab.counts)
+
+    def _lookup(self, page_ids: Tensor, column: Callable[[Slab], Tensor]) -> Tensor:
+        out = torch.zeros(page_ids.numel(), dtype=torch.int64)
+        for slot, index, rows in self._by_slab(page_ids):
+            out[rows] = column(self._slab(slot))[index].to(torch.int64)
+        return out
+
+    def address(self, page_id: int) -> int:
+        """Memory address of a page; valid until the page is freed."""
+        return int(self.addresses(torch.tensor([page_id]))[0])
+
+    def addresses(self, page_ids: Tensor) -> Tensor:
+        """Memory addresses of pages, for native kernels.
+
+        Args:
+            page_ids: Int64 ids of any shape; -1 marks unused entries.
+
+        Returns:
+            Int64 addresses of the same shape on the CPU; 0 where the id is -1.
+        """
+        flat = page_ids.cpu().flatten()
+        out = torch.zeros_like(flat)
+        used = (flat >= 0).nonzero()[:, 0]
+        for slot, index, rows in self._by_slab(flat[used]):
+            data = self._slab(slot).data
+            out[used[rows]] = data.data_ptr() + index * data.shape[1]
+        return out.reshape(page_ids.shape)
+
+    def _slab(self, slot: int) -> Slab:
+        slab = self._slabs[slot] if 0 <= slot < len(self._slabs) else None
+        if slab is None:
+            raise ValueError(f"no slab {slot}: a page id is stale")
+        return slab
+
+    def _by_slab(self, page_ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Group ids by slab: slot, index in the slab, place in ``page_ids``; all on the CPU."""
+        ids = page_ids.cpu()
+        if ids.numel() and int(ids.min()) < 0:
+            raise ValueError(f"page ids must not be negative, got {int(ids.min())}")
+        slots = ids // self._stride
+        sizes = slots.bincount()
+        present = sizes.nonzero()[:, 0]
+        groups = []
+        parts = torch.split_with_sizes(slots.argsort(stable=True), sizes[present].tolist())
+        for slot, rows in zip(present.tolist(), parts, strict=True):
+            index = ids[rows] % self._stride
+            slab = self._slab(slot)
+            if int(index.max()) >= slab.num_pages or bool((slab.refcounts[index] == 0).any()):
+                raise ValueError(f"page ids {ids[rows].tolist()} are not all owned")
+            groups.append((slot, index, rows))
+        return iter(groups)

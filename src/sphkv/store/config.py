@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a page store is built from."""
+
+from dataclasses import dataclass, field
+
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.tiers import TierTable, default_tiers
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """What a page store is built from.
+
+    Attributes:
+        geometry: Shape of the cache.
+        tiers: Precision tiers.
+        seal_tier: Name of the tier at which a full tail is sealed.
+        recent_tokens: Newest states that stay dense when a page seals.
+        max_bytes: Limit on the bytes of all live tensors; None for no limit.
+        max_slab_pages: Pages of the largest slab.
+        device: Torch device of pages, tails and pointer tables.
+    """
+
+    geometry: KVGeometry
+    tiers: TierTable = field(default_factory=default_tiers)
+    seal_tier: str = "k3v4"
+    recent_tokens: int = 32
+    max_bytes: int | None = None
+    max_slab_pages: int = 64
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Reject tiers that do not fit the geometry, and impossible sizes."""
+        self.tiers.check_head_dim(self.geometry.head_dim)
+        if self.tiers[self.seal_tier].kind == "drop":
+            raise ValueError(f"seal_tier must store something, got {self.seal_tier!r}")
+        if self.recent_tokens < 0:
+            raise ValueError(f"recent_tokens must not be negative, got {self.recent_tokens}")
+
+    @property
+    def seal_tokens(self) -> int:
+        """States of each head that are sealed at once."""
+        return self.tiers[self.seal_tier].page_tokens
+
+    @property
+    def tail_capacity(self) -> int:
+        """States at which the tail seals its oldest page."""
+        return self.seal_tokens + self.recent_tokens

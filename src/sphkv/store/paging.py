@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From retained states to pages: which states share a page, and how it stores positions."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from sphkv.core.tiers import RUN_TOKENS
+
+MAX_POSITION = 2**31 - 1
+
+
+class PositionMode(IntEnum):
+    """How a page stores the positions of its states."""
+
+    CONTIGUOUS = 0
+    RUNS = 1
+    TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageRows:
+    """What pages hold besides keys and values.
+
+    Attributes:
+        positions: ``[rows, tokens]`` int64.
+        counts: ``[rows]`` int64 live states of each page, at least one.
+        flags: ``[rows, tokens]`` bool, set for protected states.
+    """
+
+    positions: Tensor
+    counts: Tensor
+    flags: Tensor
+
+    def live(self) -> Tensor:
+        """``[rows, tokens]`` bool, true for states below the count."""
+        return live_mask(self.counts, self.positions.shape[1])
+
+    def select(self, index: Tensor) -> "PageRows":
+        """The rows that ``index`` names."""
+        return PageRows(self.positions[index], self.counts[index], self.flags[index])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateList:
+    """States of one layer in one flat list, sorted by head, then by position.
+
+    Attributes:
+        head_ids: ``[states]`` int64, not decreasing.
+        positions: ``[states]`` int64, increasing inside a head.
+        flags: ``[states]`` bool, set for protected states.
+        source: ``[states]`` int64 row of each state in the flat keys and values.
+    """
+
+    head_ids: Tensor
+    positions: Tensor
+    flags: Tensor
+    source: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageBatch:
+    """Pages to be written, all of one tier and position mode.
+
+    Attributes:
+        tier_id: Tier of the pages.
+        position_mode: How they store positions.
+        head_ids: ``[rows]`` int64 KV head of each page, not decreasing.
+        source: ``[rows, tokens]`` int64 row of each state in the flat keys and values; 0 for
+            unused states.
+        rows: Positions, counts and flags.
+    """
+
+    tier_id: int
+    position_mode: PositionMode
+    head_ids: Tensor
+    source: Tensor
+    rows: PageRows
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the batch."""
+        return self.head_ids.shape[0]
+
+
+def live_mask(counts: Tensor, num_tokens: int) -> Tensor:
+    """``[rows, num_tokens]`` bool, true below each row's count."""
+    return torch.arange(num_tokens, device=counts.device) < counts[:, None]
+
+
+def choose_position_modes(positions: Tensor, counts: Tensor) -> Tensor:
+    """Cheapest mode that can express the positions of each page.
+
+    Args:
+        positions: ``[rows, tokens]`` int64.
+        counts: ``[rows]`` int64.
+
+    Returns:
+        ``[rows]`` int64 values of ``PositionMode``.
+    """
+    index = torch.arange(positions.shape[1], device=positions.device)
+    dead = ~live_mask(counts, positions.shape[1])
+    contiguous = (positions == positions[:, :1] + index) | dead
+    run_start = index - index % RUN_TOKENS
+    runs = (positions == positions[:, run_start] + index % RUN_TOKENS) | dead
+    modes = torch.full_like(counts, PositionMode.TOKENS)
+    modes[runs.all(dim=1)] = PositionMode.RUNS
+    modes[contiguous.all(dim=1)] = PositionMode.CONTIGUOUS
+    return modes
+
+
+def select_states(tier_id: Tensor, protected: Tensor, positions: Tensor, tier: int) -> StateList:
+    """States that a contract sends to one tier.
+
+    Args:
+        tier_id: ``[heads, tokens]`` uint8.
+        protected: ``[heads, tokens]`` bool.
+        positions: ``[tokens]`` int64.
+        tier: The tier to select.
+
+    Returns:
+        The states; ``source`` counts head by head through ``[heads * tokens]``.
+    """
+    head_ids, tokens = (tier_id == tier).nonzero(as_tuple=True)
+    return StateList(
+        head_ids,
+        positions[tokens],
+        protected[head_ids, tokens],
+        head_ids * tier_id.shape[1] + tokens,
+    )
+
+
+def plan_pages(states: StateList, *, tier_id: int, page_tokens: int) -> list[PageBatch]:
+    """Cut the states of each head into pages, split by position mode.
+
+    Args:
+        states: States of one tier.
+        tier_id: That tier.
+        page_tokens: States that fit one page.
+
+    Returns:
+        One batch per position mode that occurs.
+    """
+    num_states = states.head_ids.shape[0]
+    if num_states == 0:
+        return []
+    per_head = states.head_ids.bincount()
+    pages_per_head = (per_head + page_tokens - 1) // page_tokens
+    order = torch.arange(num_states, device=per_head.device)
+    # States before a state in its own head, and pages before that head's first page.
+    rank = order - (per_head.cumsum(0) - per_head).repeat_interleave(per_head)
+    first_row = (pages_per_head.cumsum(0) - pages_per_head).repeat_interleave(per_head)
+    row, column = first_row + rank // page_tokens, rank % page_tokens
+    num_rows = int(pages_per_head.sum())
+
+    def spread(column_data: Tensor) -> Tensor:
+        table = column_data.new_zeros((num_rows, page_tokens))
+        table[row, column] = column_data
+        return table
+
+    rows = PageRows(
+        spread(states.positions), row.bincount(minlength=num_rows), spread(states.flags)
+    )
+    source = spread(states.source)
+    heads = torch.arange(per_head.shape[0], device=per_head.device)
+    page_heads = heads.repeat_interleave(pages_per_head)
+    modes = choose_position_modes(rows.positions, rows.counts)
+    batches = []
+    for mode in PositionMode:
+        index = (modes == mode).nonzero()[:, 0]
+        if index.numel():
+            batches.append(
+                PageBatch(tier_id, mode, page_heads[index], source[index], rows.select(index))
+            )
+    return batches

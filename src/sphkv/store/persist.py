@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sequence's cache in one safetensors file, checked before anything is allocated."""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from sphkv.core.errors import CacheFileError
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.tiers import TierTable
+from sphkv.store.allocator import PoolKey
+from sphkv.store.layout import PageLayout, PageView
+from sphkv.store.paging import MAX_POSITION, PositionMode
+
+_FORMAT = "sphkv-cache-1"
+_PAGES = re.compile(r"pages\.(\d{1,3})\.([0-2])")
+_OWNERS = re.compile(r"owners\.(\d{1,3})\.([0-2])")
+_TAIL = re.compile(r"tail\.(\d{1,6})\.(keys|values)")
+_DTYPES = {
+    torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.bfloat16: "BF16",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedSequence:
+    """Everything a file holds of a sequence.
+
+    Attributes:
+        next_position: Position of each layer's next token.
+        pages: Bytes ``[pages, page_bytes]`` uint8 and owners ``[pages, 2]`` int32 (layer, then
+            head), for each tier id and position mode.
+        tails: Keys and values ``[heads, tokens, head_dim]`` bfloat16 of layers with a tail.
+    """
+
+    next_position: list[int]
+    pages: dict[PoolKey, tuple[Tensor, Tensor]]
+    tails: dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """What a file and the store that reads it must agree on.
+
+    Attributes:
+        geometry: Shape of the cache.
+        tiers: Precision tiers.
+        codec_hash: Names the codebooks that made the codes.
+    """
+
+    geometry: KVGeometry
+    tiers: TierTable
+    codec_hash: str
+
+    def to_json(self) -> str:
+        """Canonical text, stored in the file."""
+        data = {
+            "format": _FORMAT,
+            "geometry": asdict(self.geometry),
+            "tiers": json.loads(self.tiers.to_json()),
+            "codec_hash": self.codec_hash,
+        }
+        return json.dumps(data, sort_keys=True)
+
+    def check(self, text: str, path: Path) -> None:
+        """Raise if the file's identity differs, naming what differs."""
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise CacheFileError(f"{path}: metadata is no JSON: {error}") from error
+        differences = list(_differences(found, json.loads(self.to_json()), ""))
+        if differences:
+            raise CacheFileError(f"{path} differs from the store: " + "; ".join(differences))
+
+
+def _differences(found: Any, expected: Any, name: str) -> list[str]:
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return [
+            text
+            for key in sorted({*found, *expected})
+            for text in _differences(
+                found.get(key), expected.get(key), f"{name}.{key}" if name else key
+            )
+        ]
+    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        return [
+            text
+            for index, (left, right) in enumerate(zip(found, expected, strict=True))
+            for text in _differences(left, right, f"{name}[{index}]")
+        ]
+    return [] if found == expected else [f"{name} is {found!r}, not {expected!r}"]
+
+
+def write_sequence(path: Path, saved: SavedSequence, identity: FileIdentity) -> None:
+    """Write a file in one step: it is whole or it is not there.
+
+    Args:
+        path: File to create or replace.
+        saved: The sequence.
+        identity: Geometry, tiers and codec it belongs to.
+    """
+    tensors = {"next_position": torch.tensor(saved.next_position, dtype=torch.int64)}
+    for (tier_id, mode), (pages, owners) in saved.pages.items():
+        tensors[f"pages.{tier_id}.{int(mode)}"] = pages
+        tensors[f"owners.{tier_id}.{int(mode)}"] = owners
+    for layer, (keys, values) in saved.tails.items():
+        tensors[f"tail.{layer}.keys"] = keys
+        tensors[f"tail.{layer}.values"] = values
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    text = identity.to_json()
+    metadata = {"cache": text, "sha256": _content_hash(text, tensors)}
+    data = save(tensors, metadata)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _content_hash(text: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        data: Any = tensor.flatten().view(torch.uint8).numpy()
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def read_sequence(
+    path: Path,
+    identity: FileIdentity,
+    *,
+    layout_of: Callable[[PoolKey], PageLayout],
+    check_room: Callable[[Mapping[PoolKey, int]], None],
+) -> SavedSequence:
+    """Read and check a file.
+
+    Names, dtypes and shapes are checked first, then the room for them, then content hash,
+    headers and owners.
+
+    Args:
+        path: File that ``write_sequence`` made.
+        identity: What the reading store is.
+        layout_of: Layout of each pool.
+        check_room: Raises if so many pages of each pool have no room.
+
+    Returns:
+        The sequence, on the CPU.
+
+    Raises:
+        CacheFileError: The file is truncated, tampered with, or of another geometry, tier
+            table or codec; the message names what differs.
+        BudgetExceeded: ``check_room`` refused.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            if set(metadata) != {"cache", "sha256"}:
+                raise CacheFileError(f"{path}: metadata keys are {sorted(metadata)}")
+            identity.check(metadata["cache"], path)
+            check_room(_check_shapes(path, file, identity, layout_of))
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    except SafetensorError as error:
+        raise CacheFileError(f"{path} is truncated or no safetensors file: {error}") from error
+    found = _content_hash(metadata["cache"], tensors)
+    if found != metadata["sha256"]:
+        raise CacheFileError(f"{path}: content hash is {found}, not {metadata['sha256']}")
+    saved = _parse(tensors)
+    _check_content(path, saved, identity.geometry, layout_of)
+    return saved
+
+
+def _check_shapes(
+    path: Path,
+    file: Any,
+    identity: FileIdentity,
+    layout_of: Callable[[PoolKey], PageLayout],
+) -> dict[PoolKey, int]:
+    """Compare every tensor's name, dtype and shape; return the pages of each pool."""
+    geometry = identity.geometry
+    names = set(file.keys())
+    shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    if "next_position" not in names:
+        raise CacheFileError(f"{path}: tensor next_position is missing")
+    num_pages: dict[PoolKey, int] = {}
+    for name in sorted(names):
+        dtype, expected, partner = _expected(name, shapes[name], geometry, identity, layout_of)
+        found = (file.get_slice(name).get_dtype(), shapes[name])
+        if expected is None or found != (_DTYPES.get(dtype), expected):
+            raise CacheFileError(
+                f"{path}: tensor {name} is {found[0]} {found[1]}, expected "
+                f"{_DTYPES.get(dtype, 'no such tensor')} {expected or ''}"
+            )
+        if partner and (partner not in names or shapes[partner][:1] != shapes[name][:1]):
+            raise CacheFileError(f"{path}: tensor {name} does not fit {partner}")
+        if match := _PAGES.fullmatch(name):
+            num_pages[int(match[1]), PositionMode(int(match[2]))] = shapes[name][0]
+    return num_pages
+
+
+def _expected(
+    name: str,
+    shape: tuple[int, ...],
+    geometry: KVGeometry,
+    identity: FileIdentity,
+    layout_of: Callable[[PoolKey], PageLayout],
+) -> tuple[torch.dtype, tuple[int, ...] | None, str]:
+    """Dtype and shape a tensor must have, and the tensor that must come with it."""
+    if name == "next_position":
+        return torch.int64, (geometry.num_layers,), ""
+    pages, owners, tail = (p.fullmatch(name) for p in (_PAGES, _OWNERS, _TAIL))
+    rows = shape[0] if shape else -1
+    match = pages or owners
+    if match and 0 < int(match[1]) < len(identity.tiers):
+        if owners:
+            return torch.int32, (rows, 2), f"pages.{match[1]}.{match[2]}"
+        layout = layout_of((int(match[1]), PositionMode(int(match[2]))))
+        return torch.uint8, (rows, layout.page_bytes), f"owners.{match[1]}.{match[2]}"
+    if tail and int(tail[1]) < geometry.num_layers and len(shape) == 3:
+        other = "values" if tail[2] == "keys" else "keys"
+        expected = (geometry.num_kv_heads, shape[1], geometry.head_dim)
+        return torch.bfloat16, expected, f"tail.{tail[1]}.{other}"
+    return torch.uint8, None, ""
+
+
+def _parse(tensors: Mapping[str, Tensor]) -> SavedSequence:
+    pages = {}
+    tails = {}
+    for name in tensors:
+        if match := _PAGES.fullmatch(name):
+            key = (int(match[1]), PositionMode(int(match[2])))
+            pages[key] = (tensors[name], tensors[f"owners.{match[1]}.{match[2]}"])
+        elif (match := _TAIL.fullmatch(name)) and match[2] == "keys":
+            tails[int(match[1])] = (tensors[name], tensors[f"tail.{match[1]}.values"])
+    return SavedSequence(tensors["next_position"].tolist(), pages, tails)
+
+
+def _check_content(
+    path: Path,
+    saved: SavedSequence,
+    geometry: KVGeometry,
+    layout_of: Callable[[PoolKey], PageLayout],
+) -> None:
+    try:
+        for position in saved.next_position:
+            if not 0 <= position <= MAX_POSITION + 1:
+                raise ValueError(f"next position {position} is out of range")
+        for key, (pages, owners) in saved.pages.items():
+            PageView(layout_of(key), pages).check()
+            size = torch.tensor([geometry.num_layers, geometry.num_kv_heads])
+            if bool(((owners < 0) | (owners >= size)).any()):
+                raise ValueError(f"owners of tier {key[0]} name a layer or head out of range")
+        for layer, (keys, values) in saved.tails.items():
+            if keys.shape != values.shape or keys.shape[1] > saved.next_position[layer]:
+                raise ValueError(f"tail of layer {layer} has shape {tuple(keys.shape)}")
+            if not bool(torch.isfinite(keys).all() and torch.isfinite(values).all()):
+                raise ValueError(f"tail of layer {layer} is not finite")
+    except ValueError as error:
+        raise CacheFileError(f"{path}: {error}") from error

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pointer tables: which pages a sequence's layer and head own."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sphkv.store.allocator import PoolKey
+from sphkv.store.paging import PositionMode
+
+UNUSED = -1
+_MIN_CAPACITY = 4
+_TAG_MODES = 4
+_ENTRY_BYTES = torch.int64.itemsize + torch.int16.itemsize
+
+
+def page_tag(key: PoolKey) -> int:
+    """Tag of a page: its tier id and position mode in one small integer."""
+    tier_id, mode = key
+    return tier_id * _TAG_MODES + int(mode)
+
+
+def pool_of_tag(tag: int) -> PoolKey:
+    """Tier id and position mode of a tag."""
+    return tag // _TAG_MODES, PositionMode(tag % _TAG_MODES)
+
+
+class PointerTable:
+    """Pages of one layer of one sequence, one row per KV head.
+
+    Rows are filled from the left, in no particular order of positions; entries past a head's
+    count are -1. The table grows geometrically, so appending a page is cheap on average.
+
+    Attributes:
+        page_ids: ``[heads, capacity]`` int64.
+        tags: ``[heads, capacity]`` int16, see ``page_tag``; 0 in unused entries.
+        num_pages: ``[heads]`` int64 entries in use.
+        version: Rises with every change, so that readers can keep what they derived.
+    """
+
+    def __init__(self, num_heads: int, *, device: torch.device | str = "cpu") -> None:
+        """Start empty, with no capacity."""
+        self.page_ids = torch.empty((num_heads, 0), dtype=torch.int64, device=device)
+        self.tags = torch.empty((num_heads, 0), dtype=torch.int16, device=device)
+        self.num_pages = torch.zeros(num_heads, dtype=torch.int64, device=device)
+        self.version = 0
+
+    @staticmethod
+    def initial_bytes(num_heads: int) -> int:
+        """Bytes of a table without capacity."""
+        return num_heads * torch.int64.itemsize
+
+    @property
+    def capacity(self) -> int:
+        """Entries each row has room for."""
+        return self.page_ids.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the three tensors."""
+        return self.pointer_bytes + self.tag_bytes
+
+    @property
+    def pointer_bytes(self) -> int:
+        """Bytes of page ids and counts."""
+        return self.page_ids.nbytes + self.num_pages.nbytes
+
+    @property
+    def tag_bytes(self) -> int:
+        """Bytes of the tags."""
+        return self.tags.nbytes
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Everything the table keeps alive."""
+        return self.page_ids, self.tags, self.num_pages
+
+    def used(self) -> Tensor:
+        """``[heads, capacity]`` bool, true for entries in use."""
+        index = torch.arange(self.capacity, device=self.page_ids.device)
+        return index < self.num_pages[:, None]
+
+    def all_ids(self) -> Tensor:
+        """``[pages]`` int64 ids of all heads, head by head."""
+        return self.page_ids[self.used()]
+
+    def growth_bytes(self, added: Tensor, removed: Tensor | None = None) -> int:
+        """Bytes the table grows by if pages are removed and then added.
+
+        Args:
+            added: ``[heads]`` int64 new pages of each head.
+            removed: ``[pages]`` int64 ids that go first, each in the table.
+        """
+        needed = self.num_pages.cpu() + added.cpu()
+        if removed is not None and removed.numel():
+            needed = needed - self._holds(removed).sum(dim=1).cpu()
+        capacity = self._capacity_for(int(needed.max()))
+        return self.page_ids.shape[0] * (capacity - self.capacity) * _ENTRY_BYTES
+
+    def _capacity_for(self, needed: int) -> int:
+        if needed <= self.capacity:
+            return self.capacity
+        return max(needed, self.capacity * 3 // 2, _MIN_CAPACITY)
+
+    def _holds(self, page_ids: Tensor) -> Tensor:
+        return torch.isin(self.page_ids, page_ids.to(self.page_ids.device)) & self.used()
+
+    def extend(self, head_ids: Tensor, page_ids: Tensor, tag: int) -> None:
+        """Append pages that share a tag.
+
+        Args:
+            head_ids: ``[pages]`` int64, not decreasing.
+            page_ids: ``[pages]`` int64.
+            tag: Their ``page_tag``.
+        """
+        if page_ids.numel() == 0:
+            return
+        device = self.page_ids.device
+        head_ids, page_ids = head_ids.to(device), page_ids.to(device)
+        added = head_ids.bincount(minlength=self.page_ids.shape[0])
+        self.reserve(added)
+        rank = torch.arange(head_ids.numel(), device=device)
+        rank = rank - (added.cumsum(0) - added)[head_ids]
+        column = self.num_pages[head_ids] + rank
+        self.page_ids[head_ids, column] = page_ids
+        self.tags[head_ids, column] = tag
+        self.num_pages += added
+        self.version += 1
+
+    def reserve(self, added: Tensor) -> None:
+        """Grow as ``growth_bytes`` says, once, before several calls of ``extend``.
+
+        Args:
+            added: ``[heads]`` int64 new pages of each head.
+        """
+        needed = self.num_pages + added.to(self.num_pages.device)
+        capacity = self._capacity_for(int(needed.max()))
+        if capacity == self.capacity:
+            return
+        extra = (self.page_ids.shape[0], capacity - self.capacity)
+        self.page_ids = torch.cat([self.page_ids, self.page_ids.new_full(extra, UNUSED)], dim=1)
+        self.tags = torch.cat([self.tags, self.tags.new_zeros(extra)], dim=1)
+
+    def remove(self, page_ids: Tensor) -> None:
+        """Forget pages, moving the rest to the left."""
+        if page_ids.numel() == 0:
+            return
+        keep = self.used() & ~self._holds(page_ids)
+        order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)
+        kept = keep.gather(1, order)
+        self.page_ids = self.page_ids.gather(1, order).masked_fill_(~kept, UNUSED)
+        self.tags = self.tags.gather(1, order).masked_fill_(~kept, 0)
+        self.num_pages = keep.sum(dim=1)
+        self.version += 1
+
+    def find(self, page_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """KV head and tag of each page.
+
+        Args:
+            page_ids: ``[pages]`` int64 ids, each once.
+
+        Returns:
+            Heads and tags, ``[pages]`` int64 each.
+
+        Raises:
+            ValueError: A page is not in the table, or is named twice.
+        """
+        wanted = page_ids.to(self.page_ids.device)
+        head, column = self._holds(wanted).nonzero(as_tuple=True)
+        ids, order = self.page_ids[head, column].sort()
+        place = torch.searchsorted(ids, wanted)
+        found = place < ids.numel()
+        if not bool(found.all()) or not torch.equal(ids[place], wanted):
+            raise ValueError(f"pages {page_ids.tolist()} are not all of this layer")
+        if bool((wanted.sort().values.diff() == 0).any()):
+            raise ValueError(f"pages {page_ids.tolist()} name one page twice")
+        head, column = head[order[place]], column[order[place]]
+        return head, self.tags[head, column].to(torch.int64)
+
+    def touch(self) -> None:
+        """Say that the content of a page changed."""
+        self.version += 1
+
+    def present_tags(self) -> Sequence[int]:
+        """Tags in use, rising."""
+        return sorted(set(self.tags[self.used()].tolist()))
+
+    def select(self, tag: int) -> tuple[Tensor, Tensor]:
+        """Pages of one tag.
+
+        Args:
+            tag: A ``page_tag``.
+
+        Returns:
+            Ids ``[heads, most pages of a head]`` int64, padded with -1, and ``[heads]`` int64
+            pages of each head.
+        """
+        mask = (self.tags == tag) & self.used()
+        num_pages = mask.sum(dim=1)
+        width = int(num_pages.max())
+        order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+        ids = self.page_ids.gather(1, order).masked_fill(~mask.gather(1, order), UNUSED)
+        return ids, num_pages
+
+    def copy(self) -> "PointerTable":
+        """A table of the same pages and capacity."""
+        other = PointerTable(0)
+        other.page_ids = self.page_ids.clone()
+        other.tags = self.tags.clone()
+        other.num_pages = self.num_pages.clone()
+        return other

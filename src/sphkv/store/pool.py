@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pool of pages: every change of pages and pointer tables is planned, checked, then done."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sphkv.store.allocator import ByteMeter, PageAllocator, PoolKey
+from sphkv.store.config import StoreConfig
+from sphkv.store.encoding import PendingPages
+from sphkv.store.layout import PageLayout
+from sphkv.store.pointers import PointerTable, page_tag
+
+
+def no_pages() -> Tensor:
+    """An empty list of page ids."""
+    return torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(slots=True, eq=False)
+class LayerChange:
+    """Pages that one layer of a sequence loses and gains in one step.
+
+    Attributes:
+        table: Pointer table of the layer.
+        removed: ``[pages]`` int64 ids that the sequence gives up.
+        pending: New pages.
+        truncated: Ids, bytes and counts of pages that are shortened in place.
+    """
+
+    table: PointerTable
+    removed: Tensor = field(default_factory=no_pages)
+    pending: PendingPages = field(default_factory=PendingPages)
+    truncated: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+
+class PagePool:
+    """Allocator, layouts and byte meter of a store.
+
+    Attributes:
+        config: Sizes, tiers and limit.
+        device: Device of the pages.
+        allocator: Owner of the slabs.
+        meter: Bytes of all live tensors of the store.
+    """
+
+    def __init__(self, config: StoreConfig) -> None:
+        """Start without pages."""
+        self.config = config
+        self.device = torch.device(config.device)
+        self.meter = ByteMeter(config.max_bytes)
+        self.allocator = PageAllocator(
+            self.layout, max_slab_pages=config.max_slab_pages, device=self.device
+        )
+        self._layouts: dict[PoolKey, PageLayout] = {}
+
+    def layout(self, key: PoolKey) -> PageLayout:
+        """Layout of the pages of a tier id and position mode."""
+        if key not in self._layouts:
+            tier_id, mode = key
+            tier = self.config.tiers[tier_id]
+            self._layouts[key] = PageLayout(tier_id, tier, self.config.geometry.head_dim, mode)
+        return self._layouts[key]
+
+    def check_room(self, requests: Mapping[PoolKey, int]) -> None:
+        """Raise if pages could not be had now.
+
+        Raises:
+            BudgetExceeded: They would pass the limit.
+        """
+        self.meter.check(self.allocator.plan_bytes(requests))
+
+    def commit(self, changes: Sequence[LayerChange], extra_bytes: int = 0) -> None:
+        """Carry out changes of several layers, all or none.
+
+        Args:
+            changes: One change per layer, of tables that do not repeat.
+            extra_bytes: Bytes of tensors the caller adds besides.
+
+        Raises:
+            BudgetExceeded: The result would pass the limit; nothing was changed.
+        """
+        num_heads = self.config.geometry.num_kv_heads
+        requests: dict[PoolKey, int] = {}
+        for change in changes:
+            for key, wanted in change.pending.requests().items():
+                requests[key] = requests.get(key, 0) + wanted
+        freed = torch.cat([no_pages(), *(change.removed.cpu() for change in changes)])
+        delta = extra_bytes + self.allocator.plan_bytes(requests, freed)
+        added = [change.pending.per_head(num_heads) for change in changes]
+        for change, per_head in zip(changes, added, strict=True):
+            delta += change.table.growth_bytes(per_head, change.removed)
+        self.meter.check(delta)
+
+        self.allocator.free(freed)
+        fresh = self.allocator.allocate(requests)
+        for change, per_head in zip(changes, added, strict=True):
+            change.table.remove(change.removed)
+            change.table.reserve(per_head)
+            self._place(change, fresh)
+        self.meter.add(delta)
+
+    def _place(self, change: LayerChange, fresh: dict[PoolKey, Tensor]) -> None:
+        """Fill pages from ``fresh``, which loses the ids that are used."""
+        for page_ids, pages, counts in change.truncated:
+            self.allocator.truncate(page_ids, pages, counts)
+            change.table.touch()
+        for batch, pages in zip(change.pending.batches, change.pending.pages, strict=True):
+            key = (batch.tier_id, batch.position_mode)
+            page_ids, fresh[key] = fresh[key][: batch.num_pages], fresh[key][batch.num_pages :]
+            self.allocator.write(page_ids, pages, batch.rows.counts)
+            change.table.extend(batch.head_ids, page_ids, page_tag(key))

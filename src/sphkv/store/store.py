@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page store: carries out write contracts under one byte limit."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sphkv.core.contract import LayerContract, StateCodec
+from sphkv.store.allocator import PageAllocator, Slab
+from sphkv.store.changes import plan_crop, plan_demotion, plan_drop, plan_seal, plan_write
+from sphkv.store.config import StoreConfig
+from sphkv.store.encoding import FlatStates, check_positions, check_states
+from sphkv.store.layout import PageView
+from sphkv.store.ledger import ByteLedger, measure_bytes
+from sphkv.store.paging import MAX_POSITION
+from sphkv.store.persist import FileIdentity, read_sequence, write_sequence
+from sphkv.store.pointers import PointerTable
+from sphkv.store.pool import LayerChange, PagePool
+from sphkv.store.sequence import PageGroup, SequenceState, page_groups
+from sphkv.store.snapshot import export_sequence, import_sequence
+from sphkv.store.tail import OpenTail, TailView
+
+
+class PageStore:
+    """KV cache of many sequences in tier-homogeneous pages.
+
+    Every method either succeeds or raises and leaves the store as it was. Tensors it keeps
+    alive never pass ``max_bytes``; copies made inside a call are not counted.
+    """
+
+    def __init__(self, config: StoreConfig, codec: StateCodec | None = None) -> None:
+        """Start empty.
+
+        Args:
+            config: Sizes, tiers and limit.
+            codec: Encoder of sequences that bring none of their own.
+        """
+        self.config = config
+        self._codec = codec
+        self._pool = PagePool(config)
+        self._sequences: dict[int, SequenceState] = {}
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """Owner of the pages: ``gather`` for reading, ``addresses`` for native kernels."""
+        return self._pool.allocator
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all live tensors."""
+        return self._pool.meter.used
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Sequences the store holds."""
+        return tuple(self._sequences)
+
+    def live_tensors(self) -> list[Tensor]:
+        """Every tensor the store keeps alive."""
+        owners: list[Slab | SequenceState] = [*self.allocator.slabs(), *self._sequences.values()]
+        return [tensor for owner in owners for tensor in owner.tensors()]
+
+    def ledger(self) -> ByteLedger:
+        """Bytes of all live tensors, by kind."""
+        states = self._sequences.values()
+        return measure_bytes(
+            self.allocator.slabs(),
+            [table for state in states for table in state.tables],
+            [tail for state in states for tail in state.live_tails()],
+        )
+
+    def create(self, sequence: int, *, codec: StateCodec | None = None) -> None:
+        """Begin an empty sequence.
+
+        Args:
+            sequence: An id that is not in use.
+            codec: Its own encoder; the store's if None.
+        """
+        self._check_new(sequence)
+        self._insert(sequence, SequenceState.blank(self.config, codec or self._codec))
+
+    def _insert(self, sequence: int, state: SequenceState) -> None:
+        self._pool.meter.check(state.nbytes)
+        self._pool.meter.add(state.nbytes)
+        self._sequences[sequence] = state
+
+    def fork(self, sequence: int, new_sequence: int) -> None:
+        """Begin a sequence with the same states: pages are shared, tails are copied."""
+        state = self._get(sequence)
+        self._check_new(new_sequence)
+        self._pool.meter.check(state.nbytes)
+        self._insert(new_sequence, state.copy())
+        self.allocator.share(state.all_ids())
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence and give back every page that no other one shares."""
+        state = self._get(sequence)
+        released = self.allocator.free(state.all_ids())
+        self._pool.meter.add(-released - state.nbytes)
+        del self._sequences[sequence]
+
+    def _check_new(self, sequence: int) -> None:
+        if isinstance(sequence, bool) or not isinstance(sequence, int):
+            raise ValueError(f"sequence must be an integer, got {sequence!r}")
+        if sequence in self._sequences:
+            raise ValueError(f"sequence {sequence} exists already")
+
+    def _get(self, sequence: int, layer: int = 0) -> SequenceState:
+        if sequence not in self._sequences:
+            raise ValueError(f"no sequence {sequence!r}")
+        if not 0 <= layer < self.config.geometry.num_layers:
+            raise ValueError(
+                f"layer must be in 0..{self.config.geometry.num_layers - 1}, got {layer!r}"
+            )
+        return self._sequences[sequence]
+
+    def codec(self, sequence: int) -> StateCodec | None:
+        """Encoder of a sequence."""
+        return self._get(sequence).codec
+
+    def num_tokens(self, sequence: int, layer: int = 0) -> int:
+        """Tokens a layer has been given: the position of the next one."""
+        return self._get(sequence, layer).next_position[layer]
+
+    def table(self, sequence: int, layer: int) -> PointerTable:
+        """Pointer table of a layer, to be read only; its version rises with every change."""
+        return self._get(sequence, layer).tables[layer]
+
+    def pages(self, sequence: int, layer: int) -> list[PageGroup]:
+        """Pages of a layer, grouped by tier and position mode, lowest tier first."""
+        return page_groups(self.table(sequence, layer), self._pool.layout)
+
+    def view(self, group: PageGroup) -> PageView:
+        """Copy of the pages of a group, in the order of ``flat_ids``."""
+        return PageView(group.layout, self.allocator.gather(group.flat_ids()))
+
+    def tail(self, sequence: int, layer: int) -> TailView:
+        """Dense states of a layer that no page holds yet."""
+        state = self._get(sequence, layer)
+        tail = state.tails[layer]
+        if tail is not None:
+            return tail.view()
+        return TailView.empty(self.config, state.next_position[layer])
+
+    def append(self, sequence: int, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Add the next tokens of a layer to its tail, sealing pages as it fills.
+
+        Args:
+            sequence: Sequence to extend.
+            layer: Layer the states belong to.
+            keys: ``[heads, tokens, head_dim]`` after rotary embedding; kept as bfloat16.
+            values: ``[heads, tokens, head_dim]``; kept as bfloat16.
+
+        Raises:
+            BudgetExceeded: The states do not fit.
+        """
+        state = self._get(sequence, layer)
+        keys, values = self._check_states(keys, values, torch.bfloat16)
+        num_new = keys.shape[1]
+        if state.next_position[layer] + num_new > MAX_POSITION:
+            raise ValueError(f"{num_new} tokens pass the last position {MAX_POSITION}")
+        if num_new == 0:
+            return
+        tail, extra = state.tails[layer], 0
+        if tail is None:
+            tail = OpenTail.blank(self.config, state.next_position[layer])
+            extra = tail.nbytes
+        change = LayerChange(state.tables[layer])
+        open_tokens = tail.num_tokens + num_new - self.config.recent_tokens
+        num_sealed = max(0, open_tokens // self.config.seal_tokens) * self.config.seal_tokens
+        if num_sealed:
+            live = tail.view()
+            keys = torch.cat([live.keys, keys], dim=1)
+            values = torch.cat([live.values, values], dim=1)
+            sealed = FlatStates(keys[:, :num_sealed], values[:, :num_sealed])
+            change = plan_seal(self._pool, state, layer, sealed, tail.first_position)
+        if num_sealed or extra:
+            self._pool.commit([change], extra)
+        if num_sealed:
+            tail.restart(tail.first_position + num_sealed)
+        tail.append(keys[:, num_sealed:], values[:, num_sealed:])
+        state.tails[layer] = tail
+        state.next_position[layer] += num_new
+
+    def _check_states(
+        self, keys: Tensor, values: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        device = self._pool.device
+        keys, values = keys.to(device, dtype), values.to(device, dtype)
+        check_states(keys, values, self.config.geometry)
+        return keys, values
+
+    def write(
+        self,
+        sequence: int,
+        layer: int,
+        contract: LayerContract,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+    ) -> None:
+        """Store states of a layer as a contract says; dropped ones are never stored.
+
+        Args:
+            sequence: Sequence to extend.
+            layer: Layer the states belong to; its tail must be empty.
+            contract: Tier of each head and token, ``WriteContract.layer(layer)``.
+            keys: ``[heads, tokens, head_dim]`` after rotary embedding.
+            values: ``[heads, tokens, head_dim]``.
+            positions: ``[tokens]`` int64, rising, none below ``num_tokens``.
+
+        Raises:
+            BudgetExceeded: The states do not fit.
+        """
+        state = self._get(sequence, layer)
+        keys, values = self._check_states(keys, values)
+        num_new = keys.shape[1]
+        contract.check(self.config.tiers, self.config.geometry, num_new)
+        check_positions(positions, num_new, state.next_position[layer])
+        tail = state.tails[layer]
+        if tail is not None and tail.num_tokens:
+            raise ValueError(
+                f"layer {layer} of sequence {sequence} has {tail.num_tokens} states in its "
+                "open tail; a contract is written before tokens are appended"
+            )
+        if num_new == 0:
+            return
+        states = FlatStates(keys, values)
+        self._pool.commit([plan_write(self._pool, state, layer, contract, states, positions)])
+        state.next_position[layer] = int(positions[-1]) + 1
+        if tail is not None:
+            tail.restart(state.next_position[layer])
+
+    def demote(
+        self, sequence: int, layer: int, page_ids: Sequence[int] | Tensor, tier: int | str
+    ) -> None:
+        """Re-encode pages at a lower tier; states of one head are packed together.
+
+        Args:
+            sequence: Owner of the pages; other owners keep the old ones.
+            layer: Layer of the pages.
+            page_ids: Ids of pages of any heads and tiers above ``tier``.
+            tier: Id or name; the drop tier drops the pages.
+
+        Raises:
+            ValueError: A page is not of this layer, not above ``tier``, or holds a
+                protected state.
+            BudgetExceeded: The new pages do not fit beside those that stay.
+        """
+        state = self._get(sequence, layer)
+        tiers = self.config.tiers
+        tier_id = tiers.id_of(tier) if isinstance(tier, str) else tier
+        if tiers[tier_id].kind == "drop":
+            self.drop(sequence, layer, page_ids)
+            return
+        ids = torch.as_tensor(page_ids, dtype=torch.int64)
+        self._pool.commit([plan_demotion(self._pool, state, layer, ids, tier_id)])
+
+    def drop(self, sequence: int, layer: int, page_ids: Sequence[int] | Tensor) -> None:
+        """Give up pages of a layer.
+
+        Raises:
+            ValueError: A page is not of this layer or holds a protected state.
+        """
+        state = self._get(sequence, layer)
+        ids = torch.as_tensor(page_ids, dtype=torch.int64)
+        self._pool.commit([plan_drop(self._pool, state.tables[layer], ids)])
+
+    def crop(self, sequence: int, num_tokens: int) -> None:
+        """Forget all states at positions from ``num_tokens`` on, protected ones too.
+
+        A layer that is shorter already stays as it is.
+
+        Raises:
+            BudgetExceeded: A page shared with another sequence must be cut, and its copy
+                does not fit.
+        """
+        state = self._get(sequence)
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
+        changes = [
+            plan_crop(self._pool, state.tables[layer], num_tokens)
+            for layer, tail in enumerate(state.tails)
+            if num_tokens < (tail.first_position if tail else state.next_position[layer])
+        ]
+        self._pool.commit(changes)
+        for layer, tail in enumerate(state.tails):
+            if tail is not None:
+                tail.crop(num_tokens)
+            state.next_position[layer] = min(state.next_position[layer], num_tokens)
+
+    def save(self, sequence: int, path: Path, *, codec_hash: str = "") -> None:
+        """Write a sequence to one safetensors file, whole or not at all.
+
+        Args:
+            sequence: Sequence to save.
+            path: File to create or replace.
+            codec_hash: Names the codebooks; ``load`` must give the same.
+        """
+        write_sequence(
+            path, export_sequence(self._pool, self._get(sequence)), self._identity(codec_hash)
+        )
+
+    def _identity(self, codec_hash: str) -> FileIdentity:
+        return FileIdentity(self.config.geometry, self.config.tiers, codec_hash)
+
+    def load(
+        self,
+        sequence: int,
+        path: Path,
+        *,
+        codec: StateCodec | None = None,
+        codec_hash: str = "",
+    ) -> None:
+        """Begin a sequence from a file that ``save`` made.
+
+        Args:
+            sequence: An id that is not in use.
+            path: The file.
+            codec: Encoder of the sequence; the store's if None.
+            codec_hash: Must be the one given to ``save``.
+
+        Raises:
+            CacheFileError: The file is damaged or belongs to another store.
+            BudgetExceeded: The states do not fit.
+        """
+        self._check_new(sequence)
+        saved = read_sequence(
+            path,
+            self._identity(codec_hash),
+            layout_of=self._pool.layout,
+            check_room=self._pool.check_room,
+        )
+        state, changes = import_sequence(self._pool, saved, codec or self._codec)
+        self._pool.commit(changes, state.nbytes)
+        self._sequences[sequence] = state
