@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sphkv.core.geometry import KVGeometry
     from sphkv.core.tiers import TierSpec, TierTable, default_tiers
     from sphkv.integrations.models import load_model
+    from sphkv.integrations.transformers.cache import SphericalCache
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "BudgetExceeded",
     "ByteBudget",
     "KVGeometry",
+    "SphericalCache",
     "TierSpec",
     "TierTable",
     "WriteContract",
@@ -34,6 +36,7 @@ _HOMES = {
     "BudgetExceeded": "sphkv.core.errors",
     "ByteBudget": "sphkv.core.budget",
     "KVGeometry": "sphkv.core.geometry",
+    "SphericalCache": "sphkv.integrations.transformers.cache",
     "TierSpec": "sphkv.core.tiers",
     "TierTable": "sphkv.core.tiers",
     "WriteContract": "sphkv.core.contract",

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A codec whose codes can be foretold from a state's number, so that none can be lost unseen."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from torch import Tensor
 from sphkv.core.contract import EncodedStates
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.store.config import StoreConfig
+from sphkv.store.store import PageStore
 
 HEAD_DIM = 8
 
@@ -28,6 +33,10 @@ class FakeCodec:
         values = (number[..., None] * (index + 5)) % 241
         return keys.float(), values.float()
 
+    def numbered(self, num_tokens: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[2, num_tokens, head_dim]`` of the numbers from ``first`` on."""
+        return self.dense(first + torch.arange(2 * num_tokens).reshape(2, num_tokens))
+
     def number(self, keys: Tensor) -> Tensor:
         return (keys[..., 0].float() + 256 * keys[..., 1].float()).to(torch.int64)
 
@@ -38,13 +47,15 @@ class FakeCodec:
         return codes.to(torch.uint8)
 
     def radius_code(self, layer: int, number: Tensor) -> Tensor:
-        return ((number * 11 + layer) % 256).to(torch.uint8)
+        code: Tensor = (number * 11 + layer) % 256
+        return code.to(torch.uint8)
 
     def value_codes(self, tier: TierSpec, number: Tensor) -> Tensor:
         if not tier.has_value_codes:
             return self.dense(number)[1].to(torch.bfloat16)
         index = torch.arange(self.head_dim)
-        return ((number[..., None] * (index + 13)) % 2**tier.value_bits).to(torch.uint8)
+        codes: Tensor = (number[..., None] * (index + 13)) % 2**tier.value_bits
+        return codes.to(torch.uint8)
 
     def scale_code(self, number: Tensor) -> Tensor:
         return (number * 17 % 256).to(torch.uint8)
@@ -93,6 +104,15 @@ class FakeCodec:
         return self.dense((codes << shift).sum(dim=1))
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny here: more threads would only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="session")
 def codec() -> FakeCodec:
     return FakeCodec()
@@ -110,7 +130,34 @@ def tiers() -> TierTable:
             TierSpec("drop", "drop", 0.0, 0, 0),
             coded_tier(2.0, 2, page_tokens=32),
             coded_tier(3.0, 3, page_tokens=64),
-            coded_tier(4.0, 16, page_tokens=32),
             TierSpec("max", "dense", 16.0, 16, 16),
         )
     )
+
+
+@pytest.fixture
+def make_store(
+    geometry: KVGeometry, tiers: TierTable, codec: FakeCodec
+) -> Callable[..., PageStore]:
+    def make(**changes: Any) -> PageStore:
+        config = StoreConfig(geometry, tiers, seal_tier="k2v2", recent_tokens=4)
+        return PageStore(replace(config, **changes), codec)
+
+    return make
+
+
+@contextmanager
+def _unchanged(store: PageStore) -> Iterator[None]:
+    sequences, ledger = store.sequences, store.ledger()
+    before = [tensor.clone() for tensor in store.live_tensors()]
+    yield
+    assert (store.sequences, store.ledger()) == (sequences, ledger)
+    now = store.live_tensors()
+    assert len(now) == len(before)
+    assert all(map(torch.equal, now, before))
+
+
+@pytest.fixture(scope="session")
+def unchanged() -> Callable[[PageStore], AbstractContextManager[None]]:
+    """A block after which a store holds, byte by byte, what it held before."""
+    return _unchanged

@@ -100,19 +100,19 @@ class TierSpec:
         return self.is_coded and self.value_bits != DENSE_BITS
 
     def key_nibbles(self, head_dim: int) -> int:
-        """Four-bit slots of one key: the even number nearest to its code bits, at least two."""
+        """Four-bit slots of one key: the number nearest to its code bits, at least two."""
         if not self.is_coded:
             return 0
-        return 2 * max(1, math.floor(self.key_bits * head_dim / 8 + 0.5))
+        return max(2, math.floor(self.key_bits * head_dim / 4 + 0.5))
 
-    def key_code_bytes(self, head_dim: int) -> int:
-        """Bytes of one key without its radius."""
+    def key_code_bytes(self, head_dim: int, num_tokens: int = 1) -> int:
+        """Bytes of the key elements of ``num_tokens`` states, rounded up to a whole byte."""
         if self.kind == "dense":
-            return head_dim * DENSE_BITS // 8
-        return self.key_nibbles(head_dim) // 2
+            return num_tokens * head_dim * DENSE_BITS // 8
+        return math.ceil(num_tokens * self.key_nibbles(head_dim) / 2)
 
     def key_bytes(self, head_dim: int) -> int:
-        """Bytes of one key with its radius code."""
+        """Bytes of one key with its radius code, rounded up to a whole byte."""
         return self.key_code_bytes(head_dim) + int(self.is_coded)
 
     def value_code_bytes(self, head_dim: int, num_tokens: int = 1) -> int:
@@ -129,7 +129,9 @@ class TierSpec:
 
     def key_bits_stored(self, head_dim: int) -> float:
         """Bits per key element that are really stored, radius included."""
-        return 8 * self.key_bytes(head_dim) / head_dim
+        if not self.is_coded:
+            return 8 * self.key_bytes(head_dim) / head_dim
+        return (4 * self.key_nibbles(head_dim) + 8) / head_dim
 
     def value_bits_stored(self, head_dim: int) -> float:
         """Bits per value element that are really stored, scale included."""

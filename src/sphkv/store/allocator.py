@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -338,18 +339,14 @@ class PageAllocator:
 
     def _by_slab(self, page_ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Group ids by slab: slot, index in the slab, place in ``page_ids``; all on the CPU."""
-        ids = page_ids.cpu()
-        if ids.numel() and int(ids.min()) < 0:
-            raise ValueError(f"page ids must not be negative, got {int(ids.min())}")
-        slots = ids // self._stride
-        sizes = slots.bincount()
-        present = sizes.nonzero()[:, 0]
+        slots, index = np.divmod(page_ids.cpu().numpy(), self._stride)
+        order = slots.argsort(kind="stable")
+        bounds = np.flatnonzero(np.diff(slots[order])) + 1
         groups = []
-        parts = torch.split_with_sizes(slots.argsort(stable=True), sizes[present].tolist())
-        for slot, rows in zip(present.tolist(), parts, strict=True):
-            index = ids[rows] % self._stride
-            slab = self._slab(slot)
-            if int(index.max()) >= slab.num_pages or bool((slab.refcounts[index] == 0).any()):
-                raise ValueError(f"page ids {ids[rows].tolist()} are not all owned")
-            groups.append((slot, index, rows))
+        for rows in np.split(order, bounds) if order.size else []:
+            slab = self._slab(slot := int(slots[rows[0]]))
+            in_slab = index[rows]
+            if in_slab.max() >= slab.num_pages or not slab.refcounts.numpy()[in_slab].all():
+                raise ValueError(f"pages {page_ids.tolist()} are not all owned")
+            groups.append((slot, torch.from_numpy(in_slab), torch.from_numpy(rows)))
         return iter(groups)

@@ -75,7 +75,7 @@ class PageLayout:
     @property
     def radius_offset(self) -> int:
         """Start of radius codes, one byte each."""
-        return self.key_offset + self.page_tokens * self.tier.key_code_bytes(self.head_dim)
+        return self.key_offset + self.tier.key_code_bytes(self.head_dim, self.page_tokens)
 
     @property
     def scale_offset(self) -> int:

@@ -94,9 +94,10 @@ def _add_slab(kinds: dict[str, int], slab: Slab) -> None:
     num_pages = slab.num_pages - slab.num_free
     num_states = int(slab.counts.sum())
     used = {
-        "codes": num_states * tier.key_code_bytes(head_dim),
+        # Below a byte, codes of several states share one; the split rounds up for keys and
+        # down for values.
+        "codes": tier.key_code_bytes(head_dim, num_states),
         "radii": num_states * int(tier.is_coded),
-        # Below a byte, value codes of several states share one; the split rounds down.
         "values": num_states * head_dim * tier.value_bits // 8
         + num_states * int(tier.has_value_codes),
         "positions": POSITION_BYTES * _position_words(slab, num_states),

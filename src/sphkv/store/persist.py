@@ -24,15 +24,10 @@ from sphkv.store.layout import PageLayout, PageView
 from sphkv.store.paging import MAX_POSITION, PositionMode
 
 _FORMAT = "sphkv-cache-1"
+_LABEL = "sphkv"
 _PAGES = re.compile(r"pages\.(\d{1,3})\.([0-2])")
 _OWNERS = re.compile(r"owners\.(\d{1,3})\.([0-2])")
 _TAIL = re.compile(r"tail\.(\d{1,6})\.(keys|values)")
-_DTYPES = {
-    torch.uint8: "U8",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.bfloat16: "BF16",
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,11 +72,7 @@ class FileIdentity:
 
     def check(self, text: str, path: Path) -> None:
         """Raise if the file's identity differs, naming what differs."""
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise CacheFileError(f"{path}: metadata is no JSON: {error}") from error
-        differences = list(_differences(found, json.loads(self.to_json()), ""))
+        differences = _differences(_parse_json(text, path), json.loads(self.to_json()), "")
         if differences:
             raise CacheFileError(f"{path} differs from the store: " + "; ".join(differences))
 
@@ -121,8 +112,9 @@ def write_sequence(path: Path, saved: SavedSequence, identity: FileIdentity) -> 
         tensors[f"tail.{layer}.values"] = values
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     text = identity.to_json()
-    metadata = {"cache": text, "sha256": _content_hash(text, tensors)}
-    data = save(tensors, metadata)
+    # One entry only: safetensors does not keep the order of several.
+    label = {"cache": text, "sha256": _content_hash(text, tensors)}
+    data = save(tensors, {_LABEL: json.dumps(label, sort_keys=True)})
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
     try:
@@ -174,20 +166,37 @@ def read_sequence(
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = file.metadata() or {}
-            if set(metadata) != {"cache", "sha256"}:
-                raise CacheFileError(f"{path}: metadata keys are {sorted(metadata)}")
-            identity.check(metadata["cache"], path)
+            text, expected_hash = _read_label(path, file.metadata() or {})
+            identity.check(text, path)
             check_room(_check_shapes(path, file, identity, layout_of))
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     except SafetensorError as error:
         raise CacheFileError(f"{path} is truncated or no safetensors file: {error}") from error
-    found = _content_hash(metadata["cache"], tensors)
-    if found != metadata["sha256"]:
-        raise CacheFileError(f"{path}: content hash is {found}, not {metadata['sha256']}")
+    found = _content_hash(text, tensors)
+    if found != expected_hash:
+        raise CacheFileError(f"{path}: content hash is {found}, not {expected_hash}")
     saved = _parse(tensors)
     _check_content(path, saved, identity.geometry, layout_of)
     return saved
+
+
+def _read_label(path: Path, metadata: Mapping[str, str]) -> tuple[str, str]:
+    """Identity text and content hash of a file."""
+    if set(metadata) != {_LABEL}:
+        raise CacheFileError(f"{path}: metadata keys are {sorted(metadata)}, not [{_LABEL!r}]")
+    label = _parse_json(metadata[_LABEL], path)
+    if not isinstance(label, dict) or set(label) != {"cache", "sha256"}:
+        raise CacheFileError(f"{path}: metadata holds {label!r}")
+    if not all(isinstance(value, str) for value in label.values()):
+        raise CacheFileError(f"{path}: metadata holds {label!r}")
+    return label["cache"], label["sha256"]
+
+
+def _parse_json(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CacheFileError(f"{path}: metadata is no JSON: {error}") from error
 
 
 def _check_shapes(
@@ -197,19 +206,20 @@ def _check_shapes(
     layout_of: Callable[[PoolKey], PageLayout],
 ) -> dict[PoolKey, int]:
     """Compare every tensor's name, dtype and shape; return the pages of each pool."""
-    geometry = identity.geometry
     names = set(file.keys())
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     if "next_position" not in names:
         raise CacheFileError(f"{path}: tensor next_position is missing")
     num_pages: dict[PoolKey, int] = {}
     for name in sorted(names):
-        dtype, expected, partner = _expected(name, shapes[name], geometry, identity, layout_of)
         found = (file.get_slice(name).get_dtype(), shapes[name])
-        if expected is None or found != (_DTYPES.get(dtype), expected):
+        expected = _expected(name, shapes[name], identity, layout_of)
+        if expected is None:
+            raise CacheFileError(f"{path}: tensor {name} {found} is none of this store's")
+        dtype, shape, partner = expected
+        if found != (dtype, shape):
             raise CacheFileError(
-                f"{path}: tensor {name} is {found[0]} {found[1]}, expected "
-                f"{_DTYPES.get(dtype, 'no such tensor')} {expected or ''}"
+                f"{path}: tensor {name} is {found[0]} {found[1]}, not {dtype} {shape}"
             )
         if partner and (partner not in names or shapes[partner][:1] != shapes[name][:1]):
             raise CacheFileError(f"{path}: tensor {name} does not fit {partner}")
@@ -221,26 +231,26 @@ def _check_shapes(
 def _expected(
     name: str,
     shape: tuple[int, ...],
-    geometry: KVGeometry,
     identity: FileIdentity,
     layout_of: Callable[[PoolKey], PageLayout],
-) -> tuple[torch.dtype, tuple[int, ...] | None, str]:
+) -> tuple[str, tuple[int, ...], str] | None:
     """Dtype and shape a tensor must have, and the tensor that must come with it."""
+    geometry = identity.geometry
     if name == "next_position":
-        return torch.int64, (geometry.num_layers,), ""
-    pages, owners, tail = (p.fullmatch(name) for p in (_PAGES, _OWNERS, _TAIL))
-    rows = shape[0] if shape else -1
-    match = pages or owners
-    if match and 0 < int(match[1]) < len(identity.tiers):
-        if owners:
-            return torch.int32, (rows, 2), f"pages.{match[1]}.{match[2]}"
-        layout = layout_of((int(match[1]), PositionMode(int(match[2]))))
-        return torch.uint8, (rows, layout.page_bytes), f"owners.{match[1]}.{match[2]}"
-    if tail and int(tail[1]) < geometry.num_layers and len(shape) == 3:
+        return "I64", (geometry.num_layers,), ""
+    rows = shape[0] if shape else 0
+    pages, owners, tail = (pattern.fullmatch(name) for pattern in (_PAGES, _OWNERS, _TAIL))
+    if pages and 0 < int(pages[1]) < len(identity.tiers):
+        layout = layout_of((int(pages[1]), PositionMode(int(pages[2]))))
+        return "U8", (rows, layout.page_bytes), f"owners.{pages[1]}.{pages[2]}"
+    if owners:
+        return "I32", (rows, 2), f"pages.{owners[1]}.{owners[2]}"
+    if tail and int(tail[1]) < geometry.num_layers:
+        tokens = shape[1] if len(shape) == 3 else 0
         other = "values" if tail[2] == "keys" else "keys"
-        expected = (geometry.num_kv_heads, shape[1], geometry.head_dim)
-        return torch.bfloat16, expected, f"tail.{tail[1]}.{other}"
-    return torch.uint8, None, ""
+        dense = (geometry.num_kv_heads, tokens, geometry.head_dim)
+        return "BF16", dense, f"tail.{tail[1]}.{other}"
+    return None
 
 
 def _parse(tensors: Mapping[str, Tensor]) -> SavedSequence:

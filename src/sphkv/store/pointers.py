@@ -34,7 +34,7 @@ class PointerTable:
 
     Attributes:
         page_ids: ``[heads, capacity]`` int64.
-        tags: ``[heads, capacity]`` int16, see ``page_tag``; 0 in unused entries.
+        tags: ``[heads, capacity]`` int16, see ``page_tag``; -1 in unused entries.
         num_pages: ``[heads]`` int64 entries in use.
         version: Rises with every change, so that readers can keep what they derived.
     """
@@ -77,8 +77,7 @@ class PointerTable:
 
     def used(self) -> Tensor:
         """``[heads, capacity]`` bool, true for entries in use."""
-        index = torch.arange(self.capacity, device=self.page_ids.device)
-        return index < self.num_pages[:, None]
+        return self.page_ids != UNUSED
 
     def all_ids(self) -> Tensor:
         """``[pages]`` int64 ids of all heads, head by head."""
@@ -139,7 +138,7 @@ class PointerTable:
             return
         extra = (self.page_ids.shape[0], capacity - self.capacity)
         self.page_ids = torch.cat([self.page_ids, self.page_ids.new_full(extra, UNUSED)], dim=1)
-        self.tags = torch.cat([self.tags, self.tags.new_zeros(extra)], dim=1)
+        self.tags = torch.cat([self.tags, self.tags.new_full(extra, UNUSED)], dim=1)
 
     def remove(self, page_ids: Tensor) -> None:
         """Forget pages, moving the rest to the left."""
@@ -149,7 +148,7 @@ class PointerTable:
         order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)
         kept = keep.gather(1, order)
         self.page_ids = self.page_ids.gather(1, order).masked_fill_(~kept, UNUSED)
-        self.tags = self.tags.gather(1, order).masked_fill_(~kept, 0)
+        self.tags = self.tags.gather(1, order).masked_fill_(~kept, UNUSED)
         self.num_pages = keep.sum(dim=1)
         self.version += 1
 
@@ -165,7 +164,7 @@ class PointerTable:
         Raises:
             ValueError: A page is not in the table, or is named twice.
         """
-        wanted = page_ids.to(self.page_ids.device)
+        wanted = page_ids.to(self.page_ids.device).contiguous()
         head, column = self._holds(wanted).nonzero(as_tuple=True)
         ids, order = self.page_ids[head, column].sort()
         place = torch.searchsorted(ids, wanted)
@@ -183,7 +182,7 @@ class PointerTable:
 
     def present_tags(self) -> Sequence[int]:
         """Tags in use, rising."""
-        return sorted(set(self.tags[self.used()].tolist()))
+        return sorted(set(self.tags.flatten().tolist()) - {UNUSED})
 
     def select(self, tag: int) -> tuple[Tensor, Tensor]:
         """Pages of one tag.
@@ -195,7 +194,7 @@ class PointerTable:
             Ids ``[heads, most pages of a head]`` int64, padded with -1, and ``[heads]`` int64
             pages of each head.
         """
-        mask = (self.tags == tag) & self.used()
+        mask = self.tags == tag
         num_pages = mask.sum(dim=1)
         width = int(num_pages.max())
         order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]

@@ -187,10 +187,8 @@ class PageStore:
     def _check_states(
         self, keys: Tensor, values: Tensor, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        device = self._pool.device
-        keys, values = keys.to(device, dtype), values.to(device, dtype)
         check_states(keys, values, self.config.geometry)
-        return keys, values
+        return keys.to(self._pool.device, dtype), values.to(self._pool.device, dtype)
 
     def write(
         self,

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// Python bindings. Tensors arrive as addresses: the caller keeps them alive and contiguous.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "attend.h"
+#include "engine.h"
+#include "team.h"
+
+namespace nb = nanobind;
+using namespace sphkv;
+
+namespace {
+
+template <class T>
+const T* at_address(uintptr_t address) {
+  return reinterpret_cast<const T*>(address);
+}
+
+// An engine holds the tables of one step, so steps take turns.
+struct EngineSlot {
+  std::unique_ptr<Engine> engine;
+  std::mutex mutex;
+};
+
+std::unique_ptr<Engine> make_engine(const std::string& name) {
+  if (name == "neon") return make_neon_engine();
+  if (name == "avx512") return make_avx512_engine();
+  if (name == "avx2") return make_avx2_engine();
+  if (name == "float32") return make_exact_engine();
+  throw std::invalid_argument("no kernel variant is called " + name);
+}
+
+std::vector<std::string> variants() {
+  std::vector<std::string> out;
+  for (const char* name : {"neon", "avx512", "avx2", "float32"}) {
+    if (make_engine(name) != nullptr) out.emplace_back(name);
+  }
+  return out;
+}
+
+EngineSlot* new_slot(const std::string& name) {
+  auto slot = std::make_unique<EngineSlot>();
+  slot->engine = make_engine(name);
+  if (slot->engine == nullptr) {
+    throw std::invalid_argument("this processor or build has no kernel variant " + name);
+  }
+  return slot.release();
+}
+
+// Offsets in the order of sphkv.attention.native.backend._layout_fields.
+PageKind make_kind(const std::vector<int>& fields, const Codebook* codebook) {
+  if (fields.size() != 9) throw std::invalid_argument("a page kind has 9 layout fields");
+  PageKind kind;
+  PageLayout& layout = kind.layout;
+  int* const place[] = {&layout.tokens,       &layout.key_offset,      &layout.radius_offset,
+                        &layout.scale_offset, &layout.value_offset,    &layout.position_offset,
+                        &layout.value_bits,   &layout.page_bytes};
+  for (int i = 0; i < 8; ++i) *place[i] = fields[i];
+  layout.mode = static_cast<PositionMode>(fields[8]);
+  kind.codebook = codebook;
+  return kind;
+}
+
+void check_page(const uint8_t* page, const PageKind& kind) {
+  const PageHeader& header = header_of(page);
+  if (header.version != kPageVersion || header.capacity != kind.layout.tokens ||
+      header.mode != static_cast<int>(kind.layout.mode) || header.count > kind.layout.tokens) {
+    throw std::invalid_argument("a page header contradicts its layout");
+  }
+}
+
+// addresses and kinds [pages], first_page [heads + 1], all int64
+Plan* make_plan(int num_heads, int head_dim, const std::vector<PageKind>& kinds,
+                uintptr_t addresses, uintptr_t page_kinds, uintptr_t first_page) {
+  auto plan = std::make_unique<Plan>();
+  plan->num_heads = num_heads;
+  plan->head_dim = head_dim;
+  plan->kinds = kinds;
+  const auto* first = at_address<int64_t>(first_page);
+  plan->first_page.assign(first, first + num_heads + 1);
+  const int64_t num_pages = first[num_heads];
+  for (int64_t i = 0; i < num_pages; ++i) {
+    plan->page.push_back(at_address<uint8_t>(at_address<int64_t>(addresses)[i]));
+    plan->kind.push_back(static_cast<int32_t>(at_address<int64_t>(page_kinds)[i]));
+    check_page(plan->page.back(), kinds.at(plan->kind.back()));
+  }
+  return plan.release();
+}
+
+struct Call {
+  Tail tail;
+  Queries queries;
+  Options options;
+};
+
+void run(EngineSlot& slot, const Plan& plan, const Call& call, uintptr_t output, uintptr_t lse) {
+  if (!slot.engine->fits(plan.head_dim)) {
+    throw std::invalid_argument("this kernel variant cannot read head_dim " +
+                                std::to_string(plan.head_dim));
+  }
+  nb::gil_scoped_release unlocked;
+  std::lock_guard<std::mutex> turn(slot.mutex);
+  attend(*slot.engine, plan, call.tail, call.queries, call.options,
+         reinterpret_cast<float*>(output), reinterpret_cast<float*>(lse));
+}
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+  nb::set_leak_warnings(false);
+  m.def("variants", &variants, "Kernel variants this processor can run, fastest first.");
+  m.def("team_name", &team_name, "Whose threads a step uses.");
+  m.attr("HEADER_BYTES") = static_cast<int>(sizeof(PageHeader));
+  m.attr("PAGE_VERSION") = static_cast<int>(kPageVersion);
+
+  nb::class_<Rotary>(m, "Rotary").def(
+      "__init__", [](Rotary* self, int planes, uintptr_t radians, uintptr_t channels) {
+        new (self) Rotary(planes, at_address<double>(radians), at_address<int64_t>(channels));
+      });
+  nb::class_<Codebook>(m, "Codebook")
+      .def("__init__",
+           [](Codebook* self, const Rotary* rotary, int heads, int slots, uintptr_t points,
+              uintptr_t slot_plane, uintptr_t num_pairs, uintptr_t constant) {
+             new (self) Codebook(rotary, heads, slots, at_address<float>(points),
+                                 at_address<int64_t>(slot_plane), at_address<int64_t>(num_pairs),
+                                 at_address<float>(constant));
+           },
+           nb::keep_alive<1, 2>());
+  nb::class_<PageKind>(m, "PageKind");
+  m.def("make_kind", &make_kind, nb::arg("fields"), nb::arg("codebook").none(),
+        nb::keep_alive<0, 2>());
+  nb::class_<Plan>(m, "Plan");
+  m.def("make_plan", &make_plan, nb::rv_policy::take_ownership, nb::keep_alive<0, 3>());
+  nb::class_<EngineSlot>(m, "Engine");
+  m.def("make_engine", &new_slot, nb::rv_policy::take_ownership);
+  nb::class_<Call>(m, "Call")
+      .def(nb::init<>())
+      .def("set_tail",
+           [](Call& self, uintptr_t keys, uintptr_t values, int64_t head_stride, int tokens,
+              int64_t first_position) {
+             self.tail = {at_address<uint16_t>(keys), at_address<uint16_t>(values), head_stride,
+                          tokens, first_position};
+           })
+      .def("set_queries",
+           [](Call& self, uintptr_t data, uintptr_t positions, int queries, int rows) {
+             self.queries = {at_address<float>(data), at_address<int64_t>(positions), queries,
+                             rows};
+           })
+      .def("set_options", [](Call& self, float scale, float softcap, int64_t window, int threads) {
+        self.options = {scale, softcap, window, threads, false};
+      });
+  m.def("attend", &run);
+}

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// Codebooks of one layer at one tier, in the form the kernels rotate and look up.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "page.h"
+
+namespace sphkv {
+
+// Largest coordinate of a point as a 16-bit integer; its upper byte then never exceeds 127.
+constexpr int kPointPeak = 127 * 256;
+
+// Frequencies of one layer's rotary embedding, and phases of the first positions.
+struct Rotary {
+  int num_planes = 0;
+  std::vector<uint64_t> turns;   // [planes] turns per position, in units of 2^-64: wraps
+  std::vector<int32_t> channel;  // [planes, 2]
+  std::vector<float> cos_row;    // [planes, kMaxRows]
+  std::vector<float> sin_row;
+
+  Rotary(int planes, const double* radians, const int64_t* channels);
+};
+
+struct Phases {
+  std::vector<int32_t> word;  // [planes] turns in units of 2^-32
+  std::vector<float> cosine, sine;
+};
+
+// One plane's contribution: a point chosen by a slot's code, or a constant point.
+struct Entry {
+  int32_t slot;   // -1 for a constant
+  int32_t plane;
+  float radius;   // longest point
+  bool is_pair_first;  // shares its slot with the next entry
+  bool is_fine;        // eight bits would cost more than the code's own error allows
+};
+
+struct HeadCodebook {
+  std::vector<Entry> entries;   // single slots, pair slots (two entries each), constants
+  std::vector<float> points;    // [entries, 2, 16] x then y
+  std::vector<float> scaled;    // the same, scaled so that the radius is kPointPeak
+};
+
+struct Codebook {
+  const Rotary* rotary;
+  int num_slots;
+  std::vector<HeadCodebook> heads;
+
+  // points [heads, slots, 2, 16, 2], slot_plane [heads, slots, 2], num_pairs [heads],
+  // constant [heads, planes, 2]
+  Codebook(const Rotary* rotary, int num_heads, int num_slots, const float* points,
+           const int64_t* slot_plane, const int64_t* num_pairs, const float* constant);
+};
+
+}  // namespace sphkv

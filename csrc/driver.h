@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs pages through a kernel K (look-ups in int8, or float32). Included inside a variant's
+// namespace. K supplies Table, Scratch, build, logits and values.
+
+inline int padded_count(int count) {
+  return (count + kGroupTokens - 1) / kGroupTokens * kGroupTokens;
+}
+
+template <class K>
+struct PageWorker {
+  const Step& step;
+  typename K::Scratch& scratch;
+  int head;
+  Partial& state;
+  int32_t first = 0, last = 0;  // least and greatest position of the page
+
+  int num_rows() const { return step.queries->num_rows; }
+  int64_t query_position(int v) const {
+    return step.queries->position[v % step.queries->num_queries];
+  }
+  float* logit(int v) { return scratch.logits.data() + static_cast<size_t>(v) * kMaxPageTokens; }
+  const float* query() const {
+    return step.queries->data + static_cast<size_t>(head) * num_rows() * step.plan->head_dim;
+  }
+
+  // Masks, exponentiates; true where the row has weight.
+  bool weigh_row(int v, int count) {
+    mask_row(logit(v), count, scratch.position, first, last, query_position(v), *step.options);
+    const int padded = padded_count(count);
+    for (int t = count; t < padded; ++t) logit(v)[t] = kMinusInf;
+    return update_row(state, v, step.plan->head_dim, logit(v), padded);
+  }
+
+  void find_range(int count) {
+    int32_t least = scratch.position[0], greatest = least;
+    for (int t = 1; t < count; ++t) {
+      least = std::min(least, scratch.position[t]);
+      greatest = std::max(greatest, scratch.position[t]);
+    }
+    first = least;
+    last = greatest;
+  }
+
+  void attend_dense(const uint16_t* keys, const uint16_t* values, int count) {
+    const int dim = step.plan->head_dim;
+    find_range(count);
+    dense_logits(keys, count, dim, query(), num_rows(), step.options->scale,
+                 scratch.logits.data());
+    for (int v = 0; v < num_rows(); ++v) {
+      if (!weigh_row(v, count)) continue;
+      dense_values(values, count, dim, logit(v), state.plain + static_cast<size_t>(v) * dim);
+    }
+  }
+
+  void attend_coded(const uint8_t* page, const uint8_t* next, const PageKind& kind,
+                    const typename K::Table& table) {
+    const PageHeader& header = header_of(page);
+    const int count = header.count, dim = step.plan->head_dim;
+    K::logits(page, next, kind, head, table, scratch);
+    find_range(count);
+    const int padded = padded_count(count);
+    read_affine(page + kind.layout.radius_offset, count, padded, header.radius_lo,
+                header.radius_step, scratch.factor);
+    bool is_seen = false;
+    for (int v = 0; v < num_rows(); ++v) {
+      float* row = logit(v);
+      for (int t = 0; t < padded; ++t) row[t] *= scratch.factor[t];
+      scratch.has_weight[v] = weigh_row(v, count);
+      is_seen |= scratch.has_weight[v] != 0;
+    }
+    if (!is_seen) return;
+    if (kind.has_value_codes()) {
+      read_affine(page + kind.layout.scale_offset, count, padded, header.scale_lo,
+                  header.scale_step, scratch.factor);
+      K::values(page, kind, num_rows(), dim, scratch, state.rotated);
+      return;
+    }
+    const auto* values = reinterpret_cast<const uint16_t*>(page + kind.layout.value_offset);
+    for (int v = 0; v < num_rows(); ++v) {
+      if (!scratch.has_weight[v]) continue;
+      dense_values(values, count, dim, logit(v), state.plain + static_cast<size_t>(v) * dim);
+    }
+  }
+};
+
+inline void reset(Partial& state, int num_rows, int dim) {
+  std::fill_n(state.peak, num_rows, kMinusInf);
+  std::fill_n(state.mass, num_rows, 0.0f);
+  std::fill_n(state.rotated, static_cast<size_t>(num_rows) * dim, 0.0f);
+  std::fill_n(state.plain, static_cast<size_t>(num_rows) * dim, 0.0f);
+}
+
+// Kept out of line: an inlined thread-local is looked up again at every use.
+template <class T>
+__attribute__((noinline)) T& thread_scratch() {
+  thread_local T scratch;
+  return scratch;
+}
+
+// Attends to pages [begin, end) of a head, or to its tail.
+template <class K>
+void run_chunk(const Step& step, const Chunk& chunk, const std::vector<typename K::Table>& tables,
+               Partial& state) {
+  auto& scratch = thread_scratch<typename K::Scratch>();
+  const Plan& plan = *step.plan;
+  const int num_rows = step.queries->num_rows;
+  scratch.reserve(num_rows);
+  reset(state, num_rows, plan.head_dim);
+  PageWorker<K> worker{step, scratch, chunk.head, state, 0, 0};
+  if (chunk.is_tail) {
+    const Tail& tail = *step.tail;
+    for (int64_t at = chunk.begin; at < chunk.end; at += kMaxPageTokens) {
+      const int count = static_cast<int>(std::min<int64_t>(kMaxPageTokens, chunk.end - at));
+      for (int t = 0; t < count; ++t) {
+        scratch.position[t] = static_cast<int32_t>(tail.first_position + at + t);
+      }
+      const int64_t offset = chunk.head * tail.head_stride + at * plan.head_dim;
+      worker.attend_dense(tail.keys + offset, tail.values + offset, count);
+    }
+    return;
+  }
+  scratch.forget_base();
+  int last_kind = -1;
+  for (int64_t i = chunk.begin; i < chunk.end; ++i) {
+    const uint8_t* page = plan.page[i];
+    const int kind_id = plan.kind[i];
+    const PageKind& kind = plan.kinds[kind_id];
+    if (kind_id != last_kind) scratch.forget_base();
+    last_kind = kind_id;
+    read_positions(page, kind.layout, scratch.position);
+    if (kind.codebook != nullptr) {
+      const uint8_t* next = i + 1 < chunk.end ? plan.page[i + 1] : nullptr;
+      worker.attend_coded(page, next, kind, tables[chunk.head * plan.kinds.size() + kind_id]);
+    } else {
+      worker.attend_dense(reinterpret_cast<const uint16_t*>(page + kind.layout.key_offset),
+                          reinterpret_cast<const uint16_t*>(page + kind.layout.value_offset),
+                          header_of(page).count);
+    }
+  }
+}

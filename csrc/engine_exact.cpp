@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#define SPHKV_VECTOR_BYTES 16
+#include "variant_begin.h"
+
+namespace sphkv {
+namespace exact {
+#include "softmax.h"
+#include "phases.h"
+#include "dense.h"
+#include "driver.h"
+#include "exact.h"
+#include "engine_impl.h"
+}  // namespace exact
+
+std::unique_ptr<Engine> make_exact_engine() {
+  return std::make_unique<exact::KernelEngine<exact::ExactKernel>>("float32", 2);
+}
+
+}  // namespace sphkv

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fast kernel: byte look-ups in registers and int8 dot products. Included inside a variant's
+// namespace, after its simd header.
+//
+// A group of 16 tokens of one slot is one register of codes. It looks up x and y of the codebook
+// turned by the tile base; two entries interleave to (x0, y0, x1, y1) per token, and one dot
+// product with the query's row bytes (query_table.h) adds both to the logit of a query row.
+
+constexpr int kQueryBlock = 4;        // query rows whose sums stay in registers
+constexpr int kTableBytes = 4 * kSlotLevels;
+constexpr int kWeightPeak = 127 * 128;  // weights are 14 bits: two 7-bit parts
+
+struct LookupScratch {
+  std::vector<float> logits;         // [rows, kMaxPageTokens]
+  std::vector<uint8_t> has_weight;   // [rows]
+  std::vector<uint8_t> weights;      // [rows, 2, kMaxPageTokens] upper and lower 7 bits
+  std::vector<float> weight_scale;   // [rows]
+  std::vector<float> weight_sum;     // [rows]
+  std::vector<uint8_t> turned;       // [tables, kTableBytes] codebook at the tile base
+  Phases phases;
+  int32_t position[kMaxPageTokens];
+  float factor[kMaxPageTokens];
+  int64_t base = 0;
+  bool has_base = false;
+
+  void reserve(int num_rows) {
+    if (logits.size() >= static_cast<size_t>(num_rows) * kMaxPageTokens) return;
+    logits.resize(static_cast<size_t>(num_rows) * kMaxPageTokens);
+    has_weight.resize(num_rows);
+    weights.resize(static_cast<size_t>(num_rows) * 2 * kMaxPageTokens);
+    weight_scale.resize(num_rows);
+    weight_sum.resize(num_rows);
+  }
+  void forget_base() { has_base = false; }
+};
+
+struct GroupArgs {
+  const QueryTable* table;
+  const uint8_t* codes;    // of slot 0, this group
+  int slot_stride;
+  const uint8_t* turned;
+  int first_query;
+  const int32_t* row;      // row of each token; row[0] alone if rows are consecutive
+  float* logits;           // of the first query
+};
+
+// `query` points to the unit's bytes of the first query row; `stride` leads to the next row's.
+template <int NV, bool IS_GATHERED>
+inline void add_unit(const int8_t* query, size_t stride, const int32_t* row,
+                     const Bytes points[4], Ints (&sum)[NV][4]) {
+  for (int v = 0; v < NV; ++v) {
+    const int8_t* at = query + v * stride;
+    for (int i = 0; i < 4; ++i) {
+      const Bytes q = IS_GATHERED ? gather_words(at, row + 4 * i) : load_bytes(at + 16 * i);
+      sum[v][i] = dot(sum[v][i], points[i], q);
+    }
+  }
+}
+
+// Logits of one group for NV query rows; IS_HIGH: its codes are the upper nibbles.
+template <int NV, bool IS_HIGH, bool IS_GATHERED>
+void group_logits(const GroupArgs& args) {
+  Ints sum[NV][4];
+  for (auto& row : sum) {
+    for (auto& lane : row) lane = zero_ints();
+  }
+  const QueryTable& table = *args.table;
+  const Unit* units = table.units.data();
+  const int stride = args.slot_stride;
+  const size_t unit_bytes = static_cast<size_t>(table.num_rows) * 4;
+  const size_t query_bytes = table.units.size() * unit_bytes;
+  const int8_t* query = table.row(args.first_query, 0, IS_GATHERED ? 0 : args.row[0]);
+  for (const Level& level : table.levels) {
+    if (level.shift > 0) {
+      for (auto& row : sum) {
+        for (auto& lane : row) lane = shift_left(lane, level.shift);
+      }
+    }
+    for (int u = level.begin; u < level.first_constant; ++u) {
+      const Unit& unit = units[u];
+      const uint8_t* points = args.turned + unit.table * kTableBytes;
+      Bytes a = load_bytes(args.codes + unit.slot[0] * stride);
+      Bytes b = load_bytes(args.codes + unit.slot[1] * stride);
+      a = IS_HIGH ? high_nibbles(a) : low_nibbles(a);
+      b = IS_HIGH ? high_nibbles(b) : low_nibbles(b);
+      Bytes lanes[4];
+      interleave(look_up(load_bytes(points), a), look_up(load_bytes(points + 16), a),
+                 look_up(load_bytes(points + 32), b), look_up(load_bytes(points + 48), b), lanes);
+      add_unit<NV, IS_GATHERED>(query, query_bytes, args.row, lanes, sum);
+      query += unit_bytes;
+    }
+    for (int u = level.first_constant; u < level.end; ++u) {
+      const uint8_t* points = args.turned + units[u].table * kTableBytes;
+      const uint8_t word[4] = {points[0], points[16], points[32], points[48]};
+      const Bytes same = broadcast_word(word);
+      const Bytes lanes[4] = {same, same, same, same};
+      add_unit<NV, IS_GATHERED>(query, query_bytes, args.row, lanes, sum);
+      query += unit_bytes;
+    }
+  }
+  for (int v = 0; v < NV; ++v) {
+    for (int i = 0; i < 4; ++i) {
+      store_scaled(args.logits + v * kMaxPageTokens + 4 * i, sum[v][i],
+                   table.scale[args.first_query + v]);
+    }
+  }
+}
+
+template <bool IS_HIGH, bool IS_GATHERED>
+void group_block(GroupArgs args, int num_queries) {
+  float* logits = args.logits;
+  for (int v = 0; v < num_queries;) {
+    args.first_query = v;
+    args.logits = logits + static_cast<size_t>(v) * kMaxPageTokens;
+    const int left = num_queries - v;
+    // five rows are better as three and two than as four and one
+    const int take = left == kQueryBlock + 1 ? kQueryBlock - 1 : std::min(left, kQueryBlock);
+    switch (take) {
+      case 1: group_logits<1, IS_HIGH, IS_GATHERED>(args); break;
+      case 2: group_logits<2, IS_HIGH, IS_GATHERED>(args); break;
+      case 3: group_logits<3, IS_HIGH, IS_GATHERED>(args); break;
+      default: group_logits<4, IS_HIGH, IS_GATHERED>(args); break;
+    }
+    v += take;
+  }
+}
+
+inline void turn_codebook(const Codebook& codebook, int head, const QueryTable& table,
+                          int64_t base, LookupScratch& scratch) {
+  const Rotary& rotary = *codebook.rotary;
+  scratch.turned.resize(table.tables.size() * kTableBytes);
+  base_phases(rotary, base, scratch.phases);
+  const HeadCodebook& points = codebook.heads[head];
+  uint8_t* out = scratch.turned.data();
+  for (const PointTable& part : table.tables) {
+    for (int half = 0; half < 2; ++half, out += kTableBytes / 2) {
+      const int e = part.entry[half];
+      if (e < 0) {
+        std::memset(out, 0, kTableBytes / 2);
+        continue;
+      }
+      const int plane = points.entries[e].plane;
+      rotate_points(points.scaled.data() + static_cast<size_t>(e) * 2 * kSlotLevels,
+                    scratch.phases.cosine[plane], scratch.phases.sine[plane], part.is_low, out);
+    }
+  }
+  scratch.base = base;
+  scratch.has_base = true;
+}
+
+struct LookupKernel {
+  using Table = QueryTable;
+  using Scratch = LookupScratch;
+
+  static void build(const Codebook& codebook, int head, const float* planes, int queries,
+                    Table& out) {
+    QueryTableBuilder(codebook, head, planes, queries).build(out, kRowBytesBudget);
+  }
+
+  static void logits(const uint8_t* page, const uint8_t* next, const PageKind& kind, int head,
+                     const Table& table, Scratch& scratch) {
+    const PageLayout& layout = kind.layout;
+    const int count = header_of(page).count;
+    const int half_groups = layout.tokens / 2 / kGroupTokens;
+    const int share = layout.page_bytes / (2 * half_groups);
+    for (int g = 0; g * kGroupTokens < count; ++g) {
+      if (next != nullptr) prefetch(next + g * share, share);
+      GroupArgs args{};
+      args.table = &table;
+      args.slot_stride = layout.slot_stride();
+      args.codes = page + layout.key_offset + g % half_groups * kGroupTokens;
+      args.logits = scratch.logits.data() + g * kGroupTokens;
+      const int live = std::min(kGroupTokens, count - g * kGroupTokens);
+      const int32_t* position = scratch.position + g * kGroupTokens;
+      if (layout.mode == PositionMode::kTokens) {
+        scattered(args, *kind.codebook, head, position, live, g >= half_groups, scratch);
+        continue;
+      }
+      use_base(*kind.codebook, head, table, position[0], kGroupTokens, scratch);
+      const int32_t row = static_cast<int32_t>(position[0] - scratch.base);
+      args.turned = scratch.turned.data();
+      args.row = &row;
+      g >= half_groups ? group_block<true, false>(args, table.num_queries)
+                       : group_block<false, false>(args, table.num_queries);
+    }
+  }
+
+  static void values(const uint8_t* page, const PageKind& kind, int num_rows, int dim,
+                     Scratch& scratch, float* out);
+
+ private:
+  static void prefetch(const uint8_t* at, int bytes) {
+    constexpr int kLineBytes = 64;
+    for (int i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(at + i);
+  }
+
+  static void use_base(const Codebook& codebook, int head, const Table& table, int64_t first,
+                       int length, Scratch& scratch) {
+    if (scratch.has_base && first >= scratch.base &&
+        first + length <= scratch.base + table.num_rows) {
+      return;
+    }
+    turn_codebook(codebook, head, table, first, scratch);
+  }
+
+  // Any positions: tokens whose positions fall in one tile are taken together.
+  static void scattered(GroupArgs args, const Codebook& codebook, int head,
+                        const int32_t* position, int live, bool is_high, Scratch& scratch) {
+    const Table& table = *args.table;
+    auto& part = thread_scratch<std::vector<float>>();
+    part.resize(static_cast<size_t>(table.num_queries) * kMaxPageTokens);
+    float* logits = args.logits;
+    uint32_t todo = (1u << live) - 1u;
+    while (todo != 0) {
+      int first = 0;
+      while (!(todo >> first & 1u)) ++first;
+      use_base(codebook, head, table, position[first], 1, scratch);
+      int32_t row[kGroupTokens];
+      uint32_t done = 0;
+      for (int t = 0; t < kGroupTokens; ++t) {
+        const int64_t offset = t < live ? position[t] - scratch.base : -1;
+        const bool is_in = offset >= 0 && offset < table.num_rows;
+        row[t] = is_in ? static_cast<int32_t>(offset) : 0;
+        done |= is_in ? 1u << t : 0u;
+      }
+      args.row = row;
+      args.turned = scratch.turned.data();
+      args.logits = part.data();
+      is_high ? group_block<true, true>(args, table.num_queries)
+              : group_block<false, true>(args, table.num_queries);
+      for (int v = 0; v < table.num_queries; ++v) {
+        for (int t = 0; t < live; ++t) {
+          if (done >> t & 1u) logits[v * kMaxPageTokens + t] = part[v * kMaxPageTokens + t];
+        }
+      }
+      todo &= ~done;
+    }
+  }
+};

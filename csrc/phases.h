@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Phases of a tile base. Included inside a variant's namespace, after softmax.h.
+
+// Cosine and sine of every plane's phase at a position, accurate to float32 at any position.
+// Buffers hold a whole number of vectors.
+inline void base_phases(const Rotary& rotary, int64_t position, Phases& out) {
+  const int planes = rotary.num_planes;
+  const int padded = (planes + kLanes - 1) / kLanes * kLanes;
+  out.word.resize(padded);
+  out.cosine.resize(padded);
+  out.sine.resize(padded);
+  const auto p = static_cast<uint64_t>(position);
+  for (int i = 0; i < planes; ++i) {
+    out.word[i] = static_cast<int32_t>(rotary.turns[i] * p >> 32);
+  }
+  for (int i = 0; i < padded; i += kLanes) {
+    // Quarter turns leave at most an eighth of a turn, where short series suffice.
+    Words word;
+    std::memcpy(&word, out.word.data() + i, sizeof word);
+    const Words quarter = (word + (1 << 29)) >> 30;
+    const Words rest = word - (quarter << 30);
+    const Floats angle = __builtin_convertvector(rest, Floats) * 1.4629180792671596e-9f;
+    const Floats z = angle * angle;
+    const Floats s =
+        angle + angle * z * (-1.6666654611e-1f + z * (8.3321608736e-3f - z * 1.9515295891e-4f));
+    const Floats c = 1.0f - 0.5f * z +
+                     z * z * (4.166664568298827e-2f +
+                              z * (-1.388731625493765e-3f + z * 2.443315711809948e-5f));
+    const Words is_odd = (quarter & 1) != 0;
+    const Floats cosine = is_odd ? s : c, sine = is_odd ? c : s;
+    store_floats(out.cosine.data() + i, ((quarter + 1) & 2) != 0 ? -cosine : cosine);
+    store_floats(out.sine.data() + i, (quarter & 2) != 0 ? -sine : sine);
+  }
+}

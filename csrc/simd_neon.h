@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// 128-bit vectors on aarch64 with dot products (Armv8.2 dotprod). Included inside a variant's
+// namespace, after <arm_neon.h>.
+
+using Bytes = uint8x16_t;
+using Ints = int32x4_t;
+
+inline Bytes load_bytes(const void* p) { return vld1q_u8(static_cast<const uint8_t*>(p)); }
+inline Bytes low_nibbles(Bytes x) { return vandq_u8(x, vdupq_n_u8(15)); }
+inline Bytes high_nibbles(Bytes x) { return vshrq_n_u8(x, 4); }
+inline Bytes look_up(Bytes table, Bytes index) { return vqtbl1q_u8(table, index); }
+
+// Four vectors of (x0, y0, x1, y1), one 32-bit lane per token.
+inline void interleave(Bytes x0, Bytes y0, Bytes x1, Bytes y1, Bytes out[4]) {
+  const uint16x8_t a = vreinterpretq_u16_u8(vzip1q_u8(x0, y0));
+  const uint16x8_t b = vreinterpretq_u16_u8(vzip1q_u8(x1, y1));
+  const uint16x8_t c = vreinterpretq_u16_u8(vzip2q_u8(x0, y0));
+  const uint16x8_t d = vreinterpretq_u16_u8(vzip2q_u8(x1, y1));
+  out[0] = vreinterpretq_u8_u16(vzip1q_u16(a, b));
+  out[1] = vreinterpretq_u8_u16(vzip2q_u16(a, b));
+  out[2] = vreinterpretq_u8_u16(vzip1q_u16(c, d));
+  out[3] = vreinterpretq_u8_u16(vzip2q_u16(c, d));
+}
+
+// The same four bytes in every lane.
+inline Bytes broadcast_word(const uint8_t* p) {
+  uint32_t word;
+  std::memcpy(&word, p, sizeof word);
+  return vreinterpretq_u8_u32(vdupq_n_u32(word));
+}
+
+// One lane from each of four places.
+inline Bytes gather_words(const int8_t* base, const int32_t* row) {
+  const auto* words = reinterpret_cast<const uint32_t*>(base);
+  uint32x4_t out = vdupq_n_u32(words[row[0]]);
+  out = vld1q_lane_u32(words + row[1], out, 1);
+  out = vld1q_lane_u32(words + row[2], out, 2);
+  out = vld1q_lane_u32(words + row[3], out, 3);
+  return vreinterpretq_u8_u32(out);
+}
+
+inline Ints zero_ints() { return vdupq_n_s32(0); }
+
+// Signed bytes times signed bytes, four products per lane.
+inline Ints dot(Ints sum, Bytes points, Bytes query) {
+  return vdotq_s32(sum, vreinterpretq_s8_u8(points), vreinterpretq_s8_u8(query));
+}
+
+inline Ints shift_left(Ints x, int bits) { return vshlq_s32(x, vdupq_n_s32(bits)); }
+
+inline void store_scaled(float* out, Ints x, float scale) {
+  vst1q_f32(out, vmulq_n_f32(vcvtq_f32_s32(x), scale));
+}
+
+// Turns 16 points (x then y, in units of 1/256 byte) and keeps the upper or the lower byte of
+// each coordinate. The sum starts at a number so large that the float's low bits are the rounded
+// integer: no conversion is needed.
+inline void rotate_points(const float* points, float cosine, float sine, bool is_low,
+                          uint8_t* out) {
+  constexpr float kInteger = 12582912.0f;  // 1.5 * 2^23
+  // half a unit more rounds the upper byte to nearest
+  const float32x4_t start = vdupq_n_f32(is_low ? kInteger : kInteger + 128.0f);
+  uint16x8_t x16[2], y16[2];
+  for (int half = 0; half < 2; ++half) {
+    uint16x8_t x32[2], y32[2];
+    for (int i = 0; i < 2; ++i) {
+      const float32x4_t x = vld1q_f32(points + 8 * half + 4 * i);
+      const float32x4_t y = vld1q_f32(points + kSlotLevels + 8 * half + 4 * i);
+      const float32x4_t turned_x = vfmsq_n_f32(vfmaq_n_f32(start, x, cosine), y, sine);
+      const float32x4_t turned_y = vfmaq_n_f32(vfmaq_n_f32(start, x, sine), y, cosine);
+      x32[i] = vreinterpretq_u16_f32(turned_x);
+      y32[i] = vreinterpretq_u16_f32(turned_y);
+    }
+    x16[half] = vuzp1q_u16(x32[0], x32[1]);
+    y16[half] = vuzp1q_u16(y32[0], y32[1]);
+  }
+  const uint8x16_t xa = vreinterpretq_u8_u16(x16[0]), xb = vreinterpretq_u8_u16(x16[1]);
+  const uint8x16_t ya = vreinterpretq_u8_u16(y16[0]), yb = vreinterpretq_u8_u16(y16[1]);
+  vst1q_u8(out, is_low ? vuzp1q_u8(xa, xb) : vuzp2q_u8(xa, xb));
+  vst1q_u8(out + 16, is_low ? vuzp1q_u8(ya, yb) : vuzp2q_u8(ya, yb));
+}
+
+// Value codes: one register holds four tokens of each of kValueDims dimensions.
+constexpr int kValueDims = 4;
+using Codes = uint8x16_t;
+using Sums = int32x4_t;
+
+inline Codes load_codes(const uint8_t* p) { return vld1q_u8(p); }
+template <int SHIFT>
+inline Codes shift_right(Codes x) {
+  if constexpr (SHIFT == 0) return x;
+  else return vshrq_n_u8(x, SHIFT);
+}
+template <int SHIFT>
+inline Codes shift_up(Codes x) {
+  if constexpr (SHIFT == 0) return x;
+  else return vshlq_n_u8(x, SHIFT);
+}
+inline Codes and_mask(Codes x, int mask) { return vandq_u8(x, vdupq_n_u8(mask)); }
+inline Codes select(int mask, Codes yes, Codes no) { return vbslq_u8(vdupq_n_u8(mask), yes, no); }
+inline Codes flip_sign(Codes x) { return veorq_u8(x, vdupq_n_u8(128)); }
+inline Sums zero_sums() { return vdupq_n_s32(0); }
+
+// Adds signed codes times weights (0..127) of tokens 4 * LANE .. 4 * LANE + 3 of a group.
+template <int LANE>
+inline Sums weigh(Sums sum, Codes codes, const uint8_t* weights) {
+  return vdotq_laneq_s32(sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(vld1q_u8(weights)),
+                         LANE);
+}
+
+// out += scale * (128 * high + low - middle)
+inline void add_sums(float* out, Sums high, Sums low, float scale, float middle) {
+  const float32x4_t joint = vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(high, 7), low));
+  const float32x4_t centred = vsubq_f32(joint, vdupq_n_f32(middle));
+  vst1q_f32(out, vfmaq_n_f32(vld1q_f32(out), centred, scale));
+}

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// Radius, soft-cap, mask and online softmax of one page. Included inside a variant's namespace:
+// every variant compiles its own copy with its own instruction set.
+//
+// Vectors are the compiler's own (GCC and Clang); SPHKV_VECTOR_BYTES is the variant's width.
+
+constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
+constexpr int kLanes = SPHKV_VECTOR_BYTES / sizeof(float);
+static_assert(kGroupTokens % kLanes == 0, "a group is a whole number of vectors");
+
+typedef float Floats __attribute__((vector_size(SPHKV_VECTOR_BYTES)));
+typedef int32_t Words __attribute__((vector_size(SPHKV_VECTOR_BYTES)));
+
+inline Floats load_floats(const float* p) {
+  Floats out;
+  std::memcpy(&out, p, sizeof out);
+  return out;
+}
+inline void store_floats(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+inline Floats same(float x) { return x - Floats{}; }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+inline float largest(Floats x) {
+  float out = x[0];
+  for (int i = 1; i < kLanes; ++i) out = std::max(out, x[i]);
+  return out;
+}
+inline float total(Floats x) {
+  float out = x[0];
+  for (int i = 1; i < kLanes; ++i) out += x[i];
+  return out;
+}
+
+// exp(x) for x <= 0, within two units in the last place; 0 below the smallest normal float.
+inline Floats exp_negative(Floats x) {
+  const Floats bounded = larger(x, same(-87.0f));
+  const Floats t = bounded * 1.44269504088896341f + 12582912.0f;
+  const Floats n = t - 12582912.0f;
+  const Floats r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  Words bits;
+  std::memcpy(&bits, &t, sizeof bits);
+  const Words power = (bits - (0x4B400000 - 127)) << 23;
+  Floats scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  return x < -87.0f ? Floats{} : p * scale;
+}
+
+inline float exp_negative(float x) { return exp_negative(same(x))[0]; }
+
+inline void scale_floats(float* x, int count, float factor) {
+  for (int i = 0; i < count; ++i) x[i] *= factor;
+}
+
+// low + step * code of every state; zero for slack up to a whole group.
+inline void read_affine(const uint8_t* code, int count, int padded, float low, float step,
+                        float* out) {
+  for (int t = 0; t < padded; ++t) out[t] = low + step * code[t];
+  for (int t = count; t < padded; ++t) out[t] = 0.0f;
+}
+
+// Logits of one query row over a page: soft-cap, then minus infinity where the key is hidden.
+// [first, last] are the least and greatest position of the page.
+inline void mask_row(float* logit, int count, const int32_t* position, int32_t first,
+                     int32_t last, int64_t query_position, const Options& options) {
+  if (options.softcap > 0.0f) {
+    const float cap = options.softcap;
+    for (int t = 0; t < count; ++t) logit[t] = cap * std::tanh(logit[t] / cap);
+  }
+  const int64_t oldest = options.window > 0 ? query_position - options.window + 1 : INT64_MIN;
+  if (first >= oldest && last <= query_position) return;
+  for (int t = 0; t < count; ++t) {
+    if (position[t] < oldest || position[t] > query_position) logit[t] = kMinusInf;
+  }
+}
+
+// exp(logit - top) in place; returns the sum. Out of line, so that its constants stay in
+// registers whatever surrounds it.
+__attribute__((noinline)) inline float exponentiate(float* logit, int padded, float top) {
+  Floats sum{};
+  for (int t = 0; t < padded; t += kLanes) {
+    const Floats weight = exp_negative(load_floats(logit + t) - top);
+    store_floats(logit + t, weight);
+    sum += weight;
+  }
+  return total(sum);
+}
+
+// Turns logits into weights against the running peak and rescales the sums if the peak rose.
+// Returns false if the row sees no key of the page. `padded` is a whole number of groups.
+inline bool update_row(Partial& state, int v, int head_dim, float* logit, int padded) {
+  Floats most = load_floats(logit);
+  for (int t = kLanes; t < padded; t += kLanes) most = larger(most, load_floats(logit + t));
+  const float peak = largest(most);
+  if (peak == kMinusInf) return false;
+  const float old = state.peak[v];
+  if (peak > old) {
+    const float shrink = old == kMinusInf ? 0.0f : exp_negative(old - peak);
+    state.mass[v] *= shrink;
+    scale_floats(state.rotated + static_cast<size_t>(v) * head_dim, head_dim, shrink);
+    scale_floats(state.plain + static_cast<size_t>(v) * head_dim, head_dim, shrink);
+    state.peak[v] = peak;
+  }
+  state.mass[v] += exponentiate(logit, padded, state.peak[v]);
+  return true;
+}

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode kernels for NVIDIA Hopper GPUs."""

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention on the GPU over coded pages in fragment order.
+
+A :class:`CudaDecode` belongs to one layer and tier. It owns its tables and workspace, so that a
+call allocates nothing, never waits for the device and can be captured into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sphkv.attention.cuda.compiler import ENTRY_POINT, architecture, load_cubin
+from sphkv.attention.cuda.driver import Kernel
+from sphkv.attention.cuda.geometry import PAGE_TOKENS, TILE_KEYS, KernelShape, ceil_div
+from sphkv.attention.cuda.tables import build_tables, turn_rows
+from sphkv.attention.partial import PartialAttention
+from sphkv.attention.request import AttentionOptions
+from sphkv.codec.codebook import AngleCodebook
+from sphkv.codec.rope import RopeSpec
+from sphkv.store.paging import PositionMode
+
+_HEADER_POSITION = 8
+_LOG2E = math.log2(math.e)
+
+
+class _Params(ctypes.Structure):
+    """Mirror of ``Params`` in ``kernels/layout.cuh``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "pages", "page_ids", "row_start", "tables", "turns", "query", "query_positions",
+            "sinks", "out", "lse", "part_out", "part_lse", "arrivals",
+        )),
+        *((name, ctypes.c_int) for name in (
+            "batch", "kv_heads", "group", "blocks", "ctas", "page_bytes", "position_offset",
+            "position_stride", "tile_step", "turn_rows", "turn_shift", "window",
+            "query_is_bf16", "unrotate",
+        )),
+        *((name, ctypes.c_float) for name in ("logit_scale", "softcap")),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnTable:
+    """Cosines and sines by position; one table serves all layers with the same embedding.
+
+    Attributes:
+        rows: ``[rows, planes]`` int32, see :func:`turn_rows`.
+        step: Positions between rows; every tile base must be a multiple of it.
+    """
+
+    rows: Tensor
+    step: int
+
+    @classmethod
+    def build(
+        cls, rope: RopeSpec, *, max_positions: int, device: torch.device, step: int = 1
+    ) -> TurnTable:
+        """Table for positions below ``max_positions``."""
+        return cls(turn_rows(rope, max_positions, step=step, device=device), step)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagePool:
+    """Pages of one layout in fragment order.
+
+    Attributes:
+        pages: ``[pages, page_bytes]`` uint8, contiguous, 16-byte aligned.
+        mode: CONTIGUOUS or RUNS.
+    """
+
+    pages: Tensor
+    mode: PositionMode
+
+    def __post_init__(self) -> None:
+        """Reject what the kernel cannot read."""
+        if self.mode is PositionMode.TOKENS:
+            raise ValueError("pages with a position per token have no CUDA kernel yet")
+        if self.pages.dtype != torch.uint8 or not self.pages.is_contiguous():
+            raise ValueError("pages must be contiguous uint8")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageLists:
+    """Which pages every sequence reads, by KV head.
+
+    Attributes:
+        page_ids: ``[total]`` int32 rows of the pool, head by head, sequence by sequence.
+        row_start: ``[kv_heads * batch + 1]`` int32 into ``page_ids``.
+        batch: Sequences.
+    """
+
+    page_ids: Tensor
+    row_start: Tensor
+    batch: int
+
+    @classmethod
+    def from_table(cls, block_table: Tensor, num_pages: Tensor) -> PageLists:
+        """Lists from a padded block table.
+
+        Args:
+            block_table: ``[kv_heads, batch, most]`` integers; entries past the end are ignored.
+            num_pages: ``[kv_heads, batch]`` integers.
+        """
+        heads, batch, most = block_table.shape
+        live = torch.arange(most, device=block_table.device) < num_pages[..., None]
+        row_start = torch.zeros(heads * batch + 1, dtype=torch.int32, device=block_table.device)
+        row_start[1:] = num_pages.reshape(-1).cumsum(0)
+        return cls(block_table[live].to(torch.int32), row_start, batch)
+
+
+class CudaDecode:
+    """Attention of one layer over the pages of one coded tier.
+
+    Args:
+        codebook: Slots of the layer and tier, on the GPU.
+        rope: The layer's rotary embedding.
+        turns: Cosines and sines of the same embedding.
+        value_bits: Width of value codes: 2, 3, 4, 8 or 16.
+        group: Query heads per KV head.
+        max_batch: Largest batch of a call.
+        shape: Kernel shape; by default the one that fits the codebook.
+    """
+
+    def __init__(
+        self,
+        codebook: AngleCodebook,
+        rope: RopeSpec,
+        turns: TurnTable,
+        *,
+        value_bits: int,
+        group: int,
+        max_batch: int,
+        shape: KernelShape | None = None,
+    ) -> None:
+        device = codebook.points.device
+        self.shape = shape or KernelShape.of_codebook(
+            codebook, value_bits=value_bits, group=group
+        )
+        self.kv_heads, self.group, self.max_batch = codebook.points.shape[0], group, max_batch
+        self._tables = build_tables(codebook, rope, self.shape)
+        self._turns = turns
+        self._kernel = Kernel(
+            load_cubin(self.shape, architecture(device)),
+            ENTRY_POINT,
+            shared_bytes=self.shape.shared_bytes,
+            threads=self.shape.threads,
+        )
+        columns, blocks = self.shape.columns, ceil_div(group, self.shape.columns)
+        heads = self.kv_heads * blocks
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        ctas = max(1, processors // heads)
+        self._blocks = heads * ctas
+        parts = heads * (max_batch + ctas) * columns
+        self._part_out = torch.empty(parts, self.shape.head_dim, device=device)
+        self._part_lse = torch.empty(parts, device=device)
+        self._arrivals = torch.zeros(heads * max_batch, dtype=torch.int32, device=device)
+        self._params = _Params(
+            tables=self._tables.data_ptr(),
+            turns=turns.rows.data_ptr(),
+            part_out=self._part_out.data_ptr(),
+            part_lse=self._part_lse.data_ptr(),
+            arrivals=self._arrivals.data_ptr(),
+            kv_heads=self.kv_heads,
+            group=group,
+            blocks=blocks,
+            ctas=ctas,
+            turn_rows=turns.rows.shape[0],
+            turn_shift=turns.step.bit_length() - 1,
+        )
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
+
+    def empty_result(self, batch: int) -> PartialAttention:
+        """Output buffers for a batch, to be passed to :meth:`attend` again and again."""
+        heads, device = self.kv_heads * self.group, self._tables.device
+        return PartialAttention(
+            torch.empty(batch, heads, self.shape.head_dim, device=device),
+            torch.empty(batch, heads, device=device),
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        pool: PagePool,
+        lists: PageLists,
+        options: AttentionOptions,
+        *,
+        result: PartialAttention,
+        query_positions: Tensor | None = None,
+        sink_logits: Tensor | None = None,
+        unrotate: bool = True,
+    ) -> PartialAttention:
+        """One decode step; the work is queued on the current stream.
+
+        Args:
+            query: ``[batch, query_heads, head_dim]`` float32 or bfloat16 after RoPE, contiguous.
+            pool: Pages in fragment order.
+            lists: Pages of each (KV head, sequence).
+            options: Scale, soft-cap and window.
+            result: Where the output goes, see :meth:`empty_result`.
+            query_positions: ``[batch]`` int32; needed with a window.
+            sink_logits: ``[query_heads]`` float32 learned sinks that take weight.
+            unrotate: Undo the rotation of coded values on the output; off where several
+                partial results are merged first.
+
+        Returns:
+            ``result``: output ``[batch, query_heads, head_dim]`` and log-sum-exp.
+        """
+        self._check(query, lists, options, query_positions)
+        params, pages, batch = self._params, pool.pages, lists.batch
+        is_contiguous = pool.mode is PositionMode.CONTIGUOUS
+        params.pages = pages.data_ptr()
+        params.page_bytes = pages.shape[1]
+        params.position_offset = _HEADER_POSITION if is_contiguous else self._run_offset()
+        params.position_stride = 0 if is_contiguous else 4
+        params.tile_step = TILE_KEYS if is_contiguous else 0
+        params.page_ids = lists.page_ids.data_ptr()
+        params.row_start = lists.row_start.data_ptr()
+        params.batch = batch
+        params.query = query.data_ptr()
+        params.query_is_bf16 = int(query.dtype == torch.bfloat16)
+        params.query_positions = None if query_positions is None else query_positions.data_ptr()
+        params.sinks = None if sink_logits is None else sink_logits.data_ptr()
+        params.out, params.lse = result.output.data_ptr(), result.lse.data_ptr()
+        params.window = options.window or 0
+        params.logit_scale = options.scale * _LOG2E
+        params.softcap = (options.softcap or 0.0) * _LOG2E
+        params.unrotate = int(unrotate and self.shape.value_bits != 16)
+        self._kernel.launch(self._blocks, self._arguments)
+        return result
+
+    def _run_offset(self) -> int:
+        """Start of the base positions in a page of runs."""
+        shape = self.shape
+        state_bytes = shape.nibbles // 2 + (1 if shape.value_bits == 16 else 2)
+        return 64 + PAGE_TOKENS * (state_bytes + shape.head_dim * shape.value_bits // 8)
+
+    def _check(
+        self,
+        query: Tensor,
+        lists: PageLists,
+        options: AttentionOptions,
+        query_positions: Tensor | None,
+    ) -> None:
+        expected = (lists.batch, self.kv_heads * self.group, self.shape.head_dim)
+        if tuple(query.shape) != expected or not query.is_contiguous():
+            raise ValueError(f"query must be contiguous {expected}, got {tuple(query.shape)}")
+        if query.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"query must be float32 or bfloat16, got {query.dtype}")
+        if not 0 < lists.batch <= self.max_batch:
+            raise ValueError(f"batch must be in 1..{self.max_batch}, got {lists.batch}")
+        if options.window is not None and query_positions is None:
+            raise ValueError("a window needs query_positions")

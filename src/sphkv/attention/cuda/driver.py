@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load and launch compiled kernels through the CUDA driver, with ctypes alone."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class CudaUnavailableError(RuntimeError):
+    """Something the CUDA kernels need is missing here; the message names it."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaUnavailableError(f"the CUDA driver library is missing: {error}") from error
+
+
+def _check(status: int, what: str) -> None:
+    if status == 0:
+        return
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(status, ctypes.byref(text))
+    reason = text.value.decode() if text.value else "unknown error"
+    raise RuntimeError(f"{what} failed: {reason} (CUDA error {status})")
+
+
+class Kernel:
+    """One entry point of a loaded module.
+
+    Args:
+        image: A cubin for the current device.
+        name: Entry point.
+        shared_bytes: Dynamic shared memory of a block.
+        threads: Threads of a block.
+    """
+
+    def __init__(self, image: bytes, name: str, *, shared_bytes: int, threads: int) -> None:
+        torch.cuda.current_stream()  # makes sure that a context exists
+        self._module = ctypes.c_void_p()
+        self._function = ctypes.c_void_p()
+        self._threads = threads
+        self._shared_bytes = shared_bytes
+        driver = _driver()
+        _check(driver.cuModuleLoadData(ctypes.byref(self._module), image), "loading a kernel")
+        _check(
+            driver.cuModuleGetFunction(
+                ctypes.byref(self._function), self._module, name.encode()
+            ),
+            f"finding kernel {name!r}",
+        )
+        _check(
+            driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes),
+            f"asking for {shared_bytes} bytes of shared memory",
+        )
+        self._launch = driver.cuLaunchKernel
+
+    def launch(self, blocks: int, arguments: ctypes.Array[ctypes.c_void_p]) -> None:
+        """Start the kernel on the current stream; ``arguments`` point at its parameters."""
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        status = self._launch(
+            self._function,
+            blocks,
+            1,
+            1,
+            self._threads,
+            1,
+            1,
+            self._shared_bytes,
+            stream,
+            arguments,
+            None,
+        )
+        _check(status, "launching a kernel")

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+// End of a row (one sequence of one head): merge warps, then blocks, then write the output.
+#pragma once
+#include "layout.cuh"
+#include "softmax.cuh"
+
+constexpr int LANE_DIMS = HEAD_DIM / 32;
+constexpr float LN2 = 0.69314718f;
+constexpr float LOG2E = 1.44269504f;
+
+// Which part of the work a block has: pages first ... first + total of one head.
+struct Row {
+  int index;     // sequence
+  int head;      // KV head
+  int block;     // which COLUMNS query heads of the group
+  int num_parts; // thread blocks that share this row
+  int part;      // slot of this block's partial result
+  int first_part;
+};
+
+CONSTANT_FUNCTION int stat_at(int kind) { return SHARED_BASE + RESULT_OFFSET + COLUMNS * HEAD_DIM * 4 + kind * STAT_BYTES; }
+
+// Column of a lane's logits c = 0, 1 as a query of the group.
+INLINE int lane_query(int t, int c) { return SHARED_COLUMNS ? 2 * (t & 1) + c : 2 * t + c; }
+
+// Factors that bring each warp's sums to a common maximum and divide by the total mass.
+INLINE void warp_factors(const Running& run, int tid) {
+  const int lane = tid & 31, warp = tid / 32, t = lane & 3;
+#pragma unroll
+  for (int c = 0; c < 2; c++) {
+    const float mass = peer_sum(run.mass[c]), scaled = peer_sum(run.scaled[c]);
+    if (lane < 4 && (!SHARED_COLUMNS || t < 2)) {
+      const uint32_t at = (warp * COLUMNS + lane_query(t, c)) * 4;
+      store_shared_float(at + stat_at(0), run.most[c]);
+      store_shared_float(at + stat_at(1), mass);
+      store_shared_float(at + stat_at(2), scaled);
+    }
+  }
+  __syncthreads();
+  if (tid < COLUMNS) {
+    float most = NO_LOGIT, mass = 0.f, scaled = 0.f;
+    for (int w = 0; w < WARPS; w++)
+      most = fmaxf(most, load_shared_float(stat_at(0) + (w * COLUMNS + tid) * 4));
+    for (int w = 0; w < WARPS; w++) {
+      const uint32_t at = (w * COLUMNS + tid) * 4;
+      const float f = exp2_fast(load_shared_float(at + stat_at(0)) - most);
+      mass += f * load_shared_float(at + stat_at(1));
+      scaled += f * load_shared_float(at + stat_at(2));
+    }
+    const float inverse = mass > 0.f ? 1.f / mass : 0.f;
+    for (int w = 0; w < WARPS; w++) {
+      const uint32_t at = (w * COLUMNS + tid) * 4;
+      const float f = exp2_fast(load_shared_float(at + stat_at(0)) - most);
+      store_shared_float(at + stat_at(3), f * inverse);
+    }
+    // warp 0's first two stats are not read again: they carry the row's own
+    store_shared_float(stat_at(0) + tid * 4, mass > 0.f ? most + log2_fast(mass) : MINUS_INFINITY);
+    store_shared_float(stat_at(1) + tid * 4, MIDPOINT * scaled * inverse);
+  }
+  __syncthreads();
+}
+
+// Sum the accumulators of all warps into results[query][dim], PASS_DIMS dimensions at a time.
+INLINE void merge_warps(const Accumulator& acc, int tid) {
+  const int lane = tid & 31, warp = tid / 32, g = lane / 4, t = lane & 3;
+  const uint32_t mine = SHARED_BASE + SCRATCH_OFFSET + warp * COLUMNS * PASS_DIMS * 4;
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+#pragma unroll
+    for (int j = 0; j < PASS_DIMS / 16; j++) {
+      const int tile = pass * (PASS_DIMS / 16) + j;
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        float v = acc.o[tile][k] * feature_unit(2 * tile + k / 2);
+        if (SHARED_COLUMNS) v += __shfl_xor_sync(ALL_LANES, v, 2);
+        if (!SHARED_COLUMNS || t < 2)
+          store_shared_float(
+              mine + (lane_query(t, k & 1) * PASS_DIMS + 16 * j + 8 * (k / 2) + g) * 4, v);
+      }
+    }
+    __syncthreads();
+    for (int x = tid; x < COLUMNS * PASS_DIMS; x += THREADS) {
+      const int query = x / PASS_DIMS, dim = x % PASS_DIMS;
+      float sum = -load_shared_float(stat_at(1) + query * 4);
+#pragma unroll
+      for (int w = 0; w < WARPS; w++)
+        sum += load_shared_float(stat_at(3) + (w * COLUMNS + query) * 4) *
+               load_shared_float(SHARED_BASE + SCRATCH_OFFSET + (w * COLUMNS * PASS_DIMS + x) * 4);
+      store_shared_float(SHARED_BASE + RESULT_OFFSET + (query * HEAD_DIM + pass * PASS_DIMS + dim) * 4,
+                         sum);
+    }
+    __syncthreads();
+  }
+}
+
+// Fast Hadamard transform of a row spread over a warp: dimension lane + 32 * i in v[i].
+INLINE void hadamard(float (&v)[LANE_DIMS], int lane) {
+#pragma unroll
+  for (int k = 1; k < 32; k *= 2)
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; i++) {
+      const float other = __shfl_xor_sync(ALL_LANES, v[i], k);
+      v[i] = lane & k ? other - v[i] : v[i] + other;
+    }
+#pragma unroll
+  for (int k = 1; k < LANE_DIMS; k *= 2)
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; i++)
+      if (!(i & k)) {
+        const float a = v[i], b = v[i | k];
+        v[i] = a + b;
+        v[i | k] = a - b;
+      }
+  const float norm = rsqrtf((float)HEAD_DIM);
+#pragma unroll
+  for (int i = 0; i < LANE_DIMS; i++) v[i] *= norm;
+}
+
+// Sink, rotation, output: one warp writes one query.
+INLINE void write_query(const Params& p, const Row& row, int query, float (&v)[LANE_DIMS],
+                        float lse2, int lane) {
+  const int in_group = row.block * COLUMNS + query;
+  if (in_group >= p.group) return;
+  const int head = row.head * p.group + in_group;
+  if (p.sinks) {
+    const float sink = p.sinks[head] * LOG2E, top = fmaxf(lse2, sink);
+    const float total = top + log2_fast(exp2_fast(lse2 - top) + exp2_fast(sink - top));
+    const float share = exp2_fast(lse2 - total);
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; i++) v[i] *= share;
+    lse2 = total;
+  }
+  if (p.unrotate) hadamard(v, lane);
+  const uint64_t at = (uint64_t)row.index * (p.kv_heads * p.group) + head;
+#pragma unroll
+  for (int i = 0; i < LANE_DIMS; i++) p.out[at * HEAD_DIM + lane + 32 * i] = v[i];
+  if (lane == 0) p.lse[at] = lse2 * LN2;
+}
+
+INLINE uint64_t part_slot(const Params& p, const Row& row, int part) {
+  return ((uint64_t)(row.head * p.blocks + row.block) * (p.batch + p.ctas) + part) * COLUMNS;
+}
+
+INLINE void write_part(const Params& p, const Row& row, int query, const float (&v)[LANE_DIMS],
+                       float lse2, int lane) {
+  const uint64_t at = part_slot(p, row, row.part) + query;
+#pragma unroll
+  for (int i = 0; i < LANE_DIMS; i++) p.part_out[at * HEAD_DIM + lane + 32 * i] = v[i];
+  if (lane == 0) p.part_lse[at] = lse2;
+}
+
+// The block that arrives last merges what all have written.
+INLINE float merge_parts(const Params& p, const Row& row, int query, float (&v)[LANE_DIMS],
+                         int lane) {
+  const uint64_t first = part_slot(p, row, row.first_part) + query;
+  float most = MINUS_INFINITY;
+  for (int s = lane; s < row.num_parts; s += 32)
+    most = fmaxf(most, __ldcg(p.part_lse + first + (uint64_t)s * COLUMNS));
+#pragma unroll
+  for (int k = 1; k < 32; k *= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, k));
+  const float safe = most == MINUS_INFINITY ? 0.f : most;
+  float mass = 0.f;
+#pragma unroll
+  for (int i = 0; i < LANE_DIMS; i++) v[i] = 0.f;
+#pragma unroll 4
+  for (int s = 0; s < row.num_parts; s++) {
+    const uint64_t at = first + (uint64_t)s * COLUMNS;
+    const float f = exp2_fast(__ldcg(p.part_lse + at) - safe);
+    mass += f;
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; i++)
+      v[i] += f * __ldcg(p.part_out + at * HEAD_DIM + lane + 32 * i);
+  }
+  const float inverse = mass > 0.f ? 1.f / mass : 0.f;
+#pragma unroll
+  for (int i = 0; i < LANE_DIMS; i++) v[i] *= inverse;
+  return mass > 0.f ? safe + log2_fast(mass) : MINUS_INFINITY;
+}
+
+// All threads of the block call this when the row's pages of this block are done.
+INLINE void finish_row(const Params& p, const Row& row, const Running& run,
+                       const Accumulator& acc, int tid) {
+  const int lane = tid & 31, warp = tid / 32;
+  __syncthreads();
+  warp_factors(run, tid);
+  merge_warps(acc, tid);
+  float v[LANE_DIMS];
+  float lse2 = 0.f;
+  if (warp < COLUMNS) {
+    lse2 = load_shared_float(stat_at(0) + warp * 4);
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; i++)
+      v[i] = load_shared_float(SHARED_BASE + RESULT_OFFSET + (warp * HEAD_DIM + lane + 32 * i) * 4);
+    if (row.num_parts == 1)
+      write_query(p, row, warp, v, lse2, lane);
+    else
+      write_part(p, row, warp, v, lse2, lane);
+  }
+  if (row.num_parts == 1) return;
+  __threadfence();
+  __syncthreads();
+  uint32_t* counter = p.arrivals + (row.head * p.blocks + row.block) * p.batch + row.index;
+  if (tid == 0) store_shared(SHARED_BASE + ARRIVED_OFFSET, atomicAdd(counter, 1u));
+  __syncthreads();
+  if (load_shared(SHARED_BASE + ARRIVED_OFFSET) != (uint32_t)row.num_parts - 1u) return;
+  __threadfence();
+  if (tid == 0) *counter = 0u;
+  if (warp < COLUMNS) {
+    lse2 = merge_parts(p, row, warp, v, lane);
+    write_query(p, row, warp, v, lse2, lane);
+  }
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// One function per machine instruction the kernel needs. No CUDA header is included, so that the
+// run-time compiler needs nothing but these files.
+#pragma once
+
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+
+#define INLINE __device__ __forceinline__
+#define CONSTANT_FUNCTION __host__ __device__ constexpr
+
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+#define MINUS_INFINITY __int_as_float(0xff800000)
+
+// ---- shared memory; addresses are 32-bit offsets of the shared window ----
+
+INLINE uint32_t load_shared(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
+// The offset is part of the instruction: it costs nothing.
+template <int OFFSET>
+INLINE uint32_t load_shared_at(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1+%2];" : "=r"(v) : "r"(address), "n"(OFFSET));
+  return v;
+}
+
+INLINE uint2 load_shared2(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
+
+INLINE uint4 load_shared4(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address));
+  return v;
+}
+
+INLINE void store_shared(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
+INLINE void store_shared4(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+INLINE float load_shared_float(uint32_t address) { return __uint_as_float(load_shared(address)); }
+
+INLINE void store_shared_float(uint32_t address, float v) {
+  store_shared(address, __float_as_uint(v));
+}
+
+INLINE uint32_t shared_address(const void* pointer) {
+  return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+// ---- barriers in shared memory and bulk copies that complete on them ----
+
+INLINE void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+INLINE void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+INLINE void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+INLINE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to), "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+INLINE void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- arithmetic ----
+
+// C[16x8] += A[16x16] * B[16x8], half in, float out.
+INLINE void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                    uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+INLINE void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                     uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      "{%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// An 8x8 matrix of 16-bit words, one row per four lanes, turned into its transpose.
+INLINE uint32_t transpose_8x8(uint32_t a) {
+  uint32_t d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+
+INLINE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+INLINE float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+INLINE uint32_t pack_half2(float low, float high) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+INLINE uint32_t pack_bfloat2(float low, float high) {
+  uint32_t d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+// a * cos + b * sin with turn = (cos, sin) as half2; the broadcasts are free in the instruction.
+INLINE uint32_t turn_half2(uint32_t a, uint32_t b, uint32_t turn) {
+  uint32_t d;
+  asm("{\n.reg .b16 c, s;\n.reg .b32 cc, ss, t;\n"
+      "mov.b32 {c, s}, %3;\nmov.b32 cc, {c, c};\nmov.b32 ss, {s, s};\n"
+      "mul.rn.f16x2 t, %1, cc;\nfma.rn.f16x2 %0, %2, ss, t;\n}"
+      : "=r"(d)
+      : "r"(a), "r"(b), "r"(turn));
+  return d;
+}

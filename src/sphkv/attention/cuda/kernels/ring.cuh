@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pages and their turns on the way from device memory to shared memory.
+//
+// Page n of a block goes to stage n % STAGES and to team n % TEAMS. One warp of the team, its
+// leader, waits until the team has left a page and then asks for page n + STAGES in its place.
+// Leaders of different teams live on different quarters of the multiprocessor.
+#pragma once
+#include "layout.cuh"
+
+struct Stage {
+  uint32_t index;
+  uint32_t parity;
+
+  INLINE void advance(int pages) {
+    index += pages;
+    if (index >= STAGES) index -= STAGES, parity ^= 1;
+  }
+};
+
+INLINE uint32_t stage_address(uint32_t stage) {
+  return SHARED_BASE + RING_OFFSET + stage * STAGE_BYTES;
+}
+INLINE uint32_t full_barrier(uint32_t stage) {
+  return SHARED_BASE + BARRIER_OFFSET + stage * 16;
+}
+INLINE uint32_t empty_barrier(uint32_t stage) {
+  return full_barrier(stage) + 8;
+}
+INLINE uint32_t table_barrier() { return SHARED_BASE + BARRIER_OFFSET + 16 * MAX_STAGES; }
+
+INLINE void init_barriers() {
+  barrier_init(table_barrier(), 1);
+  for (int s = 0; s < STAGES; s++) {
+    barrier_init(full_barrier(s), 1);
+    barrier_init(empty_barrier(s), TEAM_WARPS);
+  }
+}
+
+INLINE const uint8_t* page_pointer(const Params& p, int id) {
+  return p.pages + (uint64_t)(uint32_t)id * (uint32_t)p.page_bytes;
+}
+
+INLINE int tile_base(const Params& p, const uint8_t* page, int tile) {
+  const int stored = __ldg((const int*)(page + p.position_offset + tile * p.position_stride));
+  return stored + tile * p.tile_step;
+}
+
+// Copy a page, and for each of its tiles the row of turns of the tile's base position; lanes 0-7
+// of the leader bring the bases.
+INLINE void request_page(const Params& p, int id, int base, uint32_t stage, int lane) {
+  const uint32_t full = full_barrier(stage);
+  const uint32_t to = stage_address(stage);
+  if (lane == 0) {
+    barrier_expect(full, p.page_bytes + PAGE_TILES * TURN_ROW_BYTES);
+    copy_bulk(to, page_pointer(p, id), p.page_bytes, full);
+  }
+  if (lane < PAGE_TILES) {
+    const uint32_t row = min((uint32_t)base >> p.turn_shift, (uint32_t)p.turn_rows - 1u);
+    copy_bulk(to + PAGE_CAPACITY + lane * TURN_ROW_BYTES, p.turns + (uint64_t)row * TURN_ROW_BYTES,
+              TURN_ROW_BYTES, full);
+  }
+}
+
+// What a leader has left to fetch. Page ids are read two pages ahead, bases one page ahead, so
+// that neither latency is seen.
+struct Supply {
+  int next;          // place in page_ids of the page to be requested next
+  int end;
+  int id, base;      // of that page
+  int following_id;  // of the leader's page after it
+
+  INLINE void look_ahead(const Params& p, int lane) {
+    if (lane < PAGE_TILES) base = tile_base(p, page_pointer(p, id), lane);
+    if (next + TEAMS < end) following_id = __ldg(p.page_ids + next + TEAMS);
+  }
+
+  INLINE void start(const Params& p, int first, int lane) {
+    next = first;
+    if (next >= end) return;
+    id = __ldg(p.page_ids + next);
+    look_ahead(p, lane);
+  }
+
+  INLINE void send(const Params& p, uint32_t stage, int lane) {
+    if (next >= end) return;
+    request_page(p, id, base, stage, lane);
+    next += TEAMS;
+    if (next >= end) return;
+    id = following_id;
+    look_ahead(p, lane);
+  }
+};

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random pages in fragment order and the right answer in float64, for checks and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sphkv.attention.cuda.fragments import unpack_gains, unpack_keys, unpack_values
+from sphkv.attention.cuda.geometry import PAGE_TOKENS, TILE_KEYS
+from sphkv.attention.partial import PartialAttention
+from sphkv.attention.request import AttentionOptions
+from sphkv.codec.codebook import CELL_BITS, AngleCodebook
+from sphkv.codec.hadamard import unrotate
+from sphkv.codec.rope import RopeSpec
+from sphkv.codec.slots import allocate_plane_bits
+from sphkv.core.tiers import TierSpec
+from sphkv.store.layout import PAGE_VERSION, PageLayout
+from sphkv.store.paging import PositionMode
+
+_ENERGY_SPREAD = 2.6  # standard deviation of log2 of a plane's energy
+_RADIUS = (10.0, 0.08)
+_SCALE = (0.02, 0.0004)
+
+
+def synthetic_codebook(
+    heads: int, planes: int, slots: int, *, seed: int, device: torch.device | str
+) -> AngleCodebook:
+    """A codebook with random points and water-filled bits, different in every head."""
+    generator = torch.Generator().manual_seed(seed)
+    log_energy = _ENERGY_SPREAD * torch.randn(heads, planes, generator=generator)
+    bits = torch.tensor(CELL_BITS, dtype=torch.float32)
+    plane_bits = allocate_plane_bits(torch.exp2(log_energy[..., None] - bits), slots)
+    amplitude = torch.exp2(log_energy / 2)
+    amplitude = amplitude / (2 * amplitude.square().sum(1, keepdim=True)).sqrt()
+    slot_plane = torch.zeros(heads, slots, 2, dtype=torch.int64)
+    points = torch.zeros(heads, slots, 2, 16, 2)
+    noise = torch.randn(heads, slots, 2, 16, 2, generator=generator)
+    num_pairs = (plane_bits == 2).sum(1) // 2
+    code = torch.arange(16)
+    for head in range(heads):
+        at = 0
+        for plane in torch.argsort(plane_bits[head], descending=True, stable=True).tolist():
+            for stage in range(int(plane_bits[head, plane]) // 4):
+                slot_plane[head, at] = plane
+                points[head, at, 0] = noise[head, at, 0] * amplitude[head, plane] / 4**stage
+                at += 1
+        for pair in torch.nonzero(plane_bits[head] == 2)[:, 0].reshape(-1, 2):
+            slot_plane[head, at] = pair
+            for half, index in enumerate((code % 4, code // 4)):
+                points[head, at, half] = noise[head, at, half, index] * amplitude[head, pair[half]]
+            at += 1
+    mean = torch.randn(heads, planes, 2, generator=generator) * amplitude[..., None]
+    constant = torch.where(plane_bits[..., None] == 0, mean, torch.zeros(()))
+    root = torch.eye(2).expand(heads, planes, 2, 2).contiguous()
+    return AngleCodebook(plane_bits, num_pairs, slot_plane, points, constant, root).to(device)
+
+
+def tier_layout(
+    head_dim: int, nibbles: int, value_bits: int, mode: PositionMode = PositionMode.CONTIGUOUS
+) -> PageLayout:
+    """Layout of a coded tier with so many slots."""
+    tier = TierSpec("case", "coded", 4 * nibbles / head_dim, value_bits, PAGE_TOKENS)
+    return PageLayout(1, tier, head_dim, mode)
+
+
+def random_pages(layout: PageLayout, num_pages: int, *, device: torch.device | str) -> Tensor:
+    """Pages of random codes, full, at position 0: ``[num_pages, page_bytes]`` uint8."""
+    pages = torch.randint(
+        0, 256, (num_pages, layout.page_bytes), dtype=torch.uint8, device=device
+    )
+    if layout.tier.value_bits == 16:
+        size = (num_pages, layout.page_tokens * layout.head_dim)
+        values = 0.1 * torch.randn(size, device=device)
+        pages[:, layout.value_offset : layout.position_offset] = values.bfloat16().view(torch.uint8)
+    header = torch.zeros(num_pages, 64, dtype=torch.uint8, device=device)
+    header[:, 0], header[:, 1], header[:, 2] = PAGE_VERSION, layout.tier_id, layout.position_mode
+    affine = torch.tensor([*_RADIUS, *_SCALE], device=device).expand(num_pages, -1)
+    header[:, 12:28] = affine.contiguous().view(torch.uint8)
+    pages[:, :64] = header
+    set_counts(pages, torch.full((num_pages,), PAGE_TOKENS, device=device))
+    return pages
+
+
+def set_counts(pages: Tensor, counts: Tensor) -> None:
+    """Write the number of live states of each page."""
+    pages[:, 4:6] = counts.to(torch.int16)[:, None].view(torch.uint8)
+
+
+def set_bases(pages: Tensor, layout: PageLayout, bases: Tensor) -> None:
+    """Write positions: ``bases [pages]`` of contiguous pages, ``[pages, 8]`` of runs."""
+    is_runs = layout.position_mode is PositionMode.RUNS
+    first = bases[:, 0] if is_runs else bases
+    pages[:, 8:12] = first.to(torch.int32)[:, None].contiguous().view(torch.uint8)
+    if is_runs:
+        words = bases.to(torch.int32).contiguous().view(torch.uint8)
+        pages[:, layout.position_offset : layout.position_offset + words.shape[1]] = words
+
+
+def _floats(pages: Tensor, offset: int) -> Tensor:
+    return pages[:, offset : offset + 4].contiguous().view(torch.float32).double()
+
+
+def _positions(pages: Tensor, layout: PageLayout) -> Tensor:
+    """``[pages, 128]`` int64."""
+    index = torch.arange(PAGE_TOKENS, device=pages.device)
+    if layout.position_mode is PositionMode.CONTIGUOUS:
+        base = pages[:, 8:12].contiguous().view(torch.int32).long()
+        return base + index
+    size = 4 * PAGE_TOKENS // TILE_KEYS
+    words = pages[:, layout.position_offset : layout.position_offset + size]
+    return words.contiguous().view(torch.int32).long()[:, index // TILE_KEYS] + index % TILE_KEYS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Oracle:
+    """Attention of one head in float64, straight from the definition.
+
+    Attributes:
+        codebook: Slots of all heads.
+        rope: Rotary embedding.
+        layout: Layout of the pages.
+        dtype: Precision of the arithmetic; float32 gives the reference's own error.
+    """
+
+    codebook: AngleCodebook
+    rope: RopeSpec
+    layout: PageLayout
+    dtype: torch.dtype = torch.float64
+
+    def _logits(self, query: Tensor, pages: Tensor, head: int) -> Tensor:
+        """``[queries, pages * 128]`` without soft-cap or mask, scale left out."""
+        layout, book = self.layout, self.codebook
+        codes = unpack_keys(pages[:, layout.key_offset : layout.radius_offset]).long()
+        codes = codes.transpose(0, 1).flatten(1)  # [slots, tokens]
+        z = book.constant[head].to(self.dtype)[:, None].expand(-1, codes.shape[1], -1).clone()
+        slot = torch.arange(codes.shape[0], device=codes.device)[:, None]
+        for half in range(2):
+            picked = book.points[head, :, half].to(self.dtype)[slot, codes]
+            z.index_add_(0, book.slot_plane[head, :, half], picked)
+        positions = _positions(pages, layout).flatten()
+        phase = (self.rope.frequencies(pages.device)[:, None] * positions.double()).remainder(
+            2 * torch.pi
+        )
+        turned = torch.view_as_complex(z) * torch.polar(torch.ones_like(phase), phase).to(
+            torch.complex128 if self.dtype == torch.float64 else torch.complex64
+        )
+        planes = torch.view_as_complex(self.rope.to_planes(query.to(self.dtype)).contiguous())
+        gains = unpack_gains(pages[:, layout.radius_offset : layout.value_offset])
+        radius = (_floats(pages, 12) + _floats(pages, 16) * gains[:, 0].double()).flatten()
+        return (planes.conj() @ turned).real * radius.to(self.dtype)
+
+    def _values(self, pages: Tensor) -> Tensor:
+        """``[pages * 128, head_dim]``, rotated where coded."""
+        layout, bits = self.layout, self.layout.tier.value_bits
+        stream = pages[:, layout.value_offset : layout.position_offset]
+        codes = unpack_values(stream, bits=bits, head_dim=layout.head_dim).to(self.dtype)
+        if bits == 16:
+            return codes.flatten(0, 1)
+        gains = unpack_gains(pages[:, layout.radius_offset : layout.value_offset])
+        scale = (_floats(pages, 20) + _floats(pages, 24) * gains[:, 1].double()).to(self.dtype)
+        return ((codes - ((1 << bits) - 1) / 2) * scale[..., None]).flatten(0, 1)
+
+    def _nothing(self, query: Tensor, sinks: Tensor | None) -> PartialAttention:
+        empty = query.new_full(query.shape[:1], -torch.inf, dtype=self.dtype)
+        lse = empty if sinks is None else sinks.to(self.dtype)
+        return PartialAttention(torch.zeros_like(query, dtype=self.dtype), lse)
+
+    def attend(
+        self,
+        query: Tensor,
+        pages: Tensor,
+        head: int,
+        options: AttentionOptions,
+        *,
+        query_position: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> PartialAttention:
+        """Output ``[queries, head_dim]`` and log-sum-exp of ``query [queries, head_dim]``."""
+        if len(pages) == 0:
+            return self._nothing(query, sinks)
+        logits = self._logits(query, pages, head) * options.scale
+        if options.softcap is not None:
+            logits = options.softcap * torch.tanh(logits / options.softcap)
+        counts = pages[:, 4:6].contiguous().view(torch.int16).long()
+        index = torch.arange(PAGE_TOKENS, device=pages.device)
+        hidden = index >= counts
+        if options.window is not None and query_position is not None:
+            distance = query_position - _positions(pages, self.layout)
+            hidden = hidden | (distance < 0) | (distance >= options.window)
+        logits = logits.masked_fill(hidden.flatten(), -torch.inf)
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.to(self.dtype)[:, None]], 1)
+        lse = torch.logsumexp(logits, 1)
+        safe = torch.where(torch.isneginf(lse), 0.0, lse)
+        weight = (logits - safe[:, None]).exp()[:, : hidden.numel()]
+        output = weight @ self._values(pages)
+        return PartialAttention(
+            output if self.layout.tier.value_bits == 16 else unrotate(output), lse
+        )

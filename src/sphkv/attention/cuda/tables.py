@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look-up tables of the decode kernel: points turned by row, entry maps, turns by position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sphkv.attention.cuda.geometry import LANES, LEVELS, KernelShape, lane_coordinates
+from sphkv.codec.codebook import AngleCodebook
+from sphkv.codec.rope import RopeSpec
+
+_STEP = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """Terms of a head's logit in the order of the product: slots, second look-ups, constants.
+
+    Attributes:
+        plane: ``[heads, entries]`` int64.
+        points: ``[heads, look-up entries, 16, 2]`` float64.
+        constants: ``[heads, constant entries, 2]`` float64.
+    """
+
+    plane: Tensor
+    points: Tensor
+    constants: Tensor
+
+
+def list_entries(codebook: AngleCodebook, shape: KernelShape) -> Entries:
+    """Spread a codebook over the entries of a kernel shape; padding has zero points."""
+    heads, slots = codebook.slot_plane.shape[:2]
+    twice = slice(slots - _STEP * shape.double_steps, slots)
+    plane = [codebook.slot_plane[:, :, 0], codebook.slot_plane[:, twice, 1]]
+    points = torch.cat([codebook.points[:, :, 0], codebook.points[:, twice, 1]], 1).double()
+    num_constants = _STEP * shape.constant_steps
+    # planes without bits first, in their own order; the rest pads with zero points
+    order = torch.argsort((codebook.plane_bits != 0).long(), dim=1, stable=True)
+    chosen = order[:, :num_constants]
+    constants = codebook.constant.gather(1, chosen[..., None].expand(-1, -1, 2)).double()
+    plane.append(chosen)
+    if int((codebook.plane_bits == 0).sum(1).max()) > num_constants:
+        raise ValueError(f"{num_constants} entries cannot hold all planes without bits")
+    if int(codebook.num_pairs.max()) > _STEP * shape.double_steps:
+        raise ValueError(f"{_STEP * shape.double_steps} second look-ups do not cover all pairs")
+    padding = shape.entries - sum(part.shape[1] for part in plane)
+    plane.append(plane[0].new_zeros(heads, padding))
+    return Entries(torch.cat(plane, 1), points, constants)
+
+
+def build_tables(codebook: AngleCodebook, rope: RopeSpec, shape: KernelShape) -> Tensor:
+    """Tables of all heads as the kernel copies them to shared memory.
+
+    Args:
+        codebook: Slots of one layer and tier.
+        rope: The layer's rotary embedding.
+        shape: Kernel shape.
+
+    Returns:
+        ``[heads, table_bytes]`` uint8 on the codebook's device.
+    """
+    if (codebook.num_slots, codebook.num_planes) != (shape.nibbles, shape.planes):
+        raise ValueError(
+            f"codebook has {codebook.num_slots} slots and {codebook.num_planes} planes, "
+            f"the kernel {shape.nibbles} and {shape.planes}"
+        )
+    entries = list_entries(codebook, shape)
+    heads, device = entries.plane.shape[0], entries.plane.device
+    words = torch.zeros(heads, shape.table_bytes // 4, dtype=torch.int32, device=device)
+    frequency = rope.frequencies(device)[entries.plane]  # [heads, entries]
+    num_lookups = _STEP * shape.lookup_steps
+    _put_points(words, entries.points, frequency[:, :num_lookups], shape)
+    _put_constants(words, entries.constants, frequency[:, num_lookups:], shape)
+    _put_map(words, entries.plane, rope, shape)
+    return words.view(torch.uint8)
+
+
+def turn_rows(rope: RopeSpec, num_positions: int, *, step: int, device: torch.device) -> Tensor:
+    """Cosine and sine of every plane at positions ``0, step, 2 * step, ...``.
+
+    Returns:
+        ``[rows, planes]`` int32, two halves each: cosine low, sine high.
+    """
+    if step < 1 or step & (step - 1):
+        raise ValueError(f"step must be a power of two, got {step}")
+    positions = torch.arange(0, num_positions, step, device=device)
+    phase = rope.phases(positions).double()
+    return _half2(torch.stack([phase.cos(), phase.sin()], -1))
+
+
+def _half2(pair: Tensor) -> Tensor:
+    """``[..., 2]`` floats to ``[...]`` words of two halves."""
+    return pair.to(torch.float16).contiguous().view(torch.int32).squeeze(-1)
+
+
+def _turned(points: Tensor, angle: Tensor) -> Tensor:
+    """Points ``[..., 2]`` turned by ``angle [...]``."""
+    x, y = points.unbind(-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([x * cos - y * sin, x * sin + y * cos], -1)
+
+
+def _put_points(words: Tensor, points: Tensor, frequency: Tensor, shape: KernelShape) -> None:
+    """Slot ``s`` serves entries ``4 * s + t``; low nibbles hold keys ``g``, high ones ``g + 8``."""
+    heads, device = points.shape[0], points.device
+    g, t = lane_coordinates(device)
+    slots = shape.half_slots
+    entry = 4 * torch.arange(slots, device=device)[:, None] + t  # [slots, lanes]
+    for half in range(2):
+        angle = frequency[:, entry] * (g + 8 * half)  # [heads, slots, lanes]
+        turned = _turned(points[:, entry], angle[..., None])  # [heads, slots, lanes, 16, 2]
+        word = _half2(turned).permute(0, 1, 3, 2)  # [heads, slots, 16, lanes]
+        if half == 1 and shape.spread:
+            rows = words[:, : shape.high_bytes // 4].view(heads, LEVELS, -1)
+            rows[:, :, : slots * LANES] = word.transpose(1, 2).reshape(heads, LEVELS, -1)
+        else:
+            start = 0 if half == 1 else shape.high_bytes // 4
+            area = words[:, start : start + shape.low_bytes // 4]
+            paired = word.reshape(heads, slots // 2, 2, LEVELS, LANES).transpose(2, 3)
+            area.copy_(paired.reshape(heads, -1))
+
+
+def _put_constants(words: Tensor, constants: Tensor, frequency: Tensor, shape: KernelShape) -> None:
+    heads, device = constants.shape[0], constants.device
+    g, t = lane_coordinates(device)
+    register = torch.arange(4, device=device)[:, None]
+    for step in range(shape.constant_steps):
+        entry = 8 * step + 4 * (register // 2) + t  # [4, lanes]
+        angle = frequency[:, entry] * (g + 8 * (register % 2))
+        word = _half2(_turned(constants[:, entry], angle))
+        start = shape.constant_offset // 4 + step * 4 * LANES
+        words[:, start : start + 4 * LANES] = word.reshape(heads, -1)
+
+
+def _put_map(words: Tensor, plane: Tensor, rope: RopeSpec, shape: KernelShape) -> None:
+    """Word ``16 * pair + 4 * t + i`` describes entry ``16 * pair + 4 * i + t``."""
+    heads = plane.shape[0]
+    channel = rope.plane_channels(plane.device)
+    word = plane | (channel[plane, 0] << 8) | (channel[plane, 1] << 16)
+    ordered = word.reshape(heads, -1, 4, 4).transpose(2, 3).reshape(heads, -1)
+    start = shape.map_offset // 4
+    words[:, start : start + shape.entries] = ordered.to(torch.int32)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sphkv bench decode``: coded pages against dense attention."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+
+from sphkv.cli.output import check_writable, format_table, write_json
+
+COLUMNS = (
+    "geometry",
+    "context",
+    "key_bits",
+    "value_bits",
+    "backend",
+    "ms",
+    "ratio_vs_sdpa_bf16",
+    "ratio_vs_sdpa_fp32",
+    "us_per_1k_tokens",
+    "bytes_read_over_ledger",
+    "error",
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``bench`` and what it can time."""
+    bench = commands.add_parser("bench", help="time kernels", allow_abbrev=False)
+    kinds = bench.add_subparsers(dest="kind", required=True, metavar="WHAT")
+    decode = kinds.add_parser(
+        "decode", help="decode attention over coded pages against torch SDPA", allow_abbrev=False
+    )
+    decode.add_argument(
+        "--geometry", action="append", help="smollm2 or llama-3.1-8b; may be repeated"
+    )
+    decode.add_argument("--context", action="append", type=int, help="tokens; may be repeated")
+    decode.add_argument(
+        "--bits", action="append", type=_bits, help="KEY,VALUE bits per element; may be repeated"
+    )
+    decode.add_argument("--backend", default="auto", help="auto, native or reference")
+    decode.add_argument("--threads", type=int, default=2)
+    decode.add_argument("--repeats", type=int, default=15)
+    decode.add_argument("--out", help="file for the JSON rows")
+    decode.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    decode.set_defaults(run=run_decode)
+
+
+def _bits(text: str) -> tuple[float, float]:
+    parts = text.split(",")
+    try:
+        key, value = (float(part) for part in parts)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected KEY,VALUE such as 2.25,3.25, got {text!r}"
+        ) from None
+    return key, value
+
+
+def run_decode(args: argparse.Namespace) -> int:
+    """Check, time, print."""
+    check_writable(args.out)
+    from sphkv.evaluation.bench_decode import BenchConfig, bench_decode
+
+    defaults = BenchConfig()
+    config = BenchConfig(
+        geometries=tuple(args.geometry or defaults.geometries),
+        contexts=tuple(args.context or defaults.contexts),
+        bits=tuple(args.bits or defaults.bits),
+        backend=args.backend,
+        threads=args.threads,
+        repeats=args.repeats,
+    )
+    rows = bench_decode(config, command="sphkv " + shlex.join(sys.argv[1:]))
+    if args.out:
+        write_json(args.out, rows)
+    print(json.dumps(rows, indent=2) if args.json else format_table(COLUMNS, rows))
+    return 0

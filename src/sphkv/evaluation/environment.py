@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a record must say about where it was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("sphkv", "torch", "transformers", "triton", "numpy", "safetensors")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Device, versions and commit."""
+    return {
+        "device": _device_name(),
+        "machine": platform.machine(),
+        "num_threads": torch.get_num_threads(),
+        "num_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _device_name() -> str:
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Commit of a source checkout; None for an installed package."""
+    folder = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

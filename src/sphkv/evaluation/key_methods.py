@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Key and value codecs that `sphkv eval lm` can compare, each through its stored form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sphkv.baselines.hadamard_int import HadamardInt
+from sphkv.baselines.per_channel_int import PerChannelInt
+from sphkv.baselines.rotation_lloyd import RotationLloyd
+from sphkv.codec.calibration import Calibration
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.contract import LayerContract
+from sphkv.core.tiers import DENSE_BITS, VALUE_BITS, TierSpec, TierTable, default_tiers
+from sphkv.store.config import StoreConfig
+from sphkv.store.layout import HEADER_BYTES
+from sphkv.store.ledger import ByteLedger
+from sphkv.store.store import PageStore
+
+METHODS = ("spherical", "spherical-default", "rotation-lloyd", "per-channel-int", "hadamard-int")
+
+_PAGE_TOKENS = 128
+# page id and tier tag of the pointer table, reference and state count of the slab
+_POINTER_BYTES = 8 + 1 + 4 + 4
+_MOST_KEY_BITS = 6.0
+
+
+class StateMethod(Protocol):
+    """Replaces the states of a layer by what it would read back from its store."""
+
+    @property
+    def key_bits(self) -> float:
+        """Bits per key element, metadata included."""
+        ...
+
+    @property
+    def value_bits(self) -> float:
+        """Bits per value element, metadata included."""
+        ...
+
+    def __call__(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """States after encoding, packing, unpacking and decoding."""
+        ...
+
+
+def shared_bits(head_dim: int) -> float:
+    """Page header and pointers per element, half of which a key and half a value pays."""
+    return 8 * (HEADER_BYTES + _POINTER_BYTES) / _PAGE_TOKENS / head_dim / 2
+
+
+def tier_for_bits(key_bits: float, value_bits: float, head_dim: int) -> TierSpec:
+    """The tier nearest from below to the asked bits per element, all metadata included.
+
+    Raises:
+        ValueError: Even the smallest code needs more bits.
+    """
+    overhead = 8 / head_dim + shared_bits(head_dim)
+    nibbles = int((key_bits - overhead) * head_dim / 4 + 1e-9)
+    nibbles = min(nibbles, int(_MOST_KEY_BITS * head_dim / 4))
+    if nibbles < 2:
+        raise ValueError(f"key_bits {key_bits} is less than a code of two nibbles needs")
+    fitting = [bits for bits in VALUE_BITS if bits == DENSE_BITS or bits + overhead <= value_bits]
+    fitting = [bits for bits in fitting if bits <= value_bits]
+    if not fitting:
+        raise ValueError(f"value_bits {value_bits} is less than {min(VALUE_BITS)} bits need")
+    code_bits = nibbles * 4 / head_dim
+    name = f"k{code_bits:g}v{max(fitting)}"
+    return TierSpec(name, "coded", code_bits, max(fitting), _PAGE_TOKENS)
+
+
+class SphericalMethod:
+    """The product's own path: pages are written to a store and read back from its bytes."""
+
+    def __init__(self, calibration: Calibration, tier: TierSpec, *, dense_tokens: int) -> None:
+        drop, *_, dense = default_tiers()
+        self.tier = tier
+        self.codec = SphericalCodec(calibration)
+        config = StoreConfig(
+            calibration.geometry, TierTable((drop, tier, dense)), seal_tier=tier.name
+        )
+        self.store = PageStore(config, self.codec)
+        self._dense_tokens = dense_tokens
+        head_dim = calibration.geometry.head_dim
+        self.key_bits = tier.key_bits_stored(head_dim) + shared_bits(head_dim)
+        is_exact = tier.value_bits == DENSE_BITS
+        shared = 0.0 if is_exact else shared_bits(head_dim)
+        self.value_bits = tier.value_bits_stored(head_dim) + shared
+
+    def __call__(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write one layer's states and read them back."""
+        heads, tokens, _ = keys.shape
+        if layer == 0:
+            for sequence in self.store.sequences:
+                self.store.free(sequence)
+            self.store.create(0)
+        tier_id = torch.ones(heads, tokens, dtype=torch.uint8)
+        tier_id[:, : self._dense_tokens] = self.store.config.tiers.dense_id
+        contract = LayerContract(tier_id, torch.zeros(heads, tokens, dtype=torch.bool))
+        self.store.write(0, layer, contract, keys, values, torch.arange(tokens))
+        return self.read(layer, tokens)
+
+    def read(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Decode every page of a layer; a measurement, never a decode step."""
+        geometry = self.store.config.geometry
+        shape = (geometry.num_kv_heads, tokens, geometry.head_dim)
+        keys, values = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+        for group in self.store.pages(0, layer):
+            view, head_ids = self.store.view(group), group.head_ids()
+            if group.layout.tier.is_coded:
+                pair = self.codec.decode(
+                    layer, group.layout.tier, view.encoded(), view.positions(), head_ids=head_ids
+                )
+            else:
+                pair = view.dense_keys().float(), view.dense_values().float()
+            live = view.live()
+            where = (head_ids[:, None].expand_as(live)[live], view.positions()[live])
+            keys[where], values[where] = pair[0][live], pair[1][live]
+        return keys, values
+
+    def ledger(self) -> ByteLedger:
+        """Bytes of the store after a pass."""
+        return self.store.ledger()
+
+
+class _KeyCodec(Protocol):
+    def bits_per_element(self, head_dim: int) -> float: ...
+
+    def roundtrip(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComparisonMethod:
+    """Another codec for keys and, if asked, for values; format-only.
+
+    Attributes:
+        key_codec: Codec of the keys.
+        value_codec: Codec of the values; None keeps them.
+        dense_tokens: Leading tokens left alone.
+        key_bits: Bits per key element, metadata included.
+        value_bits: Bits per value element, metadata included.
+    """
+
+    key_codec: _KeyCodec
+    value_codec: _KeyCodec | None
+    dense_tokens: int
+    key_bits: float
+    value_bits: float
+
+    def __call__(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Quantise and restore."""
+        new_keys = self.key_codec.roundtrip(keys.float())
+        new_keys[:, : self.dense_tokens] = keys[:, : self.dense_tokens]
+        if self.value_codec is None:
+            return new_keys, values
+        new_values = self.value_codec.roundtrip(values.float())
+        new_values[:, : self.dense_tokens] = values[:, : self.dense_tokens]
+        return new_keys, new_values
+
+
+def comparison_method(
+    name: str, key_bits: float, value_bits: float, *, head_dim: int, dense_tokens: int
+) -> ComparisonMethod:
+    """A comparison codec at the bits nearest from below."""
+    kinds = {
+        "rotation-lloyd": RotationLloyd,
+        "per-channel-int": PerChannelInt,
+        "hadamard-int": HadamardInt,
+    }
+    candidates: Sequence[_KeyCodec] = [kinds[name](bits) for bits in range(1, 9)]
+
+    def nearest(wanted: float, what: str) -> _KeyCodec:
+        fitting = [c for c in candidates if c.bits_per_element(head_dim) <= wanted + 1e-9]
+        if not fitting:
+            least = candidates[0].bits_per_element(head_dim)
+            raise ValueError(f"{name} needs at least {least:g} {what}, got {wanted:g}")
+        return fitting[-1]
+
+    key_codec = nearest(key_bits, "key bits")
+    value_codec = None if value_bits >= DENSE_BITS else nearest(value_bits, "value bits")
+    return ComparisonMethod(
+        key_codec,
+        value_codec,
+        dense_tokens,
+        key_codec.bits_per_element(head_dim),
+        value_codec.bits_per_element(head_dim) if value_codec else float(DENSE_BITS),
+    )

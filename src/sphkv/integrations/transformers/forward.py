@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One forward pass of a model that uses a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sphkv.attention.request import AttentionOptions
+from sphkv.cache.engine import CacheEngine
+from sphkv.cache.step import StepTokens
+from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
+
+
+class CachePass:
+    """Hands the attention of every layer to the cache."""
+
+    def __init__(self, engine: CacheEngine) -> None:
+        self._engine = engine
+
+    @property
+    def needs_mask(self) -> bool:
+        """Only the model's own attention reads a mask; the cache masks by position."""
+        return self._engine.is_dense_step
+
+    def attend(self, call: AttentionCall) -> AttentionResult:
+        """Attention of one layer."""
+        engine = self._engine
+        if engine.is_dense_step:
+            result = call.dense()
+            engine.settle(call.layer, call.query)
+            return result
+        options = _read_options(call, engine.config.windows[call.layer])
+        sinks = call.options.get("s_aux")
+        output = engine.attend(call.layer, call.query, options, sink_logits=sinks)
+        return output.transpose(1, 2).contiguous(), None
+
+    def finish(self, *, is_failed: bool) -> None:
+        """The pass ended."""
+        self._engine.finish(is_failed=is_failed)
+
+
+def _read_options(call: AttentionCall, window: int | None) -> AttentionOptions:
+    given = call.options.get("sliding_window", window)
+    if given != window:
+        raise RuntimeError(
+            f"layer {call.layer} attends with a window of {given}, its config says {window}"
+        )
+    if call.options.get("position_bias") is not None:
+        raise RuntimeError(f"layer {call.layer} adds a position bias, which codes cannot carry")
+    scale = call.options.get("scaling")
+    if scale is None:
+        scale = call.query.shape[-1] ** -0.5
+    # transformers' sdpa ignores the soft-cap; decoding must match what the model does
+    softcap = None if call.previous == "sdpa" else call.options.get("softcap")
+    return AttentionOptions(scale=float(scale), softcap=softcap, window=window)
+
+
+def read_step(args: tuple[Any, ...], kwargs: dict[str, Any], engine: CacheEngine) -> StepTokens:
+    """Which tokens a forward pass brings, from the decoder's arguments.
+
+    Raises:
+        ValueError: The masks or positions are of a kind the cache cannot follow.
+    """
+    tokens = kwargs.get("input_ids")
+    if tokens is None:
+        tokens = kwargs.get("inputs_embeds")
+    if tokens is None and args:
+        tokens = args[0]
+    if not isinstance(tokens, Tensor):
+        raise ValueError("the decoder got neither input_ids nor inputs_embeds")
+    batch, num_new = tokens.shape[:2]
+    return StepTokens(
+        is_real=_read_mask(kwargs.get("attention_mask"), batch, num_new, engine),
+        positions=_read_positions(kwargs.get("position_ids"), batch, num_new, engine),
+    )
+
+
+def _read_mask(mask: Any, batch: int, num_new: int, engine: CacheEngine) -> Tensor:
+    if mask is None:
+        if engine.length and not bool(engine.is_real.all()):
+            raise ValueError(
+                "the cache holds padded rows and this step has no attention_mask: pass the mask "
+                f"of all {engine.length + num_new} slots"
+            )
+        return torch.ones(batch, num_new, dtype=torch.bool)
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        kind = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask must be [batch, tokens] with 0 for padding, got {kind}: masks that "
+            "hide some tokens from some others cannot be followed from codes"
+        )
+    real = mask.bool().cpu()
+    if tuple(real.shape) != (batch, engine.length + num_new):
+        raise ValueError(
+            f"attention_mask must be {(batch, engine.length + num_new)}: {engine.length} cached "
+            f"slots and {num_new} new ones; got {tuple(real.shape)}"
+        )
+    if engine.length and not torch.equal(real[:, : engine.length], engine.is_real):
+        raise ValueError("attention_mask changes what was padding when the tokens were cached")
+    return real[:, engine.length :]
+
+
+def _read_positions(given: Any, batch: int, num_new: int, engine: CacheEngine) -> Tensor:
+    if given is None:
+        # what decoders do without position_ids: count every slot
+        given = torch.arange(engine.length, engine.length + num_new)[None]
+    if not isinstance(given, Tensor) or given.dim() != 2:
+        raise ValueError(f"position_ids must be [batch, tokens], got {given!r}")
+    return given.cpu().to(torch.int64).expand(batch, -1)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random but realistic caches that kernel tests and benchmarks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sphkv.codec.calibration import Calibration, CalibrationOptions, Calibrator
+from sphkv.codec.codebook import CodebookFit
+from sphkv.codec.rope import RopeSpec
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.contract import LayerContract
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.tiers import RUN_TOKENS, TierTable, default_tiers
+from sphkv.store.config import StoreConfig
+from sphkv.store.store import PageStore
+
+_QUICK_FIT = CodebookFit(iterations=3, refinements=2, stage_tokens=128)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCase:
+    """A cache to build.
+
+    Attributes:
+        head_dim: Elements of a key.
+        num_kv_heads: KV heads.
+        group_size: Query heads of a KV head.
+        num_tokens: Tokens written as pages.
+        tail_tokens: Tokens appended afterwards.
+        tiers: Tier table; tokens are spread over it by ``mix``.
+        mix: ``"all"`` random tier per token and head, drops included; ``"runs"`` random tier
+            per aligned run of 16; or the name of one tier for everything after four dense tokens.
+        num_layers: Layers, all alike.
+        seed: Of all random numbers.
+    """
+
+    head_dim: int = 64
+    num_kv_heads: int = 2
+    group_size: int = 3
+    num_tokens: int = 300
+    tail_tokens: int = 7
+    tiers: TierTable = field(default_factory=default_tiers)
+    mix: str = "all"
+    num_layers: int = 1
+    seed: int = 0
+
+    def geometry(self) -> KVGeometry:
+        """Its shape."""
+        return KVGeometry(
+            self.num_layers, self.num_kv_heads, self.num_kv_heads * self.group_size, self.head_dim
+        )
+
+
+def random_states(
+    geometry: KVGeometry, rope: RopeSpec, num_tokens: int, *, first: int = 0, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and queries after RoPE, ``[heads, tokens, head_dim]`` float32.
+
+    Channels differ in scale and mean, as they do in real models: a key bias is part of it.
+    """
+    # the shape of a head's distribution must not depend on which tokens are drawn
+    shape = torch.Generator().manual_seed(1000 + seed)
+    draw = torch.Generator().manual_seed(7919 * seed + first)
+    positions = torch.arange(first, first + num_tokens)
+    heads = (geometry.num_kv_heads, geometry.num_kv_heads, geometry.num_query_heads)
+    tensors = []
+    for num_heads in heads:
+        spread = torch.rand(num_heads, 1, geometry.head_dim, generator=shape) + 0.1
+        mean = torch.randn(num_heads, 1, geometry.head_dim, generator=shape)
+        noise = torch.randn(num_heads, num_tokens, geometry.head_dim, generator=draw)
+        tensors.append(mean + spread * noise)
+    keys, values, queries = tensors
+    return rope.apply(keys, positions), values, rope.apply(queries, positions)
+
+
+def random_calibration(
+    geometry: KVGeometry, rope: RopeSpec, *, num_tokens: int = 200, seed: int = 0
+) -> Calibration:
+    """A quick calibration on ``random_states`` of the same seed."""
+    ropes = (rope,) * geometry.num_layers
+    options = CalibrationOptions(fit=_QUICK_FIT)
+    calibrator = Calibrator(geometry, ropes, model_id="random", options=options)
+    for layer in range(geometry.num_layers):
+        keys, _, queries = random_states(
+            geometry, rope, num_tokens, first=10_000, seed=seed + layer
+        )
+        calibrator.add_layer(layer, keys, queries, torch.arange(10_000, 10_000 + num_tokens))
+    return calibrator.finish()
+
+
+def build_store(case: CacheCase, *, rope: RopeSpec | None = None, sequence: int = 0) -> PageStore:
+    """A store with one sequence: pages of mixed tiers, then an open tail."""
+    geometry = case.geometry()
+    rope = rope or RopeSpec.from_config({"rope_theta": 10_000.0}, case.head_dim)
+    codec = SphericalCodec(random_calibration(geometry, rope, seed=case.seed))
+    store = PageStore(
+        StoreConfig(geometry, case.tiers, seal_tier=case.tiers[len(case.tiers) - 2].name), codec
+    )
+    store.create(sequence)
+    for layer in range(geometry.num_layers):
+        fill_layer(store, case, layer, rope=rope, sequence=sequence)
+    return store
+
+
+def fill_layer(
+    store: PageStore, case: CacheCase, layer: int, *, rope: RopeSpec, sequence: int = 0
+) -> None:
+    """Write a case's pages and tail to one layer."""
+    geometry, seed = store.config.geometry, case.seed + layer
+    if case.num_tokens:
+        keys, values, _ = random_states(geometry, rope, case.num_tokens, seed=seed)
+        contract = LayerContract(
+            _tier_ids(case, seed), torch.zeros(*_shape(case), dtype=torch.bool)
+        )
+        store.write(sequence, layer, contract, keys, values, torch.arange(case.num_tokens))
+    if case.tail_tokens:
+        keys, values, _ = random_states(
+            geometry, rope, case.tail_tokens, first=case.num_tokens, seed=seed
+        )
+        store.append(sequence, layer, keys, values)
+
+
+def _shape(case: CacheCase) -> tuple[int, int]:
+    return case.num_kv_heads, case.num_tokens
+
+
+def _tier_ids(case: CacheCase, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(31 * seed + 5)
+    if case.mix not in ("all", "runs"):
+        tier_id = torch.full(_shape(case), case.tiers.id_of(case.mix), dtype=torch.uint8)
+    else:
+        drawn = torch.randint(0, len(case.tiers), _shape(case), generator=generator)
+        if case.mix == "runs":
+            run = torch.arange(case.num_tokens) // RUN_TOKENS * RUN_TOKENS
+            drawn = drawn[:, run]
+        tier_id = drawn.to(torch.uint8)
+    tier_id[:, :4] = case.tiers.dense_id
+    return tier_id

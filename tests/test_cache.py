@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sphkv.attention.reference import ReferenceBackend
+from sphkv.attention.request import AttentionOptions
+from sphkv.cache import (
+    CacheConfig,
+    CacheEngine,
+    CacheMethod,
+    SphericalSequence,
+    StepTokens,
+    plan_cache,
+    sequence_bytes,
+)
+from sphkv.cache.files import load_engine, read_config, save_engine
+from sphkv.cache.plan import allowed_bytes, holds_from, parse_tiers
+from sphkv.codec.calibration import default_calibration
+from sphkv.codec.rope import RopeSpec
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.budget import ByteBudget
+from sphkv.core.errors import BudgetExceeded, CacheFileError
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.tiers import TierTable, coded_tier
+from sphkv.store.store import PageStore
+
+GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)
+ROPE = RopeSpec.from_config({"rope_theta": 10_000.0}, GEOMETRY.head_dim)
+OPTIONS = AttentionOptions(scale=GEOMETRY.head_dim**-0.5)
+
+
+def make_config(
+    tiers: str | list[str] | None = "max", windows: tuple[int | None, ...] = (None, None)
+) -> CacheConfig:
+    table = parse_tiers(tiers, GEOMETRY.head_dim)
+    coded = [tier.name for tier in table if tier.is_coded]
+    name = coded[-1] if coded else "max"
+    return CacheConfig(GEOMETRY, (ROPE,) * 2, windows, table, name)
+
+
+def make_states(tokens: int, seed: int = 0, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, keys and values of one layer; keys have a mean, as real ones do."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.arange(start, start + tokens)
+    drawn = [
+        torch.randn(heads, tokens, GEOMETRY.head_dim, generator=generator)
+        for heads in (GEOMETRY.num_query_heads, GEOMETRY.num_kv_heads, GEOMETRY.num_kv_heads)
+    ]
+    query, keys = ROPE.apply(drawn[0], positions), ROPE.apply(drawn[1] + 0.5, positions)
+    return query, keys, drawn[2]
+
+
+def make_sequence(config: CacheConfig) -> tuple[PageStore, SphericalSequence]:
+    codec = SphericalCodec(default_calibration(GEOMETRY, config.ropes))
+    store = PageStore(config.store_config(1), codec)
+    store.create(0)
+    return store, SphericalSequence(config, store, 0, ReferenceBackend())
+
+
+def dense_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: int,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of queries at ``first`` on over keys at 0 on, in float64."""
+    group = GEOMETRY.group_size
+    keys, values = (x.double().repeat_interleave(group, 0) for x in (keys, values))
+    logits = query.double() @ keys.transpose(1, 2) * OPTIONS.scale
+    distance = (first + torch.arange(query.shape[1]))[:, None] - torch.arange(keys.shape[1])
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    logits = logits.masked_fill(hidden, -torch.inf)
+    if sinks is None:
+        return logits.softmax(-1) @ values
+    column = sinks.double()[:, None, None].expand(-1, query.shape[1], 1)
+    return torch.cat([logits, column], -1).softmax(-1)[..., :-1] @ values
+
+
+@pytest.mark.parametrize("num_new", [1, 32, 33, 150])
+@pytest.mark.parametrize("window", [None, 40])
+def test_sequence_equals_dense_attention_at_the_dense_tier(num_new, window):
+    config = make_config("max", windows=(window, None))
+    _, sequence = make_sequence(config)
+    method: CacheMethod = sequence
+    query, keys, values = (x.bfloat16().float() for x in make_states(300 + num_new))
+    method.prefill(0, keys[:, :300], values[:, :300])
+    options = replace(OPTIONS, window=window)
+    sinks = torch.linspace(2, 6, GEOMETRY.num_query_heads)
+    new = slice(300, 300 + num_new)
+    output = method.attend(
+        0, query[:, new], keys[:, new], values[:, new], options, sink_logits=None
+    )
+    expected = dense_attention(query[:, new], keys, values, 300, window)
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=0)
+    assert method.num_tokens(0) == 300 + num_new
+    method.crop(300)
+    again = method.attend(
+        0, query[:, new], keys[:, new], values[:, new], options, sink_logits=sinks
+    )
+    expected = dense_attention(query[:, new], keys, values, 300, window, sinks)
+    torch.testing.assert_close(again.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_sequence_with_codes_is_close_to_dense_attention():
+    _, sequence = make_sequence(make_config("k4v4"))
+    query, keys, values = make_states(700)
+    sequence.prefill(0, keys[:, :640], values[:, :640])
+    new = slice(640, 700)
+    output = sequence.attend(0, query[:, new], keys[:, new], values[:, new], OPTIONS)
+    expected = dense_attention(query[:, new], keys, values, 640)
+    error = (output - expected).norm() / expected.norm()
+    assert 0 < error < 0.1
+
+
+def test_window_layers_keep_only_their_window():
+    config = make_config("k2v3", windows=(None, 200))
+    store, sequence = make_sequence(config)
+    states = [make_states(2000, seed=layer) for layer in range(2)]
+    for layer, (_, keys, values) in enumerate(states):
+        sequence.prefill(layer, keys[:, :1000], values[:, :1000])
+    most = 200 + config.window_margin + config.spec.page_tokens
+    for at in range(1000, 2000, 20):
+        new = slice(at, at + 20)
+        for layer, (query, keys, values) in enumerate(states):
+            options = replace(OPTIONS, window=config.windows[layer])
+            sequence.attend(layer, query[:, new], keys[:, new], values[:, new], options)
+        sequence.forget_outside_windows()
+        held = [
+            sum(int(store.view(group).counts()[0]) for _ in [0]) * group.page_ids.shape[1]
+            for group in store.pages(0, 1)
+        ]
+        assert sum(held) <= most
+    full = sum(int(store.view(group).counts().sum()) for group in store.pages(0, 0))
+    assert full > 2 * 1700
+    sequence.check_crop(1990)
+    with pytest.raises(ValueError, match="window of 200"):
+        sequence.crop(1500)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 36, 37, 163, 164, 165, 292, 1000, 5000])
+@pytest.mark.parametrize("tiers", ["max", "k2v3"])
+@pytest.mark.parametrize("windows", [(None, None), (None, 96)])
+def test_planned_bytes_bound_the_ledger(tokens, tiers, windows):
+    config = make_config(tiers, windows)
+    store, sequence = make_sequence(config)
+    _, keys, values = make_states(tokens)
+    for layer in range(2):
+        sequence.prefill(layer, keys, values)
+    planned = sequence_bytes(config, tokens)
+    assert store.live_bytes <= planned
+    if tokens >= 1000 and windows[1] is None:
+        assert planned <= 1.08 * store.live_bytes
+
+
+def test_planned_bytes_bound_the_ledger_while_it_grows():
+    config = make_config("k2v3", (None, 96))
+    store, sequence = make_sequence(config)
+    states = make_states(1500)
+    for layer in range(2):
+        sequence.prefill(layer, states[1][:, :400], states[2][:, :400])
+    for at in range(400, 1500, 25):
+        new = slice(at, at + 25)
+        for layer in range(2):
+            options = replace(OPTIONS, window=config.windows[layer])
+            sequence.attend(layer, *(x[:, new] for x in states), options)
+        sequence.forget_outside_windows()
+        assert store.live_bytes <= sequence_bytes(config, at + 25)
+
+
+def test_budget_picks_the_highest_tier_that_fits():
+    config = make_config(None)
+    names = []
+    for share in ("15%", "25%", "40%", "100%", "200%"):
+        budget = ByteBudget.parse(share)
+        chosen = plan_cache(config, budget, 32_768)
+        names.append(chosen.tier)
+        assert sequence_bytes(chosen, 32_768) <= allowed_bytes(budget, chosen, 32_768)
+        higher = config.tiers.tiers[config.tiers.id_of(chosen.tier) + 1 :]
+        for tier in higher:
+            above = replace(config, tier=tier.name)
+            assert sequence_bytes(above, 32_768) > allowed_bytes(budget, above, 32_768)
+    order = [config.tiers.id_of(name) for name in names]
+    assert order == sorted(order)
+    assert len(set(names)) == 5 or names[-2] != "max"
+    assert names[-1] == "max"
+
+
+def test_budget_kinds_agree():
+    config = make_config(None)
+    dense = GEOMETRY.dense_bytes_per_token
+    by_share = plan_cache(config, ByteBudget.parse("25%"), 8192)
+    by_token = plan_cache(config, ByteBudget.parse(f"{dense // 4}B/token"), 8192)
+    by_total = plan_cache(config, ByteBudget.parse(8192 * dense // 4), 8192)
+    assert by_share == by_token == replace(by_total, max_bytes=None)
+    assert by_total.max_bytes == 8192 * dense // 4
+
+
+def test_share_of_a_windowed_model_is_of_its_windowed_dense_cache():
+    config = make_config("k2v3", (None, 96))
+    budget = ByteBudget.parse("50%")
+    state = GEOMETRY.num_kv_heads * GEOMETRY.dense_state_bytes
+    assert allowed_bytes(budget, config, 1000) == state * (1000 + 96) // 2
+
+
+def test_infeasible_budget_says_how_many_bytes_are_missing():
+    config = make_config(None)
+    budget = ByteBudget.parse("64KiB")
+    least = replace(config, tier=config.tiers[1].name)
+    missing = sequence_bytes(least, 8192) - 65536
+    with pytest.raises(ValueError, match=f"needs {missing} bytes more"):
+        plan_cache(config, budget, 8192)
+    with pytest.raises(ValueError, match=r"fit from \d+ tokens on"):
+        plan_cache(config, ByteBudget.parse("25%"), 200)
+
+
+def test_budget_holds_from_the_stated_length_on():
+    config = make_config("k2v3")
+    budget = ByteBudget.parse("25%")
+    start = holds_from(budget, config)
+    assert start is not None
+    for tokens in (start, start + 128, 4 * start, 64 * start):
+        assert sequence_bytes(config, tokens) <= allowed_bytes(budget, config, tokens)
+    assert sequence_bytes(config, start - 128) > allowed_bytes(budget, config, start - 128)
+
+
+def test_user_tiers():
+    table = parse_tiers(["k2v3", coded_tier(4.0, 8)], 32)
+    assert [tier.name for tier in table] == ["drop", "k2v3", "k4v8", "max"]
+    assert parse_tiers(table, 32) is table
+    assert isinstance(parse_tiers("max", 32), TierTable)
+    with pytest.raises(ValueError, match="k2v3"):
+        parse_tiers("small", 32)
+
+
+def run_pass(engine: CacheEngine, states: list[tuple[Tensor, ...]], is_real: Tensor) -> Tensor:
+    """One forward pass: states of each layer are query, keys, values ``[batch, ...]``."""
+    held = engine.is_real.sum(1, keepdim=True) if engine.length else 0
+    step = StepTokens(is_real, held + is_real.cumsum(1) - 1)
+    engine.begin(step)
+    outputs = []
+    for layer, (query, keys, values) in enumerate(states):
+        engine.update(layer, keys, values)
+        if engine.is_dense_step:
+            engine.settle(layer, query)
+            outputs.append(torch.zeros_like(query))
+        else:
+            outputs.append(engine.attend(layer, query, OPTIONS))
+    engine.finish()
+    return torch.stack(outputs)
+
+
+def batch_states(tokens: int, start: int = 0, batch: int = 1) -> list[tuple[Tensor, ...]]:
+    rows = [[make_states(tokens, 10 * b + layer, start) for layer in range(2)] for b in range(batch)]
+    return [
+        tuple(torch.stack([rows[b][layer][part] for b in range(batch)]) for part in range(3))
+        for layer in range(2)
+    ]
+
+
+def all_real(tokens: int, batch: int = 1) -> Tensor:
+    return torch.ones(batch, tokens, dtype=torch.bool)
+
+
+def test_engine_is_dense_until_it_can_calibrate():
+    engine = CacheEngine(replace(make_config("k2v3"), min_calibration_tokens=150))
+    run_pass(engine, batch_states(100), all_real(100))
+    assert not engine.is_coded
+    assert engine.calibration is None
+    assert engine.ledger().total == 2 * 2 * 2 * 100 * 32 * 4
+    run_pass(engine, batch_states(1, 100), all_real(1))
+    assert engine.num_tokens == [101]
+    run_pass(engine, batch_states(60, 101), all_real(60))
+    assert engine.is_coded
+    assert engine.calibration is not None
+    assert engine.calibration.source == "prompt"
+    assert engine.store is not None
+    assert engine.ledger().total == sum(t.nbytes for t in engine.store.live_tensors())
+    calibration = engine.calibration
+    engine.reset()
+    assert engine.calibration is calibration
+    run_pass(engine, batch_states(10), all_real(10))
+    assert engine.is_coded
+
+
+def test_moments_of_single_steps_equal_those_of_one_pass():
+    config = replace(make_config("k2v3"), min_calibration_tokens=80)
+    at_once, stepwise = CacheEngine(config), CacheEngine(config)
+    run_pass(at_once, batch_states(90), all_real(90))
+    whole = batch_states(90)
+    for at in range(90):
+        part = [tuple(x[:, :, at : at + 1] for x in layer) for layer in whole]
+        if stepwise.is_coded:
+            break
+        run_pass(stepwise, part, all_real(1))
+    assert stepwise.num_tokens == [80]
+    cut = CacheEngine(config)
+    run_pass(cut, [tuple(x[:, :, :80] for x in layer) for layer in whole], all_real(80))
+    assert cut.calibration is not None
+    assert stepwise.calibration is not None
+    torch.testing.assert_close(
+        cut.calibration.planes.distortion, stepwise.calibration.planes.distortion
+    )
+
+
+def test_padding_is_not_stored():
+    engine = CacheEngine(make_config("max"))
+    real = all_real(50, 2)
+    real[1, :20] = False
+    run_pass(engine, batch_states(50, batch=2), real)
+    assert engine.num_tokens == [50, 30]
+    assert [row.num_tokens() for row in engine.rows] == [50, 30]
+    # a chunk in which one row is all padding
+    more = all_real(3, 2)
+    more[0] = False
+    output = run_pass(engine, batch_states(3, 50, batch=2), more)
+    assert [row.num_tokens() for row in engine.rows] == [50, 33]
+    assert bool((output[:, 0] == 0).all())
+    assert bool((output[:, 1] != 0).any())
+    engine.crop(51)
+    assert [row.num_tokens() for row in engine.rows] == [50, 31]
+
+
+def test_wrong_positions_and_batches_are_refused():
+    engine = CacheEngine(make_config("max"))
+    with pytest.raises(ValueError, match="expected \\[0, 1, 2, 3\\]"):
+        engine.begin(StepTokens(all_real(5), torch.arange(3, 8)[None]))
+    run_pass(engine, batch_states(5), all_real(5))
+    with pytest.raises(ValueError, match="holds 1 sequences, the step has 2"):
+        engine.begin(StepTokens(all_real(1, 2), torch.tensor([[5], [5]])))
+
+
+def test_failed_pass_leaves_no_trace():
+    engine = CacheEngine(make_config("max"))
+    run_pass(engine, batch_states(60), all_real(60))
+    layers = batch_states(2, 60)
+    engine.begin(StepTokens(all_real(2), torch.tensor([[60, 61]])))
+    engine.update(0, *layers[0][1:])
+    engine.attend(0, layers[0][0], OPTIONS)
+    engine.finish(is_failed=True)
+    assert [row.num_tokens(0) for row in engine.rows] == [60]
+    first = run_pass(engine, layers, all_real(2))
+    other = CacheEngine(make_config("max"))
+    run_pass(other, batch_states(60), all_real(60))
+    assert torch.equal(first, run_pass(other, layers, all_real(2)))
+
+
+def test_failed_coding_pass_asks_for_a_reset():
+    engine = CacheEngine(make_config("max"))
+    engine.begin(StepTokens(all_real(60), torch.arange(60)[None]))
+    engine.finish(is_failed=True)
+    with pytest.raises(RuntimeError, match="reset"):
+        run_pass(engine, batch_states(60), all_real(60))
+    engine.reset()
+    run_pass(engine, batch_states(60), all_real(60))
+
+
+@pytest.mark.parametrize("tiers", ["max", "k2v3"])
+def test_selected_and_forked_rows_behave_like_their_source(tiers):
+    config = replace(make_config(tiers), min_calibration_tokens=80)
+    engine = CacheEngine(config)
+    run_pass(engine, batch_states(300, batch=2), all_real(300, 2))
+    fork = engine.fork()
+    engine.select_rows(torch.tensor([1, 1, 0]))
+    assert engine.store is not None
+    assert len(engine.store.sequences) == 5
+    new = batch_states(1, 300, batch=2)
+    picked = [tuple(x[[1, 1, 0]] for x in layer) for layer in new]
+    output = run_pass(engine, picked, all_real(1, 3))
+    expected = run_pass(fork, new, all_real(1, 2))
+    assert torch.equal(output, expected[:, [1, 1, 0]])
+    engine.reset()
+    assert fork.store is not None
+    assert len(fork.store.sequences) == 2
+    run_pass(fork, batch_states(1, 301, batch=2), all_real(1, 2))
+
+
+def test_total_budget_is_a_hard_limit():
+    config = replace(make_config("k2v3"), min_calibration_tokens=80)
+    limited = replace(config, max_bytes=sequence_bytes(config, 700))
+    engine = CacheEngine(limited)
+    run_pass(engine, batch_states(600), all_real(600))
+    with pytest.raises(BudgetExceeded):
+        run_pass(engine, batch_states(600, 600), all_real(600))
+    # the failed pass was undone on the next begin
+    run_pass(engine, batch_states(20, 600), all_real(20))
+    assert engine.num_tokens == [620]
+    assert engine.ledger().total <= limited.max_bytes
+
+
+@pytest.mark.parametrize("phase", ["dense", "coded", "windowed"])
+def test_save_and_load(tmp_path: Path, phase):
+    windows = (None, 96) if phase == "windowed" else (None, None)
+    least = 1000 if phase == "dense" else 80
+    config = replace(make_config("k2v3", windows), min_calibration_tokens=least)
+    engine = CacheEngine(config, model_id="tiny")
+    run_pass(engine, batch_states(500, batch=2), all_real(500, 2))
+    folder = tmp_path / "saved"
+    save_engine(engine, folder, budget=ByteBudget.parse("25%"))
+    save_engine(engine, folder, budget=ByteBudget.parse("25%"))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    loaded_config, budget = read_config(folder, GEOMETRY, config.ropes, windows)
+    assert (loaded_config, str(budget)) == (config, "25%")
+    loaded = CacheEngine(loaded_config)
+    load_engine(loaded, folder)
+    assert loaded.num_tokens == engine.num_tokens
+    assert loaded.ledger().payload == engine.ledger().payload
+    more = batch_states(600, 500, batch=2)
+    for cache in (engine, loaded):
+        run_pass(cache, more, all_real(600, 2))
+    last = batch_states(1, 1100, batch=2)
+    step = all_real(1, 2)
+    assert torch.equal(run_pass(engine, last, step), run_pass(loaded, last, step))
+
+
+def test_damaged_folders_are_refused(tmp_path: Path):
+    config = replace(make_config("k2v3"), min_calibration_tokens=80)
+    engine = CacheEngine(config)
+    run_pass(engine, batch_states(300), all_real(300))
+    names = ("cache.json", "state.safetensors", "calibration.safetensors", "sequence-0.safetensors")
+    for name in names:
+        folder = tmp_path / name
+        save_engine(engine, folder)
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: len(data) // 2])
+        with pytest.raises(CacheFileError):
+            loaded = CacheEngine(read_config(folder, GEOMETRY, config.ropes, (None, None))[0])
+            load_engine(loaded, folder)
+    with pytest.raises(CacheFileError, match="no saved cache"):
+        read_config(tmp_path, GEOMETRY, config.ropes, (None, None))
+    with pytest.raises(FileExistsError):
+        save_engine(engine, tmp_path)
