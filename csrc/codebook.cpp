@@ -25,6 +25,11 @@ void add_entry(HeadCodebook& head, int slot, int plane, const float* xy, int str
   for (int i = 0; i < 2 * kSlotLevels; ++i) {
     head.scaled[at + i] = head.points[at + i] * scale;
   }
+#if defined(__aarch64__)
+  for (int i = 0; i < 2 * kSlotLevels; ++i) {
+    head.halves.push_back(static_cast<__fp16>(head.scaled[at + i] / 256.0f));
+  }
+#endif
   head.entries.push_back({slot, plane, radius, false, false});
 }
 

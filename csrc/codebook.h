@@ -41,6 +41,9 @@ struct HeadCodebook {
   std::vector<Entry> entries;   // single slots, pair slots (two entries each), constants
   std::vector<float> points;    // [entries, 2, 16] x then y
   std::vector<float> scaled;    // the same, scaled so that the radius is kPointPeak
+#if defined(__aarch64__)
+  std::vector<__fp16> halves;   // the same, scaled so that the radius is 127
+#endif
 };
 
 struct Codebook {

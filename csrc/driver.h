@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs pages through a kernel K (look-ups in int8, or float32). Included inside a variant's
 // namespace. K supplies Table, Scratch, build, logits and values.
+// A row is one query of one query head; all rows of a KV head share every look-up.
 
 inline int padded_count(int count) {
   return (count + kGroupTokens - 1) / kGroupTokens * kGroupTokens;
@@ -23,12 +24,29 @@ struct PageWorker {
     return step.queries->data + static_cast<size_t>(head) * num_rows() * step.plan->head_dim;
   }
 
-  // Masks, exponentiates; true where the row has weight.
-  bool weigh_row(int v, int count) {
-    mask_row(logit(v), count, scratch.position, first, last, query_position(v), *step.options);
+  // Whether a row needs no mask: every state of the page is live and visible to it.
+  bool is_plain(int v, int count) const {
+    const Options& options = *step.options;
+    const int64_t p = query_position(v);
+    return options.softcap == 0.0f && count % kGroupTokens == 0 && last <= p &&
+           (options.window == 0 || first > p - options.window);
+  }
+
+  // Logits times radius become weights times value step; the largest weight, 0 if none is seen.
+  float weigh_row(int v, int count) {
+    float* row = logit(v);
     const int padded = padded_count(count);
-    for (int t = count; t < padded; ++t) logit(v)[t] = kMinusInf;
-    return update_row(state, v, step.plan->head_dim, logit(v), padded);
+    float peak = apply_radius(row, scratch.radius, padded);
+    if (!is_plain(v, count)) {
+      mask_row(row, count, scratch.position, query_position(v), *step.options);
+      for (int t = count; t < padded; ++t) row[t] = kMinusInf;
+      peak = largest_of(row, padded);
+    }
+    if (peak == kMinusInf) return 0.0f;
+    raise_peak(state, v, step.plan->head_dim, peak);
+    float most;
+    state.mass[v] += exponentiate(row, scratch.step, padded, state.peak[v], &most);
+    return most;
   }
 
   void find_range(int count) {
@@ -46,8 +64,10 @@ struct PageWorker {
     find_range(count);
     dense_logits(keys, count, dim, query(), num_rows(), step.options->scale,
                  scratch.logits.data());
+    std::fill_n(scratch.radius, padded_count(count), 1.0f);
+    std::fill_n(scratch.step, padded_count(count), 1.0f);
     for (int v = 0; v < num_rows(); ++v) {
-      if (!weigh_row(v, count)) continue;
+      if (weigh_row(v, count) == 0.0f) continue;
       dense_values(values, count, dim, logit(v), state.plain + static_cast<size_t>(v) * dim);
     }
   }
@@ -55,29 +75,31 @@ struct PageWorker {
   void attend_coded(const uint8_t* page, const uint8_t* next, const PageKind& kind,
                     const typename K::Table& table) {
     const PageHeader& header = header_of(page);
-    const int count = header.count, dim = step.plan->head_dim;
+    const PageLayout& layout = kind.layout;
+    const int count = header.count, dim = step.plan->head_dim, padded = padded_count(count);
     K::logits(page, next, kind, head, table, scratch);
     find_range(count);
-    const int padded = padded_count(count);
-    read_affine(page + kind.layout.radius_offset, count, padded, header.radius_lo,
-                header.radius_step, scratch.factor);
+    read_affine(page + layout.radius_offset, count, padded, header.radius_lo, header.radius_step,
+                scratch.radius);
+    if (kind.has_value_codes()) {
+      read_affine(page + layout.scale_offset, count, padded, header.scale_lo, header.scale_step,
+                  scratch.step);
+    } else {
+      std::fill_n(scratch.step, padded, 1.0f);
+    }
     bool is_seen = false;
     for (int v = 0; v < num_rows(); ++v) {
-      float* row = logit(v);
-      for (int t = 0; t < padded; ++t) row[t] *= scratch.factor[t];
-      scratch.has_weight[v] = weigh_row(v, count);
-      is_seen |= scratch.has_weight[v] != 0;
+      scratch.peak[v] = weigh_row(v, count);
+      is_seen |= scratch.peak[v] > 0.0f;
     }
     if (!is_seen) return;
     if (kind.has_value_codes()) {
-      read_affine(page + kind.layout.scale_offset, count, padded, header.scale_lo,
-                  header.scale_step, scratch.factor);
       K::values(page, kind, num_rows(), dim, scratch, state.rotated);
       return;
     }
-    const auto* values = reinterpret_cast<const uint16_t*>(page + kind.layout.value_offset);
+    const auto* values = reinterpret_cast<const uint16_t*>(page + layout.value_offset);
     for (int v = 0; v < num_rows(); ++v) {
-      if (!scratch.has_weight[v]) continue;
+      if (scratch.peak[v] == 0.0f) continue;
       dense_values(values, count, dim, logit(v), state.plain + static_cast<size_t>(v) * dim);
     }
   }

@@ -44,7 +44,4 @@ std::unique_ptr<Engine> make_avx512_engine();
 std::unique_ptr<Engine> make_avx2_engine();
 std::unique_ptr<Engine> make_exact_engine();
 
-// Bytes of query rows that should stay in the first-level cache beside codes and codebook.
-constexpr int kRowBytesBudget = 32 * 1024;
-
 }  // namespace sphkv

@@ -4,6 +4,7 @@
 
 namespace sphkv {
 namespace exact {
+constexpr bool kIsExact = true;
 #include "softmax.h"
 #include "phases.h"
 #include "dense.h"

@@ -23,7 +23,7 @@ class KernelEngine final : public Engine {
     plane_queries(*codebook.rotary,
                   step_.queries->data + static_cast<size_t>(head) * rows * plan.head_dim, rows,
                   step_.options->scale, planes);
-    K::build(codebook, head, planes.data(), rows, tables_[head * plan.kinds.size() + kind]);
+    K::build(plan.kinds[kind], head, planes.data(), rows, tables_[head * plan.kinds.size() + kind]);
   }
 
   void run(const Chunk& chunk, Partial& out) override { run_chunk<K>(step_, chunk, tables_, out); }

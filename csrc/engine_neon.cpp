@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// aarch64 with dot products; compiled with -march=armv8.2-a+dotprod.
+// aarch64 with dot products and half precision; compiled with -march=armv8.2-a+dotprod+fp16.
 #define SPHKV_VECTOR_BYTES 16
 #include "variant_begin.h"
 
-#if defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
 #include <arm_neon.h>
 #if defined(__linux__)
 #include <sys/auxv.h>
@@ -11,6 +11,7 @@
 
 namespace sphkv {
 namespace neon {
+constexpr bool kIsExact = false;
 #include "softmax.h"
 #include "phases.h"
 #include "dense.h"
@@ -22,8 +23,8 @@ namespace neon {
 
 bool is_supported() {
 #if defined(__linux__)
-  constexpr unsigned long kDotProduct = 1ul << 20;  // HWCAP_ASIMDDP
-  return (getauxval(AT_HWCAP) & kDotProduct) != 0;
+  constexpr unsigned long kWanted = 1ul << 20 | 1ul << 10;  // HWCAP_ASIMDDP, HWCAP_ASIMDHP
+  return (getauxval(AT_HWCAP) & kWanted) == kWanted;
 #else
   return true;  // every Apple processor this can be built for has it
 #endif

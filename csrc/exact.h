@@ -29,18 +29,19 @@ struct ExactTable {
 
 struct ExactScratch {
   std::vector<float> logits;        // [rows, kMaxPageTokens]
-  std::vector<uint8_t> has_weight;  // [rows]
+  std::vector<float> peak;          // [rows] largest weight times step
   std::vector<float> turned;        // [entries, 2, 16] codebook at the tile base
   Phases phases;
   int32_t position[kMaxPageTokens];
-  float factor[kMaxPageTokens];
+  float radius[kMaxPageTokens];
+  float step[kMaxPageTokens];  // of the value codes
   int64_t base = 0;
   bool has_base = false;
 
   void reserve(int num_rows) {
     if (logits.size() >= static_cast<size_t>(num_rows) * kMaxPageTokens) return;
     logits.resize(static_cast<size_t>(num_rows) * kMaxPageTokens);
-    has_weight.resize(num_rows);
+    peak.resize(num_rows);
   }
   void forget_base() { has_base = false; }
 };
@@ -49,9 +50,9 @@ struct ExactKernel {
   using Table = ExactTable;
   using Scratch = ExactScratch;
 
-  static void build(const Codebook& codebook, int head, const float* planes, int queries,
+  static void build(const PageKind& kind, int head, const float* planes, int queries,
                     Table& out) {
-    out.build(codebook, head, planes, queries);
+    out.build(*kind.codebook, head, planes, queries);
   }
 
   static void logits(const uint8_t* page, const uint8_t* /*next*/, const PageKind& kind, int head,
@@ -90,10 +91,8 @@ struct ExactKernel {
     const uint8_t* stream = page + kind.layout.value_offset;
     for (int t = 0; t < count; ++t) {
       for (int v = 0; v < num_rows; ++v) {
-        if (!scratch.has_weight[v]) continue;
-        const float weight =
-            scratch.logits[static_cast<size_t>(v) * kMaxPageTokens + t] * scratch.factor[t];
-        if (weight == 0.0f) continue;
+        const float weight = scratch.logits[static_cast<size_t>(v) * kMaxPageTokens + t];
+        if (scratch.peak[v] == 0.0f || weight == 0.0f) continue;
         float* row = out + static_cast<size_t>(v) * dim;
         for (int i = 0; i < dim; ++i) {
           row[i] += weight * (code_at(stream, kind.layout.tokens, dim, bits, t, i) - middle);

@@ -7,26 +7,26 @@
 // product with the query's row bytes (query_table.h) adds both to the logit of a query row.
 
 constexpr int kQueryBlock = 4;        // query rows whose sums stay in registers
-constexpr int kTableBytes = 4 * kSlotLevels;
 constexpr int kWeightPeak = 127 * 128;  // weights are 14 bits: two 7-bit parts
 
 struct LookupScratch {
   std::vector<float> logits;         // [rows, kMaxPageTokens]
-  std::vector<uint8_t> has_weight;   // [rows]
+  std::vector<float> peak;           // [rows] largest weight times step
   std::vector<uint8_t> weights;      // [rows, 2, kMaxPageTokens] upper and lower 7 bits
   std::vector<float> weight_scale;   // [rows]
   std::vector<float> weight_sum;     // [rows]
   std::vector<uint8_t> turned;       // [tables, kTableBytes] codebook at the tile base
   Phases phases;
   int32_t position[kMaxPageTokens];
-  float factor[kMaxPageTokens];
+  float radius[kMaxPageTokens];
+  float step[kMaxPageTokens];  // of the value codes
   int64_t base = 0;
   bool has_base = false;
 
   void reserve(int num_rows) {
     if (logits.size() >= static_cast<size_t>(num_rows) * kMaxPageTokens) return;
     logits.resize(static_cast<size_t>(num_rows) * kMaxPageTokens);
-    has_weight.resize(num_rows);
+    peak.resize(num_rows);
     weights.resize(static_cast<size_t>(num_rows) * 2 * kMaxPageTokens);
     weight_scale.resize(num_rows);
     weight_sum.resize(num_rows);
@@ -37,7 +37,6 @@ struct LookupScratch {
 struct GroupArgs {
   const QueryTable* table;
   const uint8_t* codes;    // of slot 0, this group
-  int slot_stride;
   const uint8_t* turned;
   int first_query;
   const int32_t* row;      // row of each token; row[0] alone if rows are consecutive
@@ -65,8 +64,7 @@ void group_logits(const GroupArgs& args) {
     for (auto& lane : row) lane = zero_ints();
   }
   const QueryTable& table = *args.table;
-  const Unit* units = table.units.data();
-  const int stride = args.slot_stride;
+  const UnitOffsets* offsets = table.offsets.data();
   const size_t unit_bytes = static_cast<size_t>(table.num_rows) * 4;
   const size_t query_bytes = table.units.size() * unit_bytes;
   const int8_t* query = table.row(args.first_query, 0, IS_GATHERED ? 0 : args.row[0]);
@@ -77,10 +75,9 @@ void group_logits(const GroupArgs& args) {
       }
     }
     for (int u = level.begin; u < level.first_constant; ++u) {
-      const Unit& unit = units[u];
-      const uint8_t* points = args.turned + unit.table * kTableBytes;
-      Bytes a = load_bytes(args.codes + unit.slot[0] * stride);
-      Bytes b = load_bytes(args.codes + unit.slot[1] * stride);
+      const uint8_t* points = args.turned + offsets[u].points;
+      Bytes a = load_bytes(args.codes + offsets[u].codes[0]);
+      Bytes b = load_bytes(args.codes + offsets[u].codes[1]);
       a = IS_HIGH ? high_nibbles(a) : low_nibbles(a);
       b = IS_HIGH ? high_nibbles(b) : low_nibbles(b);
       Bytes lanes[4];
@@ -90,7 +87,7 @@ void group_logits(const GroupArgs& args) {
       query += unit_bytes;
     }
     for (int u = level.first_constant; u < level.end; ++u) {
-      const uint8_t* points = args.turned + units[u].table * kTableBytes;
+      const uint8_t* points = args.turned + offsets[u].points;
       const uint8_t word[4] = {points[0], points[16], points[32], points[48]};
       const Bytes same = broadcast_word(word);
       const Bytes lanes[4] = {same, same, same, same};
@@ -140,8 +137,8 @@ inline void turn_codebook(const Codebook& codebook, int head, const QueryTable& 
         continue;
       }
       const int plane = points.entries[e].plane;
-      rotate_points(points.scaled.data() + static_cast<size_t>(e) * 2 * kSlotLevels,
-                    scratch.phases.cosine[plane], scratch.phases.sine[plane], part.is_low, out);
+      rotate_points(points, e, scratch.phases.cosine[plane], scratch.phases.sine[plane],
+                    part.is_low, out);
     }
   }
   scratch.base = base;
@@ -152,9 +149,10 @@ struct LookupKernel {
   using Table = QueryTable;
   using Scratch = LookupScratch;
 
-  static void build(const Codebook& codebook, int head, const float* planes, int queries,
+  static void build(const PageKind& kind, int head, const float* planes, int queries,
                     Table& out) {
-    QueryTableBuilder(codebook, head, planes, queries).build(out, kRowBytesBudget);
+    QueryTableBuilder(*kind.codebook, head, planes, queries)
+        .build(out, kind.layout.slot_stride(), kRowBytesBudget);
   }
 
   static void logits(const uint8_t* page, const uint8_t* next, const PageKind& kind, int head,
@@ -167,7 +165,6 @@ struct LookupKernel {
       if (next != nullptr) prefetch(next + g * share, share);
       GroupArgs args{};
       args.table = &table;
-      args.slot_stride = layout.slot_stride();
       args.codes = page + layout.key_offset + g % half_groups * kGroupTokens;
       args.logits = scratch.logits.data() + g * kGroupTokens;
       const int live = std::min(kGroupTokens, count - g * kGroupTokens);

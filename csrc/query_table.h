@@ -22,6 +22,8 @@
 
 namespace sphkv {
 
+constexpr int kTableBytes = 4 * kSlotLevels;
+
 struct Unit {
   int32_t entry[2];  // -1: nothing
   int32_t slot[2];
@@ -39,6 +41,12 @@ struct PointTable {
   bool is_low;
 };
 
+// What the inner loop needs of a unit: byte offsets of two slots' codes and of the points.
+struct UnitOffsets {
+  int32_t codes[2];
+  int32_t points;
+};
+
 struct Level {
   int begin, first_constant, end;
   int shift;  // of the accumulator, before the level
@@ -49,6 +57,7 @@ struct QueryTable {
   int num_queries = 0;
   std::vector<Unit> units;
   std::vector<PointTable> tables;
+  std::vector<UnitOffsets> offsets;
   std::vector<Level> levels;
   std::vector<float> scale;  // [queries] of the integer sum
   std::vector<int8_t> rows;  // [queries, units, rows, 4]
@@ -74,7 +83,7 @@ class QueryTableBuilder {
       : head_(codebook.heads[head]), rotary_(*codebook.rotary), planes_(planes),
         num_queries_(num_queries) {}
 
-  void build(QueryTable& out, int row_bytes_budget) {
+  void build(QueryTable& out, int slot_stride, int row_bytes_budget) {
     out.num_queries = num_queries_;
     out.units.clear();
     out.tables.clear();
@@ -85,6 +94,11 @@ class QueryTableBuilder {
     order(out);
     out.num_rows = choose_rows(static_cast<int>(out.units.size()), row_bytes_budget);
     fill(out);
+    out.offsets.clear();
+    for (const Unit& unit : out.units) {
+      out.offsets.push_back({{unit.slot[0] * slot_stride, unit.slot[1] * slot_stride},
+                             unit.table * kTableBytes});
+    }
   }
 
  private:

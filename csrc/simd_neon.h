@@ -2,6 +2,9 @@
 // 128-bit vectors on aarch64 with dot products (Armv8.2 dotprod). Included inside a variant's
 // namespace, after <arm_neon.h>.
 
+// Query rows kept beside codes and codebook in the first-level cache, 64 KiB on these cores.
+constexpr int kRowBytesBudget = 44 * 1024;
+
 using Bytes = uint8x16_t;
 using Ints = int32x4_t;
 
@@ -52,14 +55,31 @@ inline void store_scaled(float* out, Ints x, float scale) {
   vst1q_f32(out, vmulq_n_f32(vcvtq_f32_s32(x), scale));
 }
 
-// Turns 16 points (x then y, in units of 1/256 byte) and keeps the upper or the lower byte of
-// each coordinate. The sum starts at a number so large that the float's low bits are the rounded
+// Turns 16 points (x then y) and rounds each coordinate to a byte. Eleven bits are enough for
+// that, and half precision turns eight points at a time. Adding 1.5 * 2^10 leaves the rounded
+// integer in the low byte.
+inline void rotate_bytes(const __fp16* points, float16x8_t cosine, float16x8_t sine,
+                         uint8_t* out) {
+  const float16x8_t integer = vdupq_n_f16(static_cast<__fp16>(1536.0f));
+  uint8x16_t x8[2], y8[2];
+  for (int i = 0; i < 2; ++i) {
+    const float16x8_t x = vld1q_f16(points + 8 * i);
+    const float16x8_t y = vld1q_f16(points + kSlotLevels + 8 * i);
+    const float16x8_t turned_x = vfmsq_f16(vmulq_f16(x, cosine), y, sine);
+    const float16x8_t turned_y = vfmaq_f16(vmulq_f16(x, sine), y, cosine);
+    x8[i] = vreinterpretq_u8_f16(vaddq_f16(turned_x, integer));
+    y8[i] = vreinterpretq_u8_f16(vaddq_f16(turned_y, integer));
+  }
+  vst1q_u8(out, vuzp1q_u8(x8[0], x8[1]));
+  vst1q_u8(out + 16, vuzp1q_u8(y8[0], y8[1]));
+}
+
+// Turns 16 points (x then y, in units of 1/256 byte) and keeps the lower byte of each
+// coordinate. The sum starts at a number so large that the float's low bits are the rounded
 // integer: no conversion is needed.
-inline void rotate_points(const float* points, float cosine, float sine, bool is_low,
-                          uint8_t* out) {
+inline void rotate_low_bytes(const float* points, float cosine, float sine, uint8_t* out) {
   constexpr float kInteger = 12582912.0f;  // 1.5 * 2^23
-  // half a unit more rounds the upper byte to nearest
-  const float32x4_t start = vdupq_n_f32(is_low ? kInteger : kInteger + 128.0f);
+  const float32x4_t start = vdupq_n_f32(kInteger);
   uint16x8_t x16[2], y16[2];
   for (int half = 0; half < 2; ++half) {
     uint16x8_t x32[2], y32[2];
@@ -76,8 +96,19 @@ inline void rotate_points(const float* points, float cosine, float sine, bool is
   }
   const uint8x16_t xa = vreinterpretq_u8_u16(x16[0]), xb = vreinterpretq_u8_u16(x16[1]);
   const uint8x16_t ya = vreinterpretq_u8_u16(y16[0]), yb = vreinterpretq_u8_u16(y16[1]);
-  vst1q_u8(out, is_low ? vuzp1q_u8(xa, xb) : vuzp2q_u8(xa, xb));
-  vst1q_u8(out + 16, is_low ? vuzp1q_u8(ya, yb) : vuzp2q_u8(ya, yb));
+  vst1q_u8(out, vuzp1q_u8(xa, xb));
+  vst1q_u8(out + 16, vuzp1q_u8(ya, yb));
+}
+
+inline void rotate_points(const HeadCodebook& head, int entry, float cosine, float sine,
+                          bool is_low, uint8_t* out) {
+  const size_t at = static_cast<size_t>(entry) * 2 * kSlotLevels;
+  if (is_low) {
+    rotate_low_bytes(head.scaled.data() + at, cosine, sine, out);
+  } else {
+    rotate_bytes(head.halves.data() + at, vdupq_n_f16(static_cast<__fp16>(cosine)),
+                 vdupq_n_f16(static_cast<__fp16>(sine)), out);
+  }
 }
 
 // Value codes: one register holds four tokens of each of kValueDims dimensions.
@@ -101,11 +132,13 @@ inline Codes select(int mask, Codes yes, Codes no) { return vbslq_u8(vdupq_n_u8(
 inline Codes flip_sign(Codes x) { return veorq_u8(x, vdupq_n_u8(128)); }
 inline Sums zero_sums() { return vdupq_n_s32(0); }
 
+using Weights = uint8x16_t;
+inline Weights load_weights(const uint8_t* p) { return vld1q_u8(p); }
+
 // Adds signed codes times weights (0..127) of tokens 4 * LANE .. 4 * LANE + 3 of a group.
 template <int LANE>
-inline Sums weigh(Sums sum, Codes codes, const uint8_t* weights) {
-  return vdotq_laneq_s32(sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(vld1q_u8(weights)),
-                         LANE);
+inline Sums weigh(Sums sum, Codes codes, Weights weights) {
+  return vdotq_laneq_s32(sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(weights), LANE);
 }
 
 // out += scale * (128 * high + low - middle)

@@ -53,6 +53,23 @@ inline Floats exp_negative(Floats x) {
 
 inline float exp_negative(float x) { return exp_negative(same(x))[0]; }
 
+// The same from x * log2(e), to 4e-6: fast kernels keep 14 bits of a weight. Never quite 0.
+inline Floats exp2_coarse(Floats x) {
+  const Floats bounded = larger(x, same(-126.0f));
+  const Floats t = bounded + 12582912.0f;
+  const Floats f = bounded - (t - 12582912.0f);
+  Floats p = f * 9.6180170e-3f + 5.5504110e-2f;
+  p = p * f + 2.4022650e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  Words bits, power;
+  std::memcpy(&power, &t, sizeof power);
+  std::memcpy(&bits, &p, sizeof bits);
+  bits += power << 23;
+  std::memcpy(&p, &bits, sizeof p);
+  return p;
+}
+
 inline void scale_floats(float* x, int count, float factor) {
   for (int i = 0; i < count; ++i) x[i] *= factor;
 }
@@ -64,48 +81,63 @@ inline void read_affine(const uint8_t* code, int count, int padded, float low, f
   for (int t = count; t < padded; ++t) out[t] = 0.0f;
 }
 
-// Logits of one query row over a page: soft-cap, then minus infinity where the key is hidden.
-// [first, last] are the least and greatest position of the page.
-inline void mask_row(float* logit, int count, const int32_t* position, int32_t first,
-                     int32_t last, int64_t query_position, const Options& options) {
+inline float largest_of(const float* x, int padded) {
+  Floats most = load_floats(x);
+  for (int t = kLanes; t < padded; t += kLanes) most = larger(most, load_floats(x + t));
+  return largest(most);
+}
+
+// Multiplies logits by the radius and returns the largest. The loops of a row stand out of line,
+// so that their constants stay in registers whatever surrounds them.
+__attribute__((noinline)) inline float apply_radius(float* logit, const float* radius,
+                                                    int padded) {
+  Floats most = same(kMinusInf);
+  for (int t = 0; t < padded; t += kLanes) {
+    const Floats x = load_floats(logit + t) * load_floats(radius + t);
+    store_floats(logit + t, x);
+    most = larger(most, x);
+  }
+  return largest(most);
+}
+
+// exp(logit - peak) times the value step, in place; returns the sum without the step.
+__attribute__((noinline)) inline float exponentiate(float* logit, const float* step, int padded,
+                                                    float peak, float* largest_weight) {
+  constexpr float kLog2e = 1.44269504088896341f;
+  const Floats top = same(peak * kLog2e);
+  Floats sum{}, most{};
+  for (int t = 0; t < padded; t += kLanes) {
+    const Floats x = load_floats(logit + t);
+    const Floats weight = kIsExact ? exp_negative(x - peak) : exp2_coarse(x * kLog2e - top);
+    const Floats folded = weight * load_floats(step + t);
+    store_floats(logit + t, folded);
+    sum += weight;
+    most = larger(most, folded);
+  }
+  *largest_weight = largest(most);
+  return total(sum);
+}
+
+// Soft-cap, then minus infinity where the key is hidden, in the future or past the window.
+inline void mask_row(float* logit, int count, const int32_t* position, int64_t query_position,
+                     const Options& options) {
   if (options.softcap > 0.0f) {
     const float cap = options.softcap;
     for (int t = 0; t < count; ++t) logit[t] = cap * std::tanh(logit[t] / cap);
   }
   const int64_t oldest = options.window > 0 ? query_position - options.window + 1 : INT64_MIN;
-  if (first >= oldest && last <= query_position) return;
   for (int t = 0; t < count; ++t) {
     if (position[t] < oldest || position[t] > query_position) logit[t] = kMinusInf;
   }
 }
 
-// exp(logit - top) in place; returns the sum. Out of line, so that its constants stay in
-// registers whatever surrounds it.
-__attribute__((noinline)) inline float exponentiate(float* logit, int padded, float top) {
-  Floats sum{};
-  for (int t = 0; t < padded; t += kLanes) {
-    const Floats weight = exp_negative(load_floats(logit + t) - top);
-    store_floats(logit + t, weight);
-    sum += weight;
-  }
-  return total(sum);
-}
-
-// Turns logits into weights against the running peak and rescales the sums if the peak rose.
-// Returns false if the row sees no key of the page. `padded` is a whole number of groups.
-inline bool update_row(Partial& state, int v, int head_dim, float* logit, int padded) {
-  Floats most = load_floats(logit);
-  for (int t = kLanes; t < padded; t += kLanes) most = larger(most, load_floats(logit + t));
-  const float peak = largest(most);
-  if (peak == kMinusInf) return false;
+// Rescales the sums of a row if the peak rises.
+inline void raise_peak(Partial& state, int v, int head_dim, float peak) {
   const float old = state.peak[v];
-  if (peak > old) {
-    const float shrink = old == kMinusInf ? 0.0f : exp_negative(old - peak);
-    state.mass[v] *= shrink;
-    scale_floats(state.rotated + static_cast<size_t>(v) * head_dim, head_dim, shrink);
-    scale_floats(state.plain + static_cast<size_t>(v) * head_dim, head_dim, shrink);
-    state.peak[v] = peak;
-  }
-  state.mass[v] += exponentiate(logit, padded, state.peak[v]);
-  return true;
+  if (peak <= old) return;
+  const float shrink = old == kMinusInf ? 0.0f : exp_negative(old - peak);
+  state.mass[v] *= shrink;
+  scale_floats(state.rotated + static_cast<size_t>(v) * head_dim, head_dim, shrink);
+  scale_floats(state.plain + static_cast<size_t>(v) * head_dim, head_dim, shrink);
+  state.peak[v] = peak;
 }

@@ -12,16 +12,8 @@ inline void quantise_weights(int count, int num_rows, LookupScratch& scratch) {
     uint8_t* low = high + kMaxPageTokens;
     scratch.weight_scale[v] = 0.0f;
     scratch.weight_sum[v] = 0.0f;
-    float* weight = scratch.logits.data() + static_cast<size_t>(v) * kMaxPageTokens;
-    Floats most{};
-    if (scratch.has_weight[v]) {
-      for (int t = 0; t < padded; t += kLanes) {
-        const Floats w = load_floats(weight + t) * load_floats(scratch.factor + t);
-        store_floats(weight + t, w);
-        most = larger(most, w);
-      }
-    }
-    const float peak = largest(most);
+    const float* weight = scratch.logits.data() + static_cast<size_t>(v) * kMaxPageTokens;
+    const float peak = scratch.peak[v];
     if (peak < std::numeric_limits<float>::min()) {
       std::memset(high, 0, cleared);
       std::memset(low, 0, cleared);
@@ -96,6 +88,16 @@ struct ValueArgs {
   float* out;
 };
 
+// One lane for all rows in turn, so that no sum waits for itself.
+template <int LANE, int NV, int ND>
+inline void weigh_lane(Codes codes, const Weights (&upper)[NV], const Weights (&lower)[NV], int n,
+                       Sums (&high)[NV][ND], Sums (&low)[NV][ND]) {
+  for (int v = 0; v < NV; ++v) {
+    high[v][n] = weigh<LANE>(high[v][n], codes, upper[v]);
+    low[v][n] = weigh<LANE>(low[v][n], codes, lower[v]);
+  }
+}
+
 template <int BITS, int NV, int ND, bool IS_ODD>
 inline void value_group(const ValueArgs& args, int pair, int first, const Codes bits[ND],
                         Sums (&high)[NV][ND], Sums (&low)[NV][ND]) {
@@ -104,18 +106,16 @@ inline void value_group(const ValueArgs& args, int pair, int first, const Codes 
     Codes codes[4];
     unpack_codes<BITS, IS_ODD>(args.stream, bits[n], group, args.dim, first + n * kValueDims,
                                codes);
+    Weights upper[NV], lower[NV];
     for (int v = 0; v < NV; ++v) {
-      const uint8_t* upper = args.weights + v * 2 * kMaxPageTokens + group * kGroupTokens;
-      const uint8_t* lower = upper + kMaxPageTokens;
-      high[v][n] = weigh<0>(high[v][n], codes[0], upper);
-      low[v][n] = weigh<0>(low[v][n], codes[0], lower);
-      high[v][n] = weigh<1>(high[v][n], codes[1], upper);
-      low[v][n] = weigh<1>(low[v][n], codes[1], lower);
-      high[v][n] = weigh<2>(high[v][n], codes[2], upper);
-      low[v][n] = weigh<2>(low[v][n], codes[2], lower);
-      high[v][n] = weigh<3>(high[v][n], codes[3], upper);
-      low[v][n] = weigh<3>(low[v][n], codes[3], lower);
+      const uint8_t* at = args.weights + v * 2 * kMaxPageTokens + group * kGroupTokens;
+      upper[v] = load_weights(at);
+      lower[v] = load_weights(at + kMaxPageTokens);
     }
+    weigh_lane<0>(codes[0], upper, lower, n, high, low);
+    weigh_lane<1>(codes[1], upper, lower, n, high, low);
+    weigh_lane<2>(codes[2], upper, lower, n, high, low);
+    weigh_lane<3>(codes[3], upper, lower, n, high, low);
   }
 }
 

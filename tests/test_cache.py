@@ -115,32 +115,29 @@ def test_sequence_with_codes_is_close_to_dense_attention():
     output = sequence.attend(0, query[:, new], keys[:, new], values[:, new], OPTIONS)
     expected = dense_attention(query[:, new], keys, values, 640)
     error = (output - expected).norm() / expected.norm()
-    assert 0 < error < 0.1
+    assert 0 < error < 0.2
 
 
 def test_window_layers_keep_only_their_window():
     config = make_config("k2v3", windows=(None, 200))
     store, sequence = make_sequence(config)
-    states = [make_states(2000, seed=layer) for layer in range(2)]
+    states = [make_states(1000 + 20 * 32, seed=layer) for layer in range(2)]
     for layer, (_, keys, values) in enumerate(states):
         sequence.prefill(layer, keys[:, :1000], values[:, :1000])
     most = 200 + config.window_margin + config.spec.page_tokens
-    for at in range(1000, 2000, 20):
-        new = slice(at, at + 20)
+    for at in range(1000, 1640, 32):
+        new = slice(at, at + 32)
         for layer, (query, keys, values) in enumerate(states):
             options = replace(OPTIONS, window=config.windows[layer])
             sequence.attend(layer, query[:, new], keys[:, new], values[:, new], options)
         sequence.forget_outside_windows()
-        held = [
-            sum(int(store.view(group).counts()[0]) for _ in [0]) * group.page_ids.shape[1]
-            for group in store.pages(0, 1)
-        ]
-        assert sum(held) <= most
+        held = sum(int(store.view(group).counts().sum()) for group in store.pages(0, 1))
+        assert held <= GEOMETRY.num_kv_heads * most
     full = sum(int(store.view(group).counts().sum()) for group in store.pages(0, 0))
-    assert full > 2 * 1700
-    sequence.check_crop(1990)
+    assert full > GEOMETRY.num_kv_heads * 1400
+    sequence.check_crop(1630)
     with pytest.raises(ValueError, match="window of 200"):
-        sequence.crop(1500)
+        sequence.crop(1200)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 36, 37, 163, 164, 165, 292, 1000, 5000])
@@ -161,16 +158,16 @@ def test_planned_bytes_bound_the_ledger(tokens, tiers, windows):
 def test_planned_bytes_bound_the_ledger_while_it_grows():
     config = make_config("k2v3", (None, 96))
     store, sequence = make_sequence(config)
-    states = make_states(1500)
+    states = make_states(1040)
     for layer in range(2):
         sequence.prefill(layer, states[1][:, :400], states[2][:, :400])
-    for at in range(400, 1500, 25):
-        new = slice(at, at + 25)
+    for at in range(400, 1040, 32):
+        new = slice(at, at + 32)
         for layer in range(2):
             options = replace(OPTIONS, window=config.windows[layer])
             sequence.attend(layer, *(x[:, new] for x in states), options)
         sequence.forget_outside_windows()
-        assert store.live_bytes <= sequence_bytes(config, at + 25)
+        assert store.live_bytes <= sequence_bytes(config, at + 32)
 
 
 def test_budget_picks_the_highest_tier_that_fits():
@@ -256,7 +253,9 @@ def run_pass(engine: CacheEngine, states: list[tuple[Tensor, ...]], is_real: Ten
 
 
 def batch_states(tokens: int, start: int = 0, batch: int = 1) -> list[tuple[Tensor, ...]]:
-    rows = [[make_states(tokens, 10 * b + layer, start) for layer in range(2)] for b in range(batch)]
+    rows = [
+        [make_states(tokens, 10 * b + layer, start) for layer in range(2)] for b in range(batch)
+    ]
     return [
         tuple(torch.stack([rows[b][layer][part] for b in range(batch)]) for part in range(3))
         for layer in range(2)
@@ -386,7 +385,7 @@ def test_total_budget_is_a_hard_limit():
     engine = CacheEngine(limited)
     run_pass(engine, batch_states(600), all_real(600))
     with pytest.raises(BudgetExceeded):
-        run_pass(engine, batch_states(600, 600), all_real(600))
+        run_pass(engine, batch_states(300, 600), all_real(300))
     # the failed pass was undone on the next begin
     run_pass(engine, batch_states(20, 600), all_real(20))
     assert engine.num_tokens == [620]
@@ -396,8 +395,8 @@ def test_total_budget_is_a_hard_limit():
 @pytest.mark.parametrize("phase", ["dense", "coded", "windowed"])
 def test_save_and_load(tmp_path: Path, phase):
     windows = (None, 96) if phase == "windowed" else (None, None)
-    least = 1000 if phase == "dense" else 80
-    config = replace(make_config("k2v3", windows), min_calibration_tokens=least)
+    least = 600 if phase == "dense" else 80
+    config = replace(make_config("k2v3", windows), min_calibration_tokens=2 * least)
     engine = CacheEngine(config, model_id="tiny")
     run_pass(engine, batch_states(500, batch=2), all_real(500, 2))
     folder = tmp_path / "saved"
@@ -410,10 +409,11 @@ def test_save_and_load(tmp_path: Path, phase):
     load_engine(loaded, folder)
     assert loaded.num_tokens == engine.num_tokens
     assert loaded.ledger().payload == engine.ledger().payload
-    more = batch_states(600, 500, batch=2)
+    assert engine.is_coded == (phase != "dense")
+    more = batch_states(130, 500, batch=2)
     for cache in (engine, loaded):
-        run_pass(cache, more, all_real(600, 2))
-    last = batch_states(1, 1100, batch=2)
+        run_pass(cache, more, all_real(130, 2))
+    last = batch_states(1, 630, batch=2)
     step = all_real(1, 2)
     assert torch.equal(run_pass(engine, last, step), run_pass(loaded, last, step))
 

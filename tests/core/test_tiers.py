@@ -99,6 +99,14 @@ def test_values_below_a_byte_round_up() -> None:
     assert tier.value_code_bytes(10, 128) == 480
 
 
+def test_odd_slot_counts_share_a_byte_between_tokens() -> None:
+    tier = coded_tier(1.0625, 2)
+    assert tier.key_nibbles(64) == 17
+    assert tier.key_code_bytes(64) == 9
+    assert tier.key_code_bytes(64, 128) == 17 * 64
+    assert tier.key_bits_stored(64) == (4 * 17 + 8) / 64
+
+
 def test_lookups() -> None:
     table = default_tiers()
     assert table.id_of("k2v3") == 3

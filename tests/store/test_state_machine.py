@@ -61,17 +61,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.codec = self.fixtures["codec"]
         self.tiers = self.fixtures["tiers"]
         self.geometry = self.fixtures["geometry"]
-        self.store = PageStore(
-            StoreConfig(
-                self.geometry,
-                self.tiers,
-                seal_tier=SEAL_TIER,
-                recent_tokens=RECENT_TOKENS,
-                max_bytes=MAX_BYTES,
-                max_slab_pages=8,
-            ),
-            self.codec,
+        config = StoreConfig(
+            self.geometry, self.tiers, SEAL_TIER, RECENT_TOKENS, MAX_BYTES, max_slab_pages=8
         )
+        self.store = PageStore(config, self.codec)
         self.model: dict[int, list[LayerModel]] = {}
         self.seen: dict[tuple[int, int, int], dict[int, bytes]] = {}
         self.next_number = 0

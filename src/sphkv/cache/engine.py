@@ -248,13 +248,18 @@ class CacheEngine:
         keys, values = self._fresh.pop(layer)
         output = torch.zeros_like(query)
         for index, row in enumerate(self.rows):
-            real = self._step.is_real[index].to(query.device)
+            real = self._step.is_real[index]
+            if not bool(real.any()):
+                continue
             states = (query[index], keys[index], values[index])
-            if not bool(real.all()):
-                states = (states[0][:, real], states[1][:, real], states[2][:, real])
-            if states[0].shape[1]:
+            if bool(real.all()):
                 seen = row.attend(layer, *states, options, sink_logits=sink_logits)
-                output[index, :, real] = seen.to(query.dtype)
+                output[index] = seen.to(query.dtype)
+            else:
+                at = real.nonzero()[:, 0].to(query.device)
+                some = (states[0][:, at], states[1][:, at], states[2][:, at])
+                seen = row.attend(layer, *some, options, sink_logits=sink_logits)
+                output[index].index_copy_(1, at, seen.to(query.dtype))
         return output
 
     def finish(self, *, is_failed: bool = False) -> None:

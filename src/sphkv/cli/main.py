@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sphkv import __version__
-from sphkv.cli import bench, calibrate, eval_lm
+from sphkv.cli import bench, calibrate, demo, eval_lm, generate, inspect
 from sphkv.core.errors import BudgetExceeded
 
 EXIT_OK = 0
@@ -30,6 +30,9 @@ def build_parser() -> argparse.ArgumentParser:
     eval_lm.add_parser(workloads)
     bench.add_parser(commands)
     calibrate.add_parser(commands)
+    demo.add_parser(commands)
+    generate.add_parser(commands)
+    inspect.add_parser(commands)
     return parser
 
 

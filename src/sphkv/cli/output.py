@@ -13,8 +13,12 @@ from typing import Any
 
 def write_json(path: Path | str, data: object) -> None:
     """Write JSON to a file; a failure leaves no partial file behind."""
+    write_text(path, json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Write a text file whole or not at all."""
     target = Path(path)
-    text = json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n"
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

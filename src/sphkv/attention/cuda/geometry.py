@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -86,10 +87,10 @@ class KernelShape:
 
     def fitted(self) -> KernelShape:
         """This shape with as many teams, and a table as fast, as shared memory allows."""
-        for teams in (self.teams, 3, 2):
-            for spread in (True, False):
+        for buffers in (2, 1):
+            for teams, spread in product((4, 3, 2), (True, False)):
                 shape = replace(self, teams=teams, spread=spread)
-                if shape.is_feasible and shape.num_stages >= teams + (teams + 1) // 2:
+                if shape.is_feasible and shape.num_stages == buffers * teams:
                     return shape
         raise ValueError(f"{self} needs more shared memory than a multiprocessor has")
 
@@ -170,7 +171,8 @@ class KernelShape:
     @property
     def num_stages(self) -> int:
         """Pages in shared memory at a time."""
-        return min(2 * self.teams, (_SHARED_LIMIT - self._fixed_bytes) // self._stage_bytes)
+        fitting = (_SHARED_LIMIT - self._fixed_bytes) // self._stage_bytes
+        return 2 * self.teams if fitting >= 2 * self.teams else self.teams
 
     @property
     def is_feasible(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,15 @@ from transformers.cache_utils import Cache
 from sphkv.attention.api import get_backend
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.files import load_engine, read_config, save_engine
-from sphkv.cache.plan import DEFAULT_CONTEXT, CacheConfig, holds_from, parse_tiers, plan_cache
-from sphkv.codec.calibration import Calibration
+from sphkv.cache.plan import (
+    DEFAULT_CONTEXT,
+    PROMPT_CALIBRATION,
+    CacheConfig,
+    holds_from,
+    parse_tiers,
+    plan_cache,
+)
+from sphkv.codec.calibration import Calibration, CalibrationOptions
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
 from sphkv.core.tiers import TierSpec, TierTable
@@ -40,12 +47,14 @@ class CacheOptions:
         recent_tokens: Newest tokens that stay dense.
         min_calibration_tokens: Tokens seen before the cache calibrates itself; until then it
             is dense.
+        calibration: How it does.
         backend: What runs decode attention, see ``sphkv.attention.api``.
     """
 
     sink_tokens: int = 4
     recent_tokens: int = 32
     min_calibration_tokens: int = 512
+    calibration: CalibrationOptions = field(default_factory=lambda: PROMPT_CALIBRATION)
     backend: str = "auto"
 
 
@@ -117,6 +126,7 @@ class SphericalCache(Cache):
             sink_tokens=options.sink_tokens,
             recent_tokens=options.recent_tokens,
             min_calibration_tokens=options.min_calibration_tokens,
+            calibration=options.calibration,
             device=str(_device(layout)),
         )
         parsed = None

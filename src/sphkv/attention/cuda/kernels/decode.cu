@@ -70,17 +70,22 @@ INLINE void load_query(QueryLane& query, const Params& p, const Row& row, const 
 
 // Bring the turns of this warp's two tiles from plane order into the head's entry order.
 INLINE void order_turns(uint32_t rows, uint32_t to, int lane) {
+  constexpr int PARTS = (ENTRIES + 31) / 32;
+  uint32_t plane[PARTS], turn[PARTS][2];
 #pragma unroll
-  for (int k = 0; k < (ENTRIES + 31) / 32; k++) {
-    const int entry = lane + 32 * k;
-    if (entry < ENTRIES) {
-      const uint32_t plane = load_shared(SHARED_BASE + MAP_OFFSET + entry * 4) & 255;
+  for (int k = 0; k < PARTS; k++)
+    if (lane + 32 * k < ENTRIES)
+      plane[k] = load_shared(SHARED_BASE + MAP_OFFSET + (lane + 32 * k) * 4) & 255;
 #pragma unroll
-      for (int u = 0; u < 2; u++)
-        store_shared(to + (u * ENTRIES + entry) * 4,
-                     load_shared(rows + u * TURN_ROW_BYTES + plane * 4));
-    }
-  }
+  for (int k = 0; k < PARTS; k++)
+#pragma unroll
+    for (int u = 0; u < 2; u++)
+      if (lane + 32 * k < ENTRIES) turn[k][u] = load_shared(rows + u * TURN_ROW_BYTES + plane[k] * 4);
+#pragma unroll
+  for (int k = 0; k < PARTS; k++)
+#pragma unroll
+    for (int u = 0; u < 2; u++)
+      if (lane + 32 * k < ENTRIES) store_shared(to + (u * ENTRIES + lane + 32 * k) * 4, turn[k][u]);
   __syncwarp();
 }
 
@@ -271,7 +276,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (place.is_leader()) {
     supply.start(p, start + place.team, place.lane);
     for (int n = place.team; n < STAGES; n += TEAMS) supply.send(p, n, place.lane);
-    if (STAGES % TEAMS != 0) supply.start(p, start + place.team + STAGES, place.lane);
   }
   barrier_wait(table_barrier(), 0);
 

@@ -78,11 +78,12 @@ constexpr int QUERY_BYTES = (STEP_PAIRS - REGISTER_PAIRS) * 2 * QUERY_SIDE_BYTES
 constexpr int MAX_STAGES = 2 * TEAMS;
 constexpr int BARRIER_BYTES = 16 * MAX_STAGES + 16;
 constexpr int SHARED_LIMIT = 232448;
-constexpr int STAGES =
-    smaller(MAX_STAGES,
-            (SHARED_LIMIT - TABLE_BYTES - SCRATCH_BYTES - RESULT_BYTES - QUERY_BYTES - BARRIER_BYTES) /
-                STAGE_BYTES);
-static_assert(STAGES >= TEAMS, "shared memory holds fewer pages than teams");
+constexpr int FITTING_STAGES =
+    (SHARED_LIMIT - TABLE_BYTES - SCRATCH_BYTES - RESULT_BYTES - QUERY_BYTES - BARRIER_BYTES) /
+    STAGE_BYTES;
+// A stage always serves the same team: barriers tell two generations of a stage apart, not three.
+constexpr int STAGES = FITTING_STAGES >= MAX_STAGES ? MAX_STAGES : TEAMS;
+static_assert(FITTING_STAGES >= TEAMS, "shared memory holds fewer pages than teams");
 
 constexpr int RING_OFFSET = TABLE_BYTES;
 constexpr int SCRATCH_OFFSET = RING_OFFSET + STAGES * STAGE_BYTES;

@@ -95,6 +95,15 @@ INLINE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
       : "memory");
 }
 
+// 16 bytes by this lane; `track_copies` lets a barrier wait for all copies of the lane so far.
+INLINE void copy_16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+INLINE void track_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 INLINE void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pages and their turns on the way from device memory to shared memory.
 //
-// Page n of a block goes to stage n % STAGES and to team n % TEAMS. One warp of the team, its
-// leader, waits until the team has left a page and then asks for page n + STAGES in its place.
+// Page n of a block goes to stage n % STAGES and to team n % TEAMS; STAGES is TEAMS or twice that.
+// One warp of the team, its leader, waits until the team has left page n and then asks for page
+// n + STAGES in its place.
 // Leaders of different teams live on different quarters of the multiprocessor.
 #pragma once
 #include "layout.cuh"
@@ -31,7 +32,7 @@ INLINE uint32_t table_barrier() { return SHARED_BASE + BARRIER_OFFSET + 16 * MAX
 INLINE void init_barriers() {
   barrier_init(table_barrier(), 1);
   for (int s = 0; s < STAGES; s++) {
-    barrier_init(full_barrier(s), 1);
+    barrier_init(full_barrier(s), 1 + 32);  // the page, and the turns copied by each lane
     barrier_init(empty_barrier(s), TEAM_WARPS);
   }
 }
@@ -40,37 +41,42 @@ INLINE const uint8_t* page_pointer(const Params& p, int id) {
   return p.pages + (uint64_t)(uint32_t)id * (uint32_t)p.page_bytes;
 }
 
-INLINE int tile_base(const Params& p, const uint8_t* page, int tile) {
-  const int stored = __ldg((const int*)(page + p.position_offset + tile * p.position_stride));
-  return stored + tile * p.tile_step;
+// Base position of a tile as the page stores it; contiguous pages store that of the first tile.
+INLINE int stored_base(const Params& p, const uint8_t* page, int tile) {
+  return __ldg((const int*)(page + p.position_offset + tile * p.position_stride));
 }
 
-// Copy a page, and for each of its tiles the row of turns of the tile's base position; lanes 0-7
-// of the leader bring the bases.
-INLINE void request_page(const Params& p, int id, int base, uint32_t stage, int lane) {
+// Copy a page in one piece, and for each of its tiles the row of turns of the tile's base, which
+// lanes 0-7 of the leader bring. Rows are small: lanes copy them faster than the copy engine.
+INLINE void request_page(const Params& p, int id, int stored, uint32_t stage, int lane) {
+  constexpr int ROW_LANES = TURN_ROW_BYTES / 16, ROWS = 32 / ROW_LANES;
   const uint32_t full = full_barrier(stage);
   const uint32_t to = stage_address(stage);
   if (lane == 0) {
-    barrier_expect(full, p.page_bytes + PAGE_TILES * TURN_ROW_BYTES);
+    barrier_expect(full, p.page_bytes);
     copy_bulk(to, page_pointer(p, id), p.page_bytes, full);
   }
-  if (lane < PAGE_TILES) {
-    const uint32_t row = min((uint32_t)base >> p.turn_shift, (uint32_t)p.turn_rows - 1u);
-    copy_bulk(to + PAGE_CAPACITY + lane * TURN_ROW_BYTES, p.turns + (uint64_t)row * TURN_ROW_BYTES,
-              TURN_ROW_BYTES, full);
+  const uint32_t base = stored + lane * p.tile_step;
+  const uint32_t row = min(base >> p.turn_shift, (uint32_t)p.turn_rows - 1u);
+#pragma unroll 1
+  for (int tile = 0; tile < PAGE_TILES; tile += ROWS) {
+    const uint32_t mine = __shfl_sync(ALL_LANES, row, tile + lane / ROW_LANES);
+    copy_16(to + PAGE_CAPACITY + tile * TURN_ROW_BYTES + lane * 16,
+            p.turns + (uint64_t)mine * TURN_ROW_BYTES + lane % ROW_LANES * 16);
   }
+  track_copies(full);
 }
 
 // What a leader has left to fetch. Page ids are read two pages ahead, bases one page ahead, so
-// that neither latency is seen.
+// that neither latency is seen; nothing may touch a loaded value before its turn.
 struct Supply {
   int next;          // place in page_ids of the page to be requested next
   int end;
-  int id, base;      // of that page
+  int id, stored;    // of that page, see stored_base
   int following_id;  // of the leader's page after it
 
   INLINE void look_ahead(const Params& p, int lane) {
-    if (lane < PAGE_TILES) base = tile_base(p, page_pointer(p, id), lane);
+    if (lane < PAGE_TILES) stored = stored_base(p, page_pointer(p, id), lane);
     if (next + TEAMS < end) following_id = __ldg(p.page_ids + next + TEAMS);
   }
 
@@ -83,7 +89,7 @@ struct Supply {
 
   INLINE void send(const Params& p, uint32_t stage, int lane) {
     if (next >= end) return;
-    request_page(p, id, base, stage, lane);
+    request_page(p, id, stored, stage, lane);
     next += TEAMS;
     if (next >= end) return;
     id = following_id;

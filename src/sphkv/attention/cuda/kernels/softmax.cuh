@@ -77,8 +77,8 @@ INLINE void raise_maximum(const Logits& logits, Running& run, Accumulator& acc) 
   }
 }
 
-// Bounded logit: cap * tanh(x / cap), with full float accuracy.
+// Bounded logit: cap * tanh(x / cap); tanh.approx would be too coarse.
 INLINE float soft_cap(float x, float cap) {
-  const float e = exp2_fast(x / cap * 2.88539008f);
-  return cap * (1.f - 2.f / (1.f + e));
+  const float e = exp2_fast(__fdividef(x, cap) * 2.88539008f);
+  return cap * (1.f - __fdividef(2.f, 1.f + e));
 }

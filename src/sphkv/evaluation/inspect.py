@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prompt's cache holds: ledger, tier histogram, tier map."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sphkv.evaluation.generate import GenerateConfig
+from sphkv.evaluation.tier_map import tier_histogram, tier_map
+from sphkv.integrations.models import load_model
+from sphkv.integrations.transformers.cache import CacheOptions, SphericalCache
+from sphkv.integrations.transformers.stepping import score
+
+
+def inspect_prompt(config: GenerateConfig) -> dict[str, Any]:
+    """Prefill a prompt into a coded cache and describe the cache; nothing is generated."""
+    text = config.text()
+    model, tokenizer = load_model(config.model, torch.float32)
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    if ids.shape[1] == 0:
+        raise ValueError("the prompt is empty")
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and ids.shape[1] > limit:
+        raise ValueError(f"{ids.shape[1]} prompt tokens are more than the model's {limit}")
+    options = CacheOptions(backend=config.backend)
+    with SphericalCache.for_model(
+        model, config.budget, tiers=config.tier, calibration=config.calibration, options=options
+    ) as cache:
+        score(model, cache, ids)
+        store, tokens = cache.engine.store, ids.shape[1]
+        if store is None:
+            raise ValueError(
+                f"{tokens} tokens are too few to calibrate on, so the cache is still dense: "
+                "give a calibration or a longer prompt"
+            )
+        ledger = cache.ledger()
+        return {
+            "tokens": tokens,
+            "tier": cache.tier.name,
+            "b_kv": ledger.b_kv(tokens),
+            "dense_b_kv": cache.config.geometry.dense_bytes_per_token,
+            "ledger": ledger.to_dict(),
+            "tiers": [tier.name for tier in store.config.tiers],
+            "histogram": tier_histogram(store, tokens),
+            "tier_map": tier_map(store, tokens),
+        }
+
+
+def draw_tier_map(rows: list[list[str]], path: str) -> None:
+    """Write the token by head tier map as a PNG, whole or not at all."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a tier map needs matplotlib: pip install 'sphkv[plots]'") from error
+    names = sorted({name for row in rows for name in row})
+    colours = ["#f2f2f2", "#9db7d8", "#6f97cb", "#4475b5", "#2a5590", "#173a68", "#e0873a"]
+    image = [[names.index(name) for name in row] for row in rows]
+    figure = Figure(figsize=(9, max(2.0, 0.06 * len(rows))), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    colour_map = ListedColormap([colours[index % len(colours)] for index in range(len(names))])
+    shown = axes.imshow(
+        image, aspect="auto", interpolation="nearest", cmap=colour_map, vmin=-0.5,
+        vmax=len(names) - 0.5,
+    )  # fmt: skip
+    axes.set_xlabel("token (first left, evenly spaced)")
+    axes.set_ylabel("layer and KV head")
+    bar = figure.colorbar(shown, ticks=range(len(names)))
+    bar.set_ticklabels(names)
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".")
+    os.close(handle)
+    try:
+        figure.savefig(temporary, format="png", dpi=120)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward passes with any cache, step by step and timed."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+
+def prefill(model: PreTrainedModel, input_ids: Tensor) -> tuple[DynamicCache, float]:
+    """A dense cache of a prompt ``[1, tokens]``, and the seconds it took."""
+    cache = DynamicCache(config=model.config)
+    began = time.perf_counter()
+    score(model, cache, input_ids)
+    return cache, time.perf_counter() - began
+
+
+@torch.no_grad()
+def score(
+    model: PreTrainedModel, cache: Cache, input_ids: Tensor, *, num_logits: int = 1
+) -> Tensor:
+    """Feed tokens ``[1, tokens]``; next-token logits ``[num_logits, vocabulary]`` of the last."""
+    begin = cache.get_seq_length()
+    positions = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
+    output = model(
+        input_ids=input_ids,
+        past_key_values=cache,
+        position_ids=positions[None],
+        use_cache=True,
+        logits_to_keep=num_logits,
+    )
+    logits: Tensor = output.logits[0].float()
+    return logits
+
+
+def continue_greedily(
+    model: PreTrainedModel, cache: Cache, input_ids: Tensor, num_tokens: int
+) -> tuple[Tensor, list[float]]:
+    """Greedy continuation; the cache is left as it was found.
+
+    Args:
+        model: The model.
+        cache: Holds the context.
+        input_ids: ``[1, tokens]`` appended before the first new token.
+        num_tokens: Tokens to generate.
+
+    Returns:
+        New ids ``[1, num_tokens]`` and the seconds of every step after the first.
+    """
+    begin = cache.get_seq_length()
+    token = score(model, cache, input_ids).argmax(-1, keepdim=True)
+    ids, seconds = [token], []
+    for _ in range(num_tokens - 1):
+        began = time.perf_counter()
+        token = score(model, cache, token).argmax(-1, keepdim=True)
+        seconds.append(time.perf_counter() - began)
+        ids.append(token)
+    cache.crop(begin - cache.get_seq_length())
+    return torch.cat(ids, 1), seconds
+
+
+def score_and_forget(model: PreTrainedModel, cache: Cache, input_ids: Tensor) -> Tensor:
+    """Log-probabilities ``[tokens, vocabulary]`` after each token; the cache is left as found."""
+    begin = cache.get_seq_length()
+    logits = score(model, cache, input_ids, num_logits=input_ids.shape[1])
+    cache.crop(begin - cache.get_seq_length())
+    return torch.log_softmax(logits, -1)
