@@ -381,7 +381,8 @@ def test_selected_and_forked_rows_behave_like_their_source(tiers):
 
 def test_total_budget_is_a_hard_limit():
     config = replace(make_config("k2v3"), min_calibration_tokens=80)
-    limited = replace(config, max_bytes=sequence_bytes(config, 700))
+    limit = sequence_bytes(config, 700)
+    limited = replace(config, max_bytes=limit)
     engine = CacheEngine(limited)
     run_pass(engine, batch_states(600), all_real(600))
     with pytest.raises(BudgetExceeded):
@@ -389,7 +390,7 @@ def test_total_budget_is_a_hard_limit():
     # the failed pass was undone on the next begin
     run_pass(engine, batch_states(20, 600), all_real(20))
     assert engine.num_tokens == [620]
-    assert engine.ledger().total <= limited.max_bytes
+    assert engine.ledger().total <= limit
 
 
 @pytest.mark.parametrize("phase", ["dense", "coded", "windowed"])
@@ -418,6 +419,10 @@ def test_save_and_load(tmp_path: Path, phase):
     assert torch.equal(run_pass(engine, last, step), run_pass(loaded, last, step))
 
 
+def read_engine(folder: Path, config: CacheConfig) -> None:
+    load_engine(CacheEngine(read_config(folder, GEOMETRY, config.ropes, (None, None))[0]), folder)
+
+
 def test_damaged_folders_are_refused(tmp_path: Path):
     config = replace(make_config("k2v3"), min_calibration_tokens=80)
     engine = CacheEngine(config)
@@ -429,8 +434,7 @@ def test_damaged_folders_are_refused(tmp_path: Path):
         data = (folder / name).read_bytes()
         (folder / name).write_bytes(data[: len(data) // 2])
         with pytest.raises(CacheFileError):
-            loaded = CacheEngine(read_config(folder, GEOMETRY, config.ropes, (None, None))[0])
-            load_engine(loaded, folder)
+            read_engine(folder, config)
     with pytest.raises(CacheFileError, match="no saved cache"):
         read_config(tmp_path, GEOMETRY, config.ropes, (None, None))
     with pytest.raises(FileExistsError):

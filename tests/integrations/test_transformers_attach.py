@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-hf = pytest.importorskip("transformers", reason="the extra sphkv[transformers] is not installed")
+pytest.importorskip("transformers", reason="the extra sphkv[transformers] is not installed")
+
+import transformers as hf
 
 from sphkv import SphericalCache
 from sphkv.integrations.transformers.architecture import (
@@ -176,7 +178,7 @@ def test_unsupported_models_say_why(kind):
 
 def test_other_things_are_refused(tiny_model):
     with pytest.raises(UnsupportedModelError, match="transformers model"):
-        SphericalCache.for_model(torch.nn.Linear(2, 2))
+        SphericalCache.for_model(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     model = tiny_model("qwen2")
     with pytest.raises(ValueError, match="budget must look like"):
         SphericalCache.for_model(model, budget="much")

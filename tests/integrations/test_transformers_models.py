@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache inside every named architecture, against the model's own dense cache."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -26,8 +27,8 @@ class BfloatCache(DynamicCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any) -> Any:
         is_prompt = self.get_seq_length(layer_idx) == 0
-        rounded = (x.bfloat16().to(x.dtype) for x in (key_states, value_states))
-        held = super().update(*rounded, layer_idx)
+        keys, values = (x.bfloat16().to(x.dtype) for x in (key_states, value_states))
+        held = super().update(keys, values, layer_idx)
         return (key_states, value_states) if is_prompt else held
 
 
@@ -41,8 +42,7 @@ def decode(model: Any, tokens: Tensor, prompt: int, cache: Any) -> Tensor:
     """Logits of a prompt, then of single tokens, then of a chunk."""
     cuts = [0, prompt, *range(prompt + 1, prompt + 4), tokens.shape[1]]
     parts = [
-        model(tokens[:, low:high], past_key_values=cache).logits
-        for low, high in zip(cuts, cuts[1:], strict=False)
+        model(tokens[:, low:high], past_key_values=cache).logits for low, high in pairwise(cuts)
     ]
     return torch.cat(parts, 1)
 
@@ -98,8 +98,10 @@ def test_windowed_layers_hold_only_their_window(tiny_model):
     model = tiny_model("gpt-oss")
     with SphericalCache.for_model(model, tiers="k2v3", options=SHORT) as cache:
         decode(model, tokens, 690, cache)
+        store = cache.engine.store
+        assert store is not None
         sizes = [
-            sum(int(group.num_pages.sum()) for group in cache.engine.store.pages(0, layer))
+            sum([int(group.num_pages.sum()) for group in store.pages(0, layer)])
             for layer in range(2)
         ]
     assert sizes[0] < sizes[1]
@@ -120,9 +122,10 @@ def test_calibrate_model_matches_what_the_cache_learns(tiny_model):
         assert cache.calibration is calibration
     with SphericalCache.for_model(model, tiers="k2v3", options=SHORT) as cache:
         decode(model, tokens, 370, cache)
-        learned = cache.calibration.planes
-    given = calibration.planes
-    ratio = learned.distortion.sum((1, 2)) / given.distortion.sum((1, 2))
+        learned = cache.engine.calibration
+    assert learned is not None
+    given = calibration.planes.distortion.sum((1, 2))
+    ratio = learned.planes.distortion.sum((1, 2)) / given
     assert bool(((ratio > 0.8) & (ratio < 1.25)).all())
 
 

@@ -33,6 +33,7 @@ class CacheEngine:
         rows: The coded sequences, one per batch row; empty while the cache is dense.
         store: Their pages; None while the cache is dense.
         is_real: ``[batch, slots]`` bool on the CPU: which slots of the padded batch hold tokens.
+        backend: What runs decode attention.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class CacheEngine:
         self._model_id = model_id
         self._calibrator: PromptCalibrator | None = None
         self._codec: SphericalCodec | None = None
-        self._backend = backend or get_backend("auto" if config.device == "cpu" else "reference")
+        self.backend = backend or get_backend("auto" if config.device == "cpu" else "reference")
         if calibration is not None:
             self.use_calibration(calibration)
         self.reset()
@@ -67,11 +68,6 @@ class CacheEngine:
     def calibration(self) -> Calibration | None:
         """The codebooks in use; None until the cache has them."""
         return None if self._codec is None else self._codec.calibration
-
-    @property
-    def backend_name(self) -> str:
-        """What runs decode attention."""
-        return self._backend.name
 
     @property
     def is_coded(self) -> bool:
@@ -166,7 +162,7 @@ class CacheEngine:
         self.store = PageStore(self.config.store_config(batch), codec)
         for sequence in range(batch):
             self.store.create(sequence)
-            self.rows.append(SphericalSequence(self.config, self.store, sequence, self._backend))
+            self.rows.append(SphericalSequence(self.config, self.store, sequence, self.backend))
 
     @property
     def is_dense_step(self) -> bool:
@@ -345,7 +341,7 @@ class CacheEngine:
 
     def fork(self) -> CacheEngine:
         """A cache of its own with the same tokens; pages are shared."""
-        other = CacheEngine(self.config, backend=self._backend, model_id=self._model_id)
+        other = CacheEngine(self.config, backend=self.backend, model_id=self._model_id)
         other._codec = self._codec
         other.store, other.is_real = self.store, self.is_real
         other.rows = [row.fork() for row in self.rows]
@@ -396,7 +392,7 @@ class CacheEngine:
             self.store = PageStore(self.config.store_config(len(files)), self._codec)
             for sequence, file in enumerate(files):
                 self.store.load(sequence, file, codec_hash=codec_hash)
-                row = SphericalSequence(self.config, self.store, sequence, self._backend)
+                row = SphericalSequence(self.config, self.store, sequence, self.backend)
                 self.rows.append(row)
         elif self.length:
             for layer in range(self.config.geometry.num_layers):
