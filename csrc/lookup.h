@@ -6,13 +6,11 @@
 // turned by the tile base; two entries interleave to (x0, y0, x1, y1) per token, and one dot
 // product with the query's row bytes (query_table.h) adds both to the logit of a query row.
 
-constexpr int kQueryBlock = 4;        // query rows whose sums stay in registers
-constexpr int kWeightPeak = 127 * 128;  // weights are 14 bits: two 7-bit parts
 
 struct LookupScratch {
   std::vector<float> logits;         // [rows, kMaxPageTokens]
   std::vector<float> peak;           // [rows] largest weight times step
-  std::vector<uint8_t> weights;      // [rows, 2, kMaxPageTokens] upper and lower 7 bits
+  std::vector<uint8_t> weights;      // [row blocks, groups, kQueryBlock, 2, kGroupTokens]
   std::vector<float> weight_scale;   // [rows]
   std::vector<float> weight_sum;     // [rows]
   std::vector<uint8_t> turned;       // [tables, kTableBytes] codebook at the tile base
@@ -27,7 +25,8 @@ struct LookupScratch {
     if (logits.size() >= static_cast<size_t>(num_rows) * kMaxPageTokens) return;
     logits.resize(static_cast<size_t>(num_rows) * kMaxPageTokens);
     peak.resize(num_rows);
-    weights.resize(static_cast<size_t>(num_rows) * 2 * kMaxPageTokens);
+    const size_t blocks = (num_rows + kQueryBlock - 1) / kQueryBlock;
+    weights.resize(blocks * kQueryBlock * 2 * kMaxPageTokens);
     weight_scale.resize(num_rows);
     weight_sum.resize(num_rows);
   }
@@ -39,18 +38,18 @@ struct GroupArgs {
   const uint8_t* codes;    // of slot 0, this group
   const uint8_t* turned;
   int first_query;
-  const int32_t* row;      // row of each token; row[0] alone if rows are consecutive
+  const int32_t* row;      // row of each token; of the first alone if they follow each other
   float* logits;           // of the first query
 };
 
-// `query` points to the unit's bytes of the first query row; `stride` leads to the next row's.
+// `query` points to the unit's bytes, of this group's rows or, if gathered, of row 0.
 template <int NV, bool IS_GATHERED>
-inline void add_unit(const int8_t* query, size_t stride, const int32_t* row,
-                     const Bytes points[4], Ints (&sum)[NV][4]) {
-  for (int v = 0; v < NV; ++v) {
-    const int8_t* at = query + v * stride;
-    for (int i = 0; i < 4; ++i) {
-      const Bytes q = IS_GATHERED ? gather_words(at, row + 4 * i) : load_bytes(at + 16 * i);
+inline void add_unit(const int8_t* query, const int32_t* place, const Bytes points[4],
+                     Ints (&sum)[NV][4]) {
+  for (int i = 0; i < 4; ++i) {
+    for (int v = 0; v < NV; ++v) {
+      const Bytes q = IS_GATHERED ? gather_words(query + 16 * v, place + 4 * i)
+                                  : load_bytes(query + 16 * (NV * i + v));
       sum[v][i] = dot(sum[v][i], points[i], q);
     }
   }
@@ -65,9 +64,16 @@ void group_logits(const GroupArgs& args) {
   }
   const QueryTable& table = *args.table;
   const UnitOffsets* offsets = table.offsets.data();
-  const size_t unit_bytes = static_cast<size_t>(table.num_rows) * 4;
-  const size_t query_bytes = table.units.size() * unit_bytes;
-  const int8_t* query = table.row(args.first_query, 0, IS_GATHERED ? 0 : args.row[0]);
+  const size_t unit_bytes = table.unit_bytes(args.first_query);
+  const int8_t* query = table.block(args.first_query);
+  int32_t place[kGroupTokens];  // of each token's word in a unit
+  if (IS_GATHERED) {
+    for (int t = 0; t < kGroupTokens; ++t) {
+      place[t] = (args.row[t] / 4 * NV) * 4 + args.row[t] % 4;
+    }
+  } else {
+    query += static_cast<size_t>(args.row[0]) * 4 * NV;
+  }
   for (const Level& level : table.levels) {
     if (level.shift > 0) {
       for (auto& row : sum) {
@@ -83,7 +89,7 @@ void group_logits(const GroupArgs& args) {
       Bytes lanes[4];
       interleave(look_up(load_bytes(points), a), look_up(load_bytes(points + 16), a),
                  look_up(load_bytes(points + 32), b), look_up(load_bytes(points + 48), b), lanes);
-      add_unit<NV, IS_GATHERED>(query, query_bytes, args.row, lanes, sum);
+      add_unit<NV, IS_GATHERED>(query, place, lanes, sum);
       query += unit_bytes;
     }
     for (int u = level.first_constant; u < level.end; ++u) {
@@ -91,7 +97,7 @@ void group_logits(const GroupArgs& args) {
       const uint8_t word[4] = {points[0], points[16], points[32], points[48]};
       const Bytes same = broadcast_word(word);
       const Bytes lanes[4] = {same, same, same, same};
-      add_unit<NV, IS_GATHERED>(query, query_bytes, args.row, lanes, sum);
+      add_unit<NV, IS_GATHERED>(query, place, lanes, sum);
       query += unit_bytes;
     }
   }
@@ -106,19 +112,15 @@ void group_logits(const GroupArgs& args) {
 template <bool IS_HIGH, bool IS_GATHERED>
 void group_block(GroupArgs args, int num_queries) {
   float* logits = args.logits;
-  for (int v = 0; v < num_queries;) {
+  for (int v = 0; v < num_queries; v += kQueryBlock) {
     args.first_query = v;
     args.logits = logits + static_cast<size_t>(v) * kMaxPageTokens;
-    const int left = num_queries - v;
-    // five rows are better as three and two than as four and one
-    const int take = left == kQueryBlock + 1 ? kQueryBlock - 1 : std::min(left, kQueryBlock);
-    switch (take) {
+    switch (num_queries - v) {
       case 1: group_logits<1, IS_HIGH, IS_GATHERED>(args); break;
       case 2: group_logits<2, IS_HIGH, IS_GATHERED>(args); break;
       case 3: group_logits<3, IS_HIGH, IS_GATHERED>(args); break;
       default: group_logits<4, IS_HIGH, IS_GATHERED>(args); break;
     }
-    v += take;
   }
 }
 
@@ -193,8 +195,9 @@ struct LookupKernel {
 
   static void use_base(const Codebook& codebook, int head, const Table& table, int64_t first,
                        int length, Scratch& scratch) {
-    if (scratch.has_base && first >= scratch.base &&
-        first + length <= scratch.base + table.num_rows) {
+    const int64_t row = first - scratch.base;
+    if (scratch.has_base && row >= 0 && row + length <= table.num_rows &&
+        (length == 1 || row % 4 == 0)) {
       return;
     }
     turn_codebook(codebook, head, table, first, scratch);

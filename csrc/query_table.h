@@ -23,6 +23,7 @@
 namespace sphkv {
 
 constexpr int kTableBytes = 4 * kSlotLevels;
+constexpr int kQueryBlock = 4;  // query rows whose sums stay in registers
 
 struct Unit {
   int32_t entry[2];  // -1: nothing
@@ -60,10 +61,18 @@ struct QueryTable {
   std::vector<UnitOffsets> offsets;
   std::vector<Level> levels;
   std::vector<float> scale;  // [queries] of the integer sum
-  std::vector<int8_t> rows;  // [queries, units, rows, 4]
+  // By blocks of up to kQueryBlock queries: [units, rows / 4, queries of the block, 4, 4], so that
+  // what a group of tokens needs of a unit lies together.
+  std::vector<int8_t> rows;
 
-  const int8_t* row(int query, int unit, int at) const {
-    return rows.data() + ((static_cast<size_t>(query) * units.size() + unit) * num_rows + at) * 4;
+  int block_size(int first_query) const {
+    return std::min(kQueryBlock, num_queries - first_query);
+  }
+  size_t unit_bytes(int first_query) const {
+    return static_cast<size_t>(num_rows) * 4 * block_size(first_query);
+  }
+  const int8_t* block(int first_query) const {
+    return rows.data() + static_cast<size_t>(first_query) * num_rows * 4 * units.size();
   }
 };
 
@@ -225,11 +234,19 @@ class QueryTableBuilder {
 
   void fill(QueryTable& out) const {
     out.rows.resize(out.units.size() * 4 * out.num_rows * num_queries_);
-    auto* word = reinterpret_cast<uint32_t*>(out.rows.data());
-    for (int v = 0; v < num_queries_; ++v) {
+    thread_local std::vector<uint32_t> words;
+    words.resize(out.num_rows);
+    auto* place = reinterpret_cast<uint32_t*>(out.rows.data());
+    for (int first = 0; first < num_queries_; first += kQueryBlock) {
+      const int size = out.block_size(first);
       for (const Unit& unit : out.units) {
-        fill_unit(unit, v, out.num_rows, word);
-        word += out.num_rows;
+        for (int v = 0; v < size; ++v) {
+          fill_unit(unit, first + v, out.num_rows, words.data());
+          for (int r = 0; r < out.num_rows; r += 4) {
+            std::memcpy(place + r * size + 4 * v, words.data() + r, 16);
+          }
+        }
+        place += out.num_rows * size;
       }
     }
   }

@@ -3,7 +3,10 @@
 // namespace, after <arm_neon.h>.
 
 // Query rows kept beside codes and codebook in the first-level cache, 64 KiB on these cores.
-constexpr int kRowBytesBudget = 44 * 1024;
+#ifndef BUD
+#define BUD 44
+#endif
+constexpr int kRowBytesBudget = BUD * 1024;
 
 using Bytes = uint8x16_t;
 using Ints = int32x4_t;
@@ -135,15 +138,22 @@ inline Sums zero_sums() { return vdupq_n_s32(0); }
 using Weights = uint8x16_t;
 inline Weights load_weights(const uint8_t* p) { return vld1q_u8(p); }
 
-// Adds signed codes times weights (0..127) of tokens 4 * LANE .. 4 * LANE + 3 of a group.
-template <int LANE>
+// Adds codes times weights of tokens 4 * LANE .. 4 * LANE + 3 of a group. One part: codes and
+// weights are unsigned; two parts: codes are signed and weights at most 127.
+template <int PARTS, int LANE>
 inline Sums weigh(Sums sum, Codes codes, Weights weights) {
-  return vdotq_laneq_s32(sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(weights), LANE);
+  if constexpr (PARTS == 1) {
+    return vreinterpretq_s32_u32(
+        vdotq_laneq_u32(vreinterpretq_u32_s32(sum), codes, weights, LANE));
+  } else {
+    return vdotq_laneq_s32(sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(weights), LANE);
+  }
 }
 
-// out += scale * (128 * high + low - middle)
-inline void add_sums(float* out, Sums high, Sums low, float scale, float middle) {
-  const float32x4_t joint = vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(high, 7), low));
-  const float32x4_t centred = vsubq_f32(joint, vdupq_n_f32(middle));
+inline Sums join_parts(Sums high, Sums low) { return vaddq_s32(vshlq_n_s32(high, 7), low); }
+
+// out += scale * (sum - middle)
+inline void add_sums(float* out, Sums sum, float scale, float middle) {
+  const float32x4_t centred = vsubq_f32(vcvtq_f32_s32(sum), vdupq_n_f32(middle));
   vst1q_f32(out, vfmaq_n_f32(vld1q_f32(out), centred, scale));
 }

@@ -158,14 +158,14 @@ def test_planned_bytes_bound_the_ledger(tokens, tiers, windows):
 def test_planned_bytes_bound_the_ledger_while_it_grows():
     config = make_config("k2v3", (None, 96))
     store, sequence = make_sequence(config)
-    states = make_states(1040)
+    query, keys, values = make_states(1040)
     for layer in range(2):
-        sequence.prefill(layer, states[1][:, :400], states[2][:, :400])
+        sequence.prefill(layer, keys[:, :400], values[:, :400])
     for at in range(400, 1040, 32):
         new = slice(at, at + 32)
         for layer in range(2):
             options = replace(OPTIONS, window=config.windows[layer])
-            sequence.attend(layer, *(x[:, new] for x in states), options)
+            sequence.attend(layer, query[:, new], keys[:, new], values[:, new], options)
         sequence.forget_outside_windows()
         assert store.live_bytes <= sequence_bytes(config, at + 32)
 

@@ -197,7 +197,7 @@ def test_bad_requests_are_named():
         decode_attention(request, sink_logits=torch.zeros(2))
 
 
-def test_a_missing_backend_raises_and_auto_does_not(monkeypatch):
+def test_a_missing_backend_raises_and_auto_says_so(monkeypatch, caplog):
     import sphkv.attention.api as api
 
     def missing():
@@ -208,3 +208,4 @@ def test_a_missing_backend_raises_and_auto_does_not(monkeypatch):
     with pytest.raises(BackendUnavailableError, match="not built"):
         get_backend("native")
     assert get_backend("auto").name == "reference"
+    assert "not built" in caplog.text

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,8 @@ from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeRequest
 from sphkv.store.store import PageStore
+
+_log = logging.getLogger(__name__)
 
 
 def _native() -> DecodeBackend:
@@ -31,7 +34,7 @@ class BackendUnavailableError(RuntimeError):
 
 
 def get_backend(name: str = "auto") -> DecodeBackend:
-    """The backend of that name; ``auto`` takes the fastest one that can run.
+    """The backend of that name; ``auto`` takes the fastest one that can run and logs a fallback.
 
     Raises:
         ValueError: No backend has this name.
@@ -40,7 +43,8 @@ def get_backend(name: str = "auto") -> DecodeBackend:
     if name == "auto":
         try:
             return _native()
-        except (ImportError, BackendUnavailableError):
+        except ImportError as error:
+            _log.warning("decode runs on the slow reference backend: %s", error)
             return ReferenceBackend()
     if name not in BACKENDS:
         raise ValueError(f"backend must be auto or one of {sorted(BACKENDS)}, got {name!r}")

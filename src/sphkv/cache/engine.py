@@ -33,7 +33,6 @@ class CacheEngine:
         rows: The coded sequences, one per batch row; empty while the cache is dense.
         store: Their pages; None while the cache is dense.
         is_real: ``[batch, slots]`` bool on the CPU: which slots of the padded batch hold tokens.
-        backend: What runs decode attention.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class CacheEngine:
         self._model_id = model_id
         self._calibrator: PromptCalibrator | None = None
         self._codec: SphericalCodec | None = None
-        self.backend = backend or get_backend("auto" if config.device == "cpu" else "reference")
+        self._backend = backend or get_backend("auto" if config.device == "cpu" else "reference")
         if calibration is not None:
             self.use_calibration(calibration)
         self.reset()
@@ -68,6 +67,11 @@ class CacheEngine:
     def calibration(self) -> Calibration | None:
         """The codebooks in use; None until the cache has them."""
         return None if self._codec is None else self._codec.calibration
+
+    @property
+    def backend_name(self) -> str:
+        """What runs decode attention."""
+        return self._backend.name
 
     @property
     def is_coded(self) -> bool:
@@ -87,8 +91,7 @@ class CacheEngine:
     @property
     def num_tokens(self) -> list[int]:
         """Tokens of each sequence, padding excluded."""
-        counts: list[int] = self.is_real.sum(1).tolist()
-        return counts
+        return [int(count) for count in self.is_real.sum(1)]
 
     def use_calibration(self, calibration: Calibration) -> None:
         """Code with given codebooks from now on; the cache must not be coded yet."""
@@ -97,9 +100,8 @@ class CacheEngine:
                 f"calibration of {calibration.model_id!r} is for {calibration.geometry}, the "
                 f"cache is for {self.config.geometry}"
             )
-        for layer, (theirs, ours) in enumerate(
-            zip(calibration.ropes, self.config.ropes, strict=True)
-        ):
+        for layer, ours in enumerate(self.config.ropes):
+            theirs = calibration.ropes[layer]
             if theirs != ours:
                 raise ValueError(
                     f"calibration of {calibration.model_id!r} has another rotary embedding in "
@@ -162,7 +164,7 @@ class CacheEngine:
         self.store = PageStore(self.config.store_config(batch), codec)
         for sequence in range(batch):
             self.store.create(sequence)
-            self.rows.append(SphericalSequence(self.config, self.store, sequence, self.backend))
+            self.rows.append(SphericalSequence(self.config, self.store, sequence, self._backend))
 
     @property
     def is_dense_step(self) -> bool:
@@ -297,21 +299,18 @@ class CacheEngine:
         Raises:
             ValueError: A layer with a sliding window has given up what would be needed.
         """
-        if length < 0:
-            raise ValueError(f"length must not be negative, got {length}")
         if length >= self.length:
             return
-        if length == 0:
+        if length <= 0:
             self.reset()
             return
-        kept = self.is_real[:, :length]
-        counts: list[int] = kept.sum(1).tolist()
+        counts = [int(count) for count in self.is_real[:, :length].sum(1)]
         for row, count in zip(self.rows, counts, strict=False):
             row.check_crop(count)
         for row, count in zip(self.rows, counts, strict=False):
             row.crop(count)
         self._trim_dense(length)
-        self.is_real = kept
+        self.is_real = self.is_real[:, :length]
 
     def select_rows(self, index: Tensor) -> None:
         """Make row ``i`` a copy of row ``index[i]``; coded pages are shared, not copied.
@@ -341,7 +340,7 @@ class CacheEngine:
 
     def fork(self) -> CacheEngine:
         """A cache of its own with the same tokens; pages are shared."""
-        other = CacheEngine(self.config, backend=self.backend, model_id=self._model_id)
+        other = CacheEngine(self.config, backend=self._backend, model_id=self._model_id)
         other._codec = self._codec
         other.store, other.is_real = self.store, self.is_real
         other.rows = [row.fork() for row in self.rows]
@@ -392,7 +391,7 @@ class CacheEngine:
             self.store = PageStore(self.config.store_config(len(files)), self._codec)
             for sequence, file in enumerate(files):
                 self.store.load(sequence, file, codec_hash=codec_hash)
-                row = SphericalSequence(self.config, self.store, sequence, self.backend)
+                row = SphericalSequence(self.config, self.store, sequence, self._backend)
                 self.rows.append(row)
         elif self.length:
             for layer in range(self.config.geometry.num_layers):

@@ -32,15 +32,43 @@ class _Params(ctypes.Structure):
     """Mirror of ``Params`` in ``kernels/layout.cuh``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "pages", "page_ids", "row_start", "tables", "turns", "query", "query_positions",
-            "sinks", "out", "lse", "part_out", "part_lse", "arrivals",
-        )),
-        *((name, ctypes.c_int) for name in (
-            "batch", "kv_heads", "group", "blocks", "ctas", "page_bytes", "position_offset",
-            "position_stride", "tile_step", "turn_rows", "turn_shift", "window",
-            "query_is_bf16", "unrotate",
-        )),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "pages",
+                "page_ids",
+                "row_start",
+                "tables",
+                "turns",
+                "query",
+                "query_positions",
+                "sinks",
+                "out",
+                "lse",
+                "part_out",
+                "part_lse",
+                "arrivals",
+            )
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "batch",
+                "kv_heads",
+                "group",
+                "blocks",
+                "ctas",
+                "page_bytes",
+                "position_offset",
+                "position_stride",
+                "tile_step",
+                "turn_rows",
+                "turn_shift",
+                "window",
+                "query_is_bf16",
+                "unrotate",
+            )
+        ),
         *((name, ctypes.c_float) for name in ("logit_scale", "softcap")),
     )
 
@@ -50,8 +78,8 @@ class TurnTable:
     """Cosines and sines by position; one table serves all layers with the same embedding.
 
     Attributes:
-        rows: ``[rows, planes]`` int32, see :func:`turn_rows`.
-        step: Positions between rows; every tile base must be a multiple of it.
+        rows: ``[phases, rows, planes]`` int32, see :func:`turn_rows`.
+        step: Every tile base must be a multiple of it.
     """
 
     rows: Tensor
@@ -139,9 +167,7 @@ class CudaDecode:
         shape: KernelShape | None = None,
     ) -> None:
         device = codebook.points.device
-        self.shape = shape or KernelShape.of_codebook(
-            codebook, value_bits=value_bits, group=group
-        )
+        self.shape = shape or KernelShape.of_codebook(codebook, value_bits=value_bits, group=group)
         self.kv_heads, self.group, self.max_batch = codebook.points.shape[0], group, max_batch
         self._tables = build_tables(codebook, rope, self.shape)
         self._turns = turns
@@ -170,7 +196,7 @@ class CudaDecode:
             group=group,
             blocks=blocks,
             ctas=ctas,
-            turn_rows=turns.rows.shape[0],
+            turn_rows=turns.rows.shape[1] - PAGE_TOKENS // TILE_KEYS,
             turn_shift=turns.step.bit_length() - 1,
         )
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))

@@ -51,9 +51,7 @@ class Kernel:
         driver = _driver()
         _check(driver.cuModuleLoadData(ctypes.byref(self._module), image), "loading a kernel")
         _check(
-            driver.cuModuleGetFunction(
-                ctypes.byref(self._function), self._module, name.encode()
-            ),
+            driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()),
             f"finding kernel {name!r}",
         )
         _check(

@@ -68,9 +68,7 @@ def tier_layout(
 
 def random_pages(layout: PageLayout, num_pages: int, *, device: torch.device | str) -> Tensor:
     """Pages of random codes, full, at position 0: ``[num_pages, page_bytes]`` uint8."""
-    pages = torch.randint(
-        0, 256, (num_pages, layout.page_bytes), dtype=torch.uint8, device=device
-    )
+    pages = torch.randint(0, 256, (num_pages, layout.page_bytes), dtype=torch.uint8, device=device)
     if layout.tier.value_bits == 16:
         size = (num_pages, layout.page_tokens * layout.head_dim)
         values = 0.1 * torch.randn(size, device=device)

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sphkv.attention.cuda.geometry import LANES, LEVELS, KernelShape, lane_coordinates
+from sphkv.attention.cuda.geometry import (
+    LANES,
+    LEVELS,
+    PAGE_TOKENS,
+    TILE_KEYS,
+    KernelShape,
+    ceil_div,
+    lane_coordinates,
+)
 from sphkv.codec.codebook import AngleCodebook
 from sphkv.codec.rope import RopeSpec
 
@@ -79,14 +87,25 @@ def build_tables(codebook: AngleCodebook, rope: RopeSpec, shape: KernelShape) ->
 
 
 def turn_rows(rope: RopeSpec, num_positions: int, *, step: int, device: torch.device) -> Tensor:
-    """Cosine and sine of every plane at positions ``0, step, 2 * step, ...``.
+    """Cosine and sine of every plane, rows of positions 16 apart next to each other.
+
+    Args:
+        rope: The rotary embedding.
+        num_positions: Positions covered, rounded up to a multiple of 16.
+        step: Power of two up to 16; only multiples of it can be a tile's base.
+        device: Where the table lives.
 
     Returns:
-        ``[rows, planes]`` int32, two halves each: cosine low, sine high.
+        ``[16 / step, rows, planes]`` int32, two halves each: cosine low, sine high. Entry
+        ``[phase, row]`` belongs to position ``16 * row + step * phase``.
     """
-    if step < 1 or step & (step - 1):
-        raise ValueError(f"step must be a power of two, got {step}")
-    positions = torch.arange(0, num_positions, step, device=device)
+    if step not in (1, 2, 4, 8, 16):
+        raise ValueError(f"step must be a power of two up to 16, got {step}")
+    # eight rows more than asked for: a page that begins at the last position reads past it
+    rows = ceil_div(num_positions, TILE_KEYS) + PAGE_TOKENS // TILE_KEYS
+    positions = torch.arange(0, TILE_KEYS, step, device=device)[:, None] + TILE_KEYS * torch.arange(
+        rows, device=device
+    )
     phase = rope.phases(positions).double()
     return _half2(torch.stack([phase.cos(), phase.sin()], -1))
 
@@ -132,7 +151,8 @@ def _put_constants(words: Tensor, constants: Tensor, frequency: Tensor, shape: K
         angle = frequency[:, entry] * (g + 8 * (register % 2))
         word = _half2(_turned(constants[:, entry], angle))
         start = shape.constant_offset // 4 + step * 4 * LANES
-        words[:, start : start + 4 * LANES] = word.reshape(heads, -1)
+        # a lane reads its four registers at once
+        words[:, start : start + 4 * LANES] = word.transpose(1, 2).reshape(heads, -1)
 
 
 def _put_map(words: Tensor, plane: Tensor, rope: RopeSpec, shape: KernelShape) -> None:

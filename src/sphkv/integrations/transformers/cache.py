@@ -153,8 +153,10 @@ class SphericalCache(Cache):
 
     @property
     def holds_from(self) -> int | None:
-        """Shortest context from which on the budget holds; None without a budget."""
-        return None if self.budget is None else holds_from(self.budget, self.config)
+        """Shortest context from which on a share or per-token budget holds; else None."""
+        if self.budget is None or self.budget.kind == "total":
+            return None
+        return holds_from(self.budget, self.config)
 
     def ledger(self) -> ByteLedger:
         """Resident bytes of the whole batch, by kind."""

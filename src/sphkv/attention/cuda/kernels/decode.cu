@@ -68,26 +68,36 @@ INLINE void load_query(QueryLane& query, const Params& p, const Row& row, const 
   }
 }
 
-// Bring the turns of this warp's two tiles from plane order into the head's entry order.
-INLINE void order_turns(uint32_t rows, uint32_t to, int lane) {
-  constexpr int PARTS = (ENTRIES + 31) / 32;
-  uint32_t plane[PARTS], turn[PARTS][2];
+// Where this lane's share of a row of turns comes from: byte offsets of the planes of entries lane,
+// lane + 32, ...
+struct TurnOrder {
+  static constexpr int PARTS = (ENTRIES + 31) / 32;
+  uint32_t offset[PARTS];
+
+  INLINE void load(int lane) {
 #pragma unroll
-  for (int k = 0; k < PARTS; k++)
-    if (lane + 32 * k < ENTRIES)
-      plane[k] = load_shared(SHARED_BASE + MAP_OFFSET + (lane + 32 * k) * 4) & 255;
+    for (int k = 0; k < PARTS; k++) {
+      const int entry = min(lane + 32 * k, ENTRIES - 1);
+      offset[k] = (load_shared(SHARED_BASE + MAP_OFFSET + entry * 4) & 255) * 4;
+    }
+  }
+
+  // Bring the turns of this warp's two tiles from plane order into the head's entry order.
+  INLINE void apply(uint32_t rows, uint32_t to, int lane) const {
+    uint32_t turn[PARTS][2];
 #pragma unroll
-  for (int k = 0; k < PARTS; k++)
+    for (int k = 0; k < PARTS; k++)
 #pragma unroll
-    for (int u = 0; u < 2; u++)
-      if (lane + 32 * k < ENTRIES) turn[k][u] = load_shared(rows + u * TURN_ROW_BYTES + plane[k] * 4);
+      for (int u = 0; u < 2; u++) turn[k][u] = load_shared(rows + u * TURN_ROW_BYTES + offset[k]);
 #pragma unroll
-  for (int k = 0; k < PARTS; k++)
+    for (int k = 0; k < PARTS; k++)
 #pragma unroll
-    for (int u = 0; u < 2; u++)
-      if (lane + 32 * k < ENTRIES) store_shared(to + (u * ENTRIES + lane + 32 * k) * 4, turn[k][u]);
-  __syncwarp();
-}
+      for (int u = 0; u < 2; u++)
+        if (32 * k + 31 < ENTRIES || lane + 32 * k < ENTRIES)
+          store_shared(to + (u * ENTRIES + lane + 32 * k) * 4, turn[k][u]);
+    __syncwarp();
+  }
+};
 
 // Radius and scale codes of keys g and g + 8 of one tile.
 struct Gains {
@@ -195,11 +205,11 @@ INLINE void weigh(uint32_t (&weight)[2], const Logits& logits, int set, const Ga
 }
 
 // One warp's quarter of a page.
-INLINE void attend_page(const Params& p, int row, const QueryLane& query, Running& run,
-                        Accumulator& acc, uint32_t page, const WarpPlace& place) {
+INLINE void attend_page(const Params& p, int row, const QueryLane& query, const TurnOrder& order,
+                        Running& run, Accumulator& acc, uint32_t page, const WarpPlace& place) {
   const int lane = place.lane, quarter = place.quarter, g = lane / 4, t = lane & 3;
   const uint32_t turns = SHARED_BASE + SCRATCH_OFFSET + place.warp * TURN_BYTES;
-  order_turns(page + PAGE_CAPACITY + 2 * quarter * TURN_ROW_BYTES, turns, lane);
+  order.apply(page + PAGE_CAPACITY + 2 * quarter * TURN_ROW_BYTES, turns, lane);
   float dots[2][4];
   warp_logits(dots, query, page + KEY_OFFSET + 2 * quarter * KEY_TILE_BYTES, turns, lane * 4, lane);
 
@@ -262,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int start = head_start + (int)((uint64_t)cta * head_pages / ctas);
   const int end = head_start + (int)((uint64_t)(cta + 1) * head_pages / ctas);
 
-  if (tid == 0) init_barriers();
+  if (tid == 0) init_barriers(p);
   publish_barriers();
   row.index = 0;
   for (int b = tid; b < round_up(p.batch, THREADS); b += THREADS)
@@ -278,6 +288,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int n = place.team; n < STAGES; n += TEAMS) supply.send(p, n, place.lane);
   }
   barrier_wait(table_barrier(), 0);
+  TurnOrder order;
+  order.load(place.lane);
 
   Stage stage = {(uint32_t)place.team, 0u};
   bool has_left = false;
@@ -303,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (; page < stop; page += TEAMS) {
       leave_stage();
       barrier_wait(full_barrier(stage.index), stage.parity);
-      attend_page(p, row.index, query, run, acc, stage_address(stage.index), place);
+      attend_page(p, row.index, query, order, run, acc, stage_address(stage.index), place);
       __syncwarp();
       if (place.lane == 0) barrier_arrive(empty_barrier(stage.index));
       has_left = true;

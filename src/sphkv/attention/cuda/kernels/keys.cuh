@@ -88,10 +88,8 @@ INLINE void key_step(float (&acc)[4], const uint32_t* points, const uint32_t* tu
 template <int STEP = 0>
 INLINE void constant_steps(float (&acc)[4], const Turned& turned, uint32_t bank) {
   if constexpr (STEP < CONSTANT_STEPS) {
-    constexpr int AT = SHARED_BASE + CONSTANT_OFFSET + STEP * 4 * SLOT_BYTES;
-    const uint32_t points[4] = {
-        load_shared_at<AT>(bank), load_shared_at<AT + SLOT_BYTES>(bank),
-        load_shared_at<AT + 2 * SLOT_BYTES>(bank), load_shared_at<AT + 3 * SLOT_BYTES>(bank)};
+    const uint4 v = load_shared4(SHARED_BASE + CONSTANT_OFFSET + STEP * 4 * SLOT_BYTES + 4 * bank);
+    const uint32_t points[4] = {v.x, v.y, v.z, v.w};
     key_step(acc, points, turned.at + 2 * (LOOKUP_STEPS + STEP));
     constant_steps<STEP + 1>(acc, turned, bank);
   }

@@ -102,7 +102,7 @@ struct Params {
   const int* page_ids;          // head by head, sequence by sequence
   const int* row_start;         // [kv_heads * batch + 1] into page_ids
   const uint8_t* tables;        // [kv_heads][TABLE_BYTES]
-  const uint8_t* turns;         // [turn_rows][PLANES] (cos, sin) half2
+  const uint8_t* turns;         // [16 >> turn_shift][turn_rows][PLANES] (cos, sin) half2
   const void* query;            // [batch][query_heads][HEAD_DIM] float or bfloat16
   const int* query_positions;   // [batch], read if window > 0
   const float* sinks;           // [query_heads] or null
@@ -120,8 +120,8 @@ struct Params {
   int position_offset;  // of the first base inside a page
   int position_stride;  // bytes between bases of tiles: 0 (contiguous) or 4 (runs)
   int tile_step;        // positions between tiles: 16 (contiguous) or 0 (runs)
-  int turn_rows;
-  int turn_shift;       // log2 of the positions between rows of turns
+  int turn_rows;        // positions 16 apart
+  int turn_shift;       // log2 of the positions between phases
   int window;           // 0 for none
   int query_is_bf16;
   int unrotate;         // apply the Hadamard rotation to the output

@@ -29,10 +29,11 @@ INLINE uint32_t empty_barrier(uint32_t stage) {
 }
 INLINE uint32_t table_barrier() { return SHARED_BASE + BARRIER_OFFSET + 16 * MAX_STAGES; }
 
-INLINE void init_barriers() {
+INLINE void init_barriers(const Params& p) {
   barrier_init(table_barrier(), 1);
   for (int s = 0; s < STAGES; s++) {
-    barrier_init(full_barrier(s), 1 + 32);  // the page, and the turns copied by each lane
+    // the page, and with it the turns of contiguous tiles; those of runs are copied by each lane
+    barrier_init(full_barrier(s), p.tile_step ? 1 : 1 + 32);
     barrier_init(empty_barrier(s), TEAM_WARPS);
   }
 }
@@ -46,25 +47,35 @@ INLINE int stored_base(const Params& p, const uint8_t* page, int tile) {
   return __ldg((const int*)(page + p.position_offset + tile * p.position_stride));
 }
 
-// Copy a page in one piece, and for each of its tiles the row of turns of the tile's base, which
-// lanes 0-7 of the leader bring. Rows are small: lanes copy them faster than the copy engine.
+// Row of the turns of a position. Rows 16 positions apart are neighbours, so that the tiles of a
+// contiguous page are one piece.
+INLINE uint32_t turn_row(const Params& p, uint32_t position) {
+  const uint32_t phase = position % TILE_KEYS >> p.turn_shift;
+  return phase * p.turn_rows + min(position / TILE_KEYS, (uint32_t)p.turn_rows - 1u);
+}
+
+// Copy a page, and for each of its tiles the row of turns of the tile's base.
 INLINE void request_page(const Params& p, int id, int stored, uint32_t stage, int lane) {
   constexpr int ROW_LANES = TURN_ROW_BYTES / 16, ROWS = 32 / ROW_LANES;
   const uint32_t full = full_barrier(stage);
   const uint32_t to = stage_address(stage);
+  const uint32_t offset = turn_row(p, stored) * TURN_ROW_BYTES;
   if (lane == 0) {
-    barrier_expect(full, p.page_bytes);
+    const uint32_t turn_bytes = p.tile_step ? PAGE_TILES * TURN_ROW_BYTES : 0;
+    barrier_expect(full, p.page_bytes + turn_bytes);
     copy_bulk(to, page_pointer(p, id), p.page_bytes, full);
+    if (p.tile_step) copy_bulk(to + PAGE_CAPACITY, p.turns + offset, turn_bytes, full);
   }
-  const uint32_t base = stored + lane * p.tile_step;
-  const uint32_t row = min(base >> p.turn_shift, (uint32_t)p.turn_rows - 1u);
+  if (!p.tile_step) {
+    // lanes 0-7 know the bases; lanes copy small pieces faster than the copy engine
 #pragma unroll 1
-  for (int tile = 0; tile < PAGE_TILES; tile += ROWS) {
-    const uint32_t mine = __shfl_sync(ALL_LANES, row, tile + lane / ROW_LANES);
-    copy_16(to + PAGE_CAPACITY + tile * TURN_ROW_BYTES + lane * 16,
-            p.turns + (uint64_t)mine * TURN_ROW_BYTES + lane % ROW_LANES * 16);
+    for (int tile = 0; tile < PAGE_TILES; tile += ROWS) {
+      const uint32_t row = __shfl_sync(ALL_LANES, offset, tile + lane / ROW_LANES);
+      copy_16(to + PAGE_CAPACITY + tile * TURN_ROW_BYTES + lane * 16,
+              p.turns + row + lane % ROW_LANES * 16);
+    }
+    track_copies(full);
   }
-  track_copies(full);
 }
 
 // What a leader has left to fetch. Page ids are read two pages ahead, bases one page ahead, so

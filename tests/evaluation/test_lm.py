@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+
+import pytest
+
+from sphkv.cli.main import main
+from sphkv.evaluation.demo_text import hidden_facts, make_document
+from sphkv.evaluation.key_methods import comparison_method, shared_bits, tier_for_bits
+
+
+def test_bits_are_met_from_below():
+    for key_bits in (1.25, 2.25, 3.25, 4.25):
+        tier = tier_for_bits(key_bits, 16, 64)
+        stored = tier.key_bits_stored(64) + shared_bits(64)
+        assert key_bits - 0.1 < stored <= key_bits
+    assert tier_for_bits(2.25, 3.25, 64).value_bits == 3
+    assert tier_for_bits(2.25, 3.1, 64).value_bits == 2
+    assert tier_for_bits(2.25, 16, 64).value_bits == 16
+    assert tier_for_bits(2.25, 4.25, 128).value_bits == 4
+    with pytest.raises(ValueError, match=r"key_bits 0\.1"):
+        tier_for_bits(0.1, 16, 64)
+    with pytest.raises(ValueError, match="value_bits 2"):
+        tier_for_bits(2.25, 2, 64)
+
+
+def test_comparison_codecs_are_met_from_below():
+    method = comparison_method("rotation-lloyd", 2.3, 16, head_dim=64, dense_tokens=4)
+    assert method.key_bits == 2.25
+    assert method.value_codec is None
+    with pytest.raises(ValueError, match="per-channel-int needs at least 2 key bits"):
+        comparison_method("per-channel-int", 1.5, 16, head_dim=64, dense_tokens=4)
+
+
+def test_document_hides_every_fact_once():
+    facts = hidden_facts()
+    document = make_document(300, facts)
+    for fact in facts:
+        assert document.count(fact.sentence) == 1
+        assert fact.answer in fact.sentence
+    assert document == make_document(300, hidden_facts())
+
+
+def measure(tmp_path, text, *extra):
+    out = tmp_path / "record.json"
+    argv = ["eval", "lm", "--model", "smollm2", "--text", str(text), "--context", "448"]
+    assert main([*argv, "--out", str(out), *extra]) == 0
+    return json.loads(out.read_text())
+
+
+def test_real_model_loses_little_and_less_than_a_rotation_codec(smollm2, tmp_path):
+    """A short run of the real harness: figures of a tiny text, so bounds are loose."""
+    text = tmp_path / "text.txt"
+    text.write_text(make_document(120, hidden_facts()), encoding="utf-8")
+    ours = measure(tmp_path, text, "--key-bits", "2.25", "--value-bits", "4.25")
+    other = measure(
+        tmp_path, text, "--key-bits", "2.25", "--value-bits", "4.25", "--method", "rotation-lloyd"
+    )
+    assert ours["key_bits"] <= 2.25
+    assert 0 < ours["kl"] < 0.25
+    assert ours["kl"] < 0.5 * other["kl"]
+    ledger = ours["ledger"]
+    kinds = ("codes", "radii", "values", "positions", "headers", "ptr", "tags", "prot", "frag")
+    assert ledger["total"] == sum(ledger[kind] for kind in kinds)
+    assert ours["b_kv"] == pytest.approx(ledger["total"] / 448)
+    with pytest.raises(AssertionError):
+        measure(tmp_path, text, "--context", "100000")
