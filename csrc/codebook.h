@@ -19,13 +19,21 @@ struct Rotary {
   std::vector<int32_t> channel;  // [planes, 2]
   std::vector<float> cos_row;    // [planes, kMaxRows]
   std::vector<float> sin_row;
+  std::vector<float> cos_step;   // [kMaxRows + 1, planes], the same transposed
+  std::vector<float> sin_step;
 
   Rotary(int planes, const double* radians, const int64_t* channels);
 };
 
+// Phases of every plane at one position.
 struct Phases {
-  std::vector<int32_t> word;  // [planes] turns in units of 2^-32
+  std::vector<int32_t> word;        // turns in units of 2^-32
   std::vector<float> cosine, sine;
+#if defined(__aarch64__)
+  std::vector<__fp16> half_cosine, half_sine;
+#endif
+  int64_t position = 0;
+  int num_advances = -1;            // since the last exact start; -1 before the first
 };
 
 // One plane's contribution: a point chosen by a slot's code, or a constant point.

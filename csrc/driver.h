@@ -7,6 +7,9 @@ inline int padded_count(int count) {
   return (count + kGroupTokens - 1) / kGroupTokens * kGroupTokens;
 }
 
+// A page whose share of the weight so far is less than this adds nothing to a float32 sum.
+constexpr float kNegligible = 1.0f / (1 << 24);
+
 template <class K>
 struct PageWorker {
   const Step& step;
@@ -45,8 +48,9 @@ struct PageWorker {
     if (peak == kMinusInf) return 0.0f;
     raise_peak(state, v, step.plan->head_dim, peak);
     float most;
-    state.mass[v] += exponentiate(row, scratch.step, padded, state.peak[v], &most);
-    return most;
+    const float mass = exponentiate(row, scratch.step, padded, state.peak[v], &most);
+    state.mass[v] += mass;
+    return mass > kNegligible * state.mass[v] ? most : 0.0f;
   }
 
   void find_range(int count) {

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "plan.h"
-#include "query_table.h"
 
 namespace sphkv {
 

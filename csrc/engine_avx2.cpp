@@ -1,3 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
+// x86-64 with AVX2 and FMA; compiled with -mavx2 -mfma.
 #include "variant_begin.h"
-namespace sphkv { std::unique_ptr<Engine> make_avx2_engine() { return nullptr; } }
+
+#if defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+
+#define SPHKV_VECTOR_BYTES 32
+#define SPHKV_HAS_VNNI 0
+
+namespace sphkv {
+namespace avx2 {
+constexpr bool kIsExact = false;
+#include "softmax.h"
+#include "phases.h"
+#include "dense.h"
+#include "driver.h"
+#include "simd_x86.h"
+#include "query_table.h"
+#include "lookup.h"
+#include "values.h"
+#include "engine_impl.h"
+}  // namespace avx2
+
+std::unique_ptr<Engine> make_avx2_engine() {
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return nullptr;
+  return std::make_unique<avx2::KernelEngine<avx2::LookupKernel>>("avx2", avx2::kValueDims);
+}
+
+}  // namespace sphkv
+
+#else
+
+namespace sphkv {
+std::unique_ptr<Engine> make_avx2_engine() { return nullptr; }
+}  // namespace sphkv
+
+#endif

@@ -1,6 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Engine of a kernel K; included inside a variant's namespace, after driver.h.
 
+// Planes of all query rows of one KV head, softmax scale applied: [rows, planes, 2].
+inline void plane_queries(const Rotary& rotary, const float* query, int num_rows, float scale,
+                          std::vector<float>& out) {
+  const int dim = 2 * rotary.num_planes;
+  out.resize(static_cast<size_t>(num_rows) * dim);
+  for (int v = 0; v < num_rows; ++v) {
+    for (int i = 0; i < dim; ++i) out[v * dim + i] = scale * query[v * dim + rotary.channel[i]];
+  }
+}
+
 template <class K>
 class KernelEngine final : public Engine {
  public:

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // aarch64 with dot products and half precision; compiled with -march=armv8.2-a+dotprod+fp16.
-#define SPHKV_VECTOR_BYTES 16
 #include "variant_begin.h"
 
 #if defined(__ARM_FEATURE_DOTPROD) && defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
-#include <arm_neon.h>
 #if defined(__linux__)
 #include <sys/auxv.h>
 #endif
+
+#define SPHKV_VECTOR_BYTES 16
 
 namespace sphkv {
 namespace neon {
@@ -17,6 +17,7 @@ constexpr bool kIsExact = false;
 #include "dense.h"
 #include "driver.h"
 #include "simd_neon.h"
+#include "query_table.h"
 #include "lookup.h"
 #include "values.h"
 #include "engine_impl.h"

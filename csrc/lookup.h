@@ -30,7 +30,10 @@ struct LookupScratch {
     weight_scale.resize(num_rows);
     weight_sum.resize(num_rows);
   }
-  void forget_base() { has_base = false; }
+  void forget_base() {
+    has_base = false;
+    phases.num_advances = -1;
+  }
 };
 
 struct GroupArgs {
@@ -55,6 +58,23 @@ inline void add_unit(const int8_t* query, const int32_t* place, const Bytes poin
   }
 }
 
+// Points of both entries for every token of the group.
+template <bool IS_HIGH>
+inline void look_up_unit(const GroupArgs& args, const UnitOffsets& unit, Bytes lanes[4]) {
+  const uint8_t* points = args.turned + unit.points;
+  if (unit.codes[0] < 0) {
+    const uint8_t word[4] = {points[0], points[16], points[32], points[48]};
+    lanes[0] = lanes[1] = lanes[2] = lanes[3] = broadcast_word(word);
+    return;
+  }
+  Bytes a = load_bytes(args.codes + unit.codes[0]);
+  Bytes b = load_bytes(args.codes + unit.codes[1]);
+  a = IS_HIGH ? high_nibbles(a) : low_nibbles(a);
+  b = IS_HIGH ? high_nibbles(b) : low_nibbles(b);
+  interleave(look_up(load_bytes(points), a), look_up(load_bytes(points + 16), a),
+             look_up(load_bytes(points + 32), b), look_up(load_bytes(points + 48), b), lanes);
+}
+
 // Logits of one group for NV query rows; IS_HIGH: its codes are the upper nibbles.
 template <int NV, bool IS_HIGH, bool IS_GATHERED>
 void group_logits(const GroupArgs& args) {
@@ -63,7 +83,6 @@ void group_logits(const GroupArgs& args) {
     for (auto& lane : row) lane = zero_ints();
   }
   const QueryTable& table = *args.table;
-  const UnitOffsets* offsets = table.offsets.data();
   const size_t unit_bytes = table.unit_bytes(args.first_query);
   const int8_t* query = table.block(args.first_query);
   int32_t place[kGroupTokens];  // of each token's word in a unit
@@ -74,32 +93,22 @@ void group_logits(const GroupArgs& args) {
   } else {
     query += static_cast<size_t>(args.row[0]) * 4 * NV;
   }
-  for (const Level& level : table.levels) {
-    if (level.shift > 0) {
+  const UnitOffsets* unit = table.offsets.data();
+  const UnitOffsets* const end = unit + table.units.size();
+  // one unit ahead: its look-ups fill the time that these dot products take
+  Bytes lanes[4];
+  look_up_unit<IS_HIGH>(args, *unit, lanes);
+  for (; unit < end; ++unit, query += unit_bytes) {
+    // additions run on every vector unit, shifts often on one only
+    for (int bit = unit->shift; bit > 0; --bit) {
       for (auto& row : sum) {
-        for (auto& lane : row) lane = shift_left(lane, level.shift);
+        for (auto& lane : row) lane = twice(lane);
       }
     }
-    for (int u = level.begin; u < level.first_constant; ++u) {
-      const uint8_t* points = args.turned + offsets[u].points;
-      Bytes a = load_bytes(args.codes + offsets[u].codes[0]);
-      Bytes b = load_bytes(args.codes + offsets[u].codes[1]);
-      a = IS_HIGH ? high_nibbles(a) : low_nibbles(a);
-      b = IS_HIGH ? high_nibbles(b) : low_nibbles(b);
-      Bytes lanes[4];
-      interleave(look_up(load_bytes(points), a), look_up(load_bytes(points + 16), a),
-                 look_up(load_bytes(points + 32), b), look_up(load_bytes(points + 48), b), lanes);
-      add_unit<NV, IS_GATHERED>(query, place, lanes, sum);
-      query += unit_bytes;
-    }
-    for (int u = level.first_constant; u < level.end; ++u) {
-      const uint8_t* points = args.turned + offsets[u].points;
-      const uint8_t word[4] = {points[0], points[16], points[32], points[48]};
-      const Bytes same = broadcast_word(word);
-      const Bytes lanes[4] = {same, same, same, same};
-      add_unit<NV, IS_GATHERED>(query, place, lanes, sum);
-      query += unit_bytes;
-    }
+    Bytes next[4];
+    look_up_unit<IS_HIGH>(args, unit[1], next);
+    add_unit<NV, IS_GATHERED>(query, place, lanes, sum);
+    for (int i = 0; i < 4; ++i) lanes[i] = next[i];
   }
   for (int v = 0; v < NV; ++v) {
     for (int i = 0; i < 4; ++i) {
@@ -128,19 +137,23 @@ inline void turn_codebook(const Codebook& codebook, int head, const QueryTable& 
                           int64_t base, LookupScratch& scratch) {
   const Rotary& rotary = *codebook.rotary;
   scratch.turned.resize(table.tables.size() * kTableBytes);
-  base_phases(rotary, base, scratch.phases);
+  move_phases(rotary, base, scratch.phases);
+  finish_phases(rotary.num_planes, scratch.phases);
+  const int32_t* plane = table.turn_plane.data();
+  rotate_bytes(table.turn_points.data(), plane, 2 * table.num_upper, scratch.phases,
+               scratch.turned.data());
   const HeadCodebook& points = codebook.heads[head];
-  uint8_t* out = scratch.turned.data();
-  for (const PointTable& part : table.tables) {
-    for (int half = 0; half < 2; ++half, out += kTableBytes / 2) {
-      const int e = part.entry[half];
-      if (e < 0) {
+  for (size_t i = table.num_upper; i < table.tables.size(); ++i) {
+    for (int half = 0; half < 2; ++half) {
+      const int entry = table.tables[i].entry[half];
+      uint8_t* out = scratch.turned.data() + i * kTableBytes + half * kTableBytes / 2;
+      if (entry < 0) {
         std::memset(out, 0, kTableBytes / 2);
         continue;
       }
-      const int plane = points.entries[e].plane;
-      rotate_points(points, e, scratch.phases.cosine[plane], scratch.phases.sine[plane],
-                    part.is_low, out);
+      const int p = plane[2 * i + half];
+      rotate_low_bytes(points.scaled.data() + static_cast<size_t>(entry) * 2 * kSlotLevels,
+                       scratch.phases.cosine[p], scratch.phases.sine[p], out);
     }
   }
   scratch.base = base;
@@ -155,6 +168,16 @@ struct LookupKernel {
                     Table& out) {
     QueryTableBuilder(*kind.codebook, head, planes, queries)
         .build(out, kind.layout.slot_stride(), kRowBytesBudget);
+    const HeadCodebook& points = kind.codebook->heads[head];
+    out.turn_plane.clear();
+    out.turn_points.assign(static_cast<size_t>(out.num_upper) * 4 * kSlotLevels, Point{});
+    for (size_t i = 0; i < 2 * out.tables.size(); ++i) {
+      const int entry = out.tables[i / 2].entry[i % 2];
+      out.turn_plane.push_back(entry < 0 ? 0 : points.entries[entry].plane);
+      if (entry < 0 || i >= 2 * static_cast<size_t>(out.num_upper)) continue;
+      std::copy_n(entry_points(points, entry), 2 * kSlotLevels,
+                  out.turn_points.begin() + i * 2 * kSlotLevels);
+    }
   }
 
   static void logits(const uint8_t* page, const uint8_t* next, const PageKind& kind, int head,
@@ -189,8 +212,8 @@ struct LookupKernel {
 
  private:
   static void prefetch(const uint8_t* at, int bytes) {
-    constexpr int kLineBytes = 64;
-    for (int i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(at + i);
+    constexpr int kLineBytes = 64, kSecondLevel = 2;
+    for (int i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(at + i, 0, kSecondLevel);
   }
 
   static void use_base(const Codebook& codebook, int head, const Table& table, int64_t first,

@@ -45,16 +45,20 @@ inline const PageHeader& header_of(const uint8_t* page) {
   return *reinterpret_cast<const PageHeader*>(page);
 }
 
-// Position of every state below the count.
+// Position of every state below the count; `out` has room for a whole page.
 inline void read_positions(const uint8_t* page, const PageLayout& layout, int32_t* out) {
   const PageHeader& header = header_of(page);
   const auto* words = reinterpret_cast<const int32_t*>(page + layout.position_offset);
-  for (int t = 0; t < header.count; ++t) {
-    switch (layout.mode) {
-      case PositionMode::kContiguous: out[t] = header.position_base + t; break;
-      case PositionMode::kRuns: out[t] = words[t / kGroupTokens] + t % kGroupTokens; break;
-      case PositionMode::kTokens: out[t] = words[t]; break;
-    }
+  const int count = header.count;
+  if (layout.mode == PositionMode::kTokens) {
+    for (int t = 0; t < count; ++t) out[t] = words[t];
+    return;
+  }
+  for (int first = 0; first < count; first += kGroupTokens) {
+    const int32_t base = layout.mode == PositionMode::kRuns ? words[first / kGroupTokens]
+                                                            : header.position_base + first;
+    // slack of the last group is written too, which is cheaper than to stop
+    for (int i = 0; i < kGroupTokens; ++i) out[first + i] = base + i;
   }
 }
 

@@ -32,3 +32,27 @@ inline void base_phases(const Rotary& rotary, int64_t position, Phases& out) {
     store_floats(out.sine.data() + i, (quarter & 2) != 0 ? -sine : sine);
   }
 }
+
+// Moves phases to a later position: exactly, or by one rotation if that is at most a page away.
+// Each rotation costs about one bit in 2^24, so only a bounded number of them follow each other.
+inline void move_phases(const Rotary& rotary, int64_t position, Phases& phases) {
+  constexpr int kMaxAdvances = 64;
+  const int64_t step = position - phases.position;
+  if (phases.num_advances < 0 || phases.num_advances >= kMaxAdvances || step < 0 ||
+      step > kMaxRows) {
+    base_phases(rotary, position, phases);
+    phases.num_advances = 0;
+  } else {
+    const float* cosine = rotary.cos_step.data() + step * rotary.num_planes;
+    const float* sine = rotary.sin_step.data() + step * rotary.num_planes;
+    float* c = phases.cosine.data();
+    float* s = phases.sine.data();
+    for (int i = 0; i < rotary.num_planes; ++i) {
+      const float turned = c[i] * cosine[i] - s[i] * sine[i];
+      s[i] = s[i] * cosine[i] + c[i] * sine[i];
+      c[i] = turned;
+    }
+    ++phases.num_advances;
+  }
+  phases.position = position;
+}

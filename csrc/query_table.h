@@ -4,23 +4,13 @@
 // A logit is a sum over entries of x*a + y*b, where (x, y) is the coded point turned by the tile
 // base and (a, b) the query turned back by the row. Two entries make a unit: four bytes
 // (a0, b0, a1, b1) per row, one lane of an int8 dot product. A unit's query bytes are scaled by a
-// power of two so that they fill the byte; units of one power form a level, and the accumulator
-// is shifted from level to level. So a small term keeps as many digits as a large one.
+// power of two so that they fill the byte; units are added by falling size, and the sum is doubled
+// wherever the power rises. So a small term keeps as many digits as a large one.
 //
 // An entry that must be better than 8 bits adds two units: the low byte of its points, and what
 // rounding took from its query.
-#pragma once
-
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-
-#include "codebook.h"
-#include "plan.h"
-
-namespace sphkv {
+//
+// Included inside a variant's namespace, after its simd header.
 
 constexpr int kTableBytes = 4 * kSlotLevels;
 constexpr int kQueryBlock = 4;  // query rows whose sums stay in registers
@@ -36,21 +26,16 @@ struct Unit {
   bool is_rest;       // carries the rounding rest of the query
 };
 
-// Rotated bytes (x0, y0, x1, y1), 16 each.
+// Rotated bytes (x0, y0, x1, y1), 16 each; a pair of entries.
 struct PointTable {
   int32_t entry[2];
-  bool is_low;
 };
 
 // What the inner loop needs of a unit: byte offsets of two slots' codes and of the points.
 struct UnitOffsets {
-  int32_t codes[2];
+  int32_t codes[2];  // negative: a constant, no look-up
   int32_t points;
-};
-
-struct Level {
-  int begin, first_constant, end;
-  int shift;  // of the accumulator, before the level
+  int32_t shift;  // doublings of the sum before this unit is added
 };
 
 struct QueryTable {
@@ -58,8 +43,10 @@ struct QueryTable {
   int num_queries = 0;
   std::vector<Unit> units;
   std::vector<PointTable> tables;
-  std::vector<UnitOffsets> offsets;
-  std::vector<Level> levels;
+  int num_upper = 0;   // tables of upper bytes come first, then those of lower bytes
+  std::vector<UnitOffsets> offsets;  // [units + 1]
+  std::vector<int32_t> turn_plane;  // [2 * tables] plane whose phase turns the entry
+  std::vector<Point> turn_points;   // [2 * upper tables, 2, 16] points in the order of tables
   std::vector<float> scale;  // [queries] of the integer sum
   // By blocks of up to kQueryBlock queries: [units, rows / 4, queries of the block, 4, 4], so that
   // what a group of tokens needs of a unit lies together.
@@ -76,16 +63,6 @@ struct QueryTable {
   }
 };
 
-// Planes of all query rows of one KV head, softmax scale applied: [rows, planes, 2].
-inline void plane_queries(const Rotary& rotary, const float* query, int num_rows, float scale,
-                          std::vector<float>& out) {
-  const int planes = rotary.num_planes, dim = 2 * planes;
-  out.resize(static_cast<size_t>(num_rows) * dim);
-  for (int v = 0; v < num_rows; ++v) {
-    for (int i = 0; i < dim; ++i) out[v * dim + i] = scale * query[v * dim + rotary.channel[i]];
-  }
-}
-
 class QueryTableBuilder {
  public:
   QueryTableBuilder(const Codebook& codebook, int head, const float* planes, int num_queries)
@@ -96,7 +73,6 @@ class QueryTableBuilder {
     out.num_queries = num_queries_;
     out.units.clear();
     out.tables.clear();
-    out.levels.clear();
     measure();
     pair_entries(out);
     refine(out);
@@ -104,10 +80,14 @@ class QueryTableBuilder {
     out.num_rows = choose_rows(static_cast<int>(out.units.size()), row_bytes_budget);
     fill(out);
     out.offsets.clear();
+    int exponent = 0;
     for (const Unit& unit : out.units) {
       out.offsets.push_back({{unit.slot[0] * slot_stride, unit.slot[1] * slot_stride},
-                             unit.table * kTableBytes});
+                             unit.table * kTableBytes,
+                             unit.exponent - exponent});
+      exponent = unit.exponent;
     }
+    out.offsets.push_back({{0, 0}, 0, 0});  // the kernel looks one unit ahead
   }
 
  private:
@@ -118,7 +98,11 @@ class QueryTableBuilder {
   std::vector<float> top_;    // [queries] largest term
   std::vector<float> share_;  // [entries] largest share of a term in its query's largest
 
-  static constexpr int kMaxExponent = 6;
+  // Terms below a sixteenth of the largest share a power: their rounding no longer counts, unless
+  // the large ones are refined.
+  static constexpr int kCoarseExponent = 4;
+  static constexpr int kFineExponent = 8;
+  int max_exponent_ = kCoarseExponent;
   static constexpr int kLowBits = 8;
   // four products of 127 * 127 per unit must fit 31 bits after all shifts
   static constexpr double kAccumulator = 2147483647.0 / (4.0 * 128 * 127);
@@ -133,6 +117,9 @@ class QueryTableBuilder {
     const int n = static_cast<int>(head_.entries.size());
     top_.assign(num_queries_, 0.0f);
     share_.assign(n, 0.0f);
+    for (const Entry& entry : head_.entries) {
+      if (entry.is_fine) max_exponent_ = kFineExponent;
+    }
     for (int v = 0; v < num_queries_; ++v) {
       float top = 0.0f;
       for (int e = 0; e < n; ++e) top = std::max(top, amplitude(v, e));
@@ -150,24 +137,25 @@ class QueryTableBuilder {
     unit.slot[0] = head_.entries[a].slot;
     unit.slot[1] = b >= 0 ? head_.entries[b].slot : unit.slot[0];
     unit.is_constant = unit.slot[0] < 0;
-    unit.exponent = kMaxExponent;
-    if (share > 0.0f) unit.exponent = std::min(kMaxExponent, -std::ilogb(share) - 1);
+    unit.exponent = max_exponent_;
+    if (share > 0.0f) unit.exponent = std::min(max_exponent_, -std::ilogb(share) - 1);
     unit.exponent = std::max(unit.exponent, 0);
     unit.main_exponent = unit.exponent;
     unit.table = static_cast<int>(out.tables.size());
-    out.tables.push_back({{a, b}, false});
+    out.tables.push_back({{a, b}});
     out.units.push_back(unit);
   }
 
   void pair_entries(QueryTable& out) const {
-    std::vector<int> loose[2];  // single slots, constants
+    std::vector<int> loose[3];  // constants, single slots, fine single slots
     const int n = static_cast<int>(head_.entries.size());
     for (int e = 0; e < n; ++e) {
       if (head_.entries[e].is_pair_first) {
         add_unit(out, e, e + 1);
         ++e;
       } else {
-        loose[head_.entries[e].slot < 0].push_back(e);
+        const Entry& entry = head_.entries[e];
+        loose[entry.slot < 0 ? 0 : 1 + entry.is_fine].push_back(e);
       }
     }
     for (auto& list : loose) {
@@ -180,16 +168,15 @@ class QueryTableBuilder {
 
   void refine(QueryTable& out) const {
     const size_t num_main = out.units.size();
+    out.num_upper = static_cast<int>(out.tables.size());
     for (size_t u = 0; u < num_main; ++u) {
       const Unit main = out.units[u];
-      const bool is_fine = head_.entries[main.entry[0]].is_fine ||
-                           (main.entry[1] >= 0 && head_.entries[main.entry[1]].is_fine);
-      if (main.is_constant || !is_fine) continue;
+      if (main.is_constant || !head_.entries[main.entry[0]].is_fine) continue;
       Unit low = main;
       low.exponent += kLowBits;
       low.is_low_point = true;
       low.table = static_cast<int>(out.tables.size());
-      out.tables.push_back({{main.entry[0], main.entry[1]}, true});
+      out.tables.push_back({{main.entry[0], main.entry[1]}});
       out.units.push_back(low);
       Unit rest = main;
       rest.exponent += kLowBits;
@@ -201,23 +188,11 @@ class QueryTableBuilder {
   void order(QueryTable& out) const {
     double sum = 0.0;
     for (const Unit& unit : out.units) sum += std::ldexp(1.0, -unit.exponent);
-    const int most = sum > 0.0 ? std::ilogb(kAccumulator / sum) : kMaxExponent;
+    const int most = sum > 0.0 ? std::ilogb(kAccumulator / sum) : 0;
     for (Unit& unit : out.units) unit.exponent = std::max(0, std::min(unit.exponent, most));
-    std::stable_sort(out.units.begin(), out.units.end(), [](const Unit& a, const Unit& b) {
-      return a.exponent != b.exponent ? a.exponent < b.exponent : a.is_constant < b.is_constant;
-    });
-    const int n = static_cast<int>(out.units.size());
-    int previous = n > 0 ? out.units[0].exponent : 0;
-    for (int at = 0; at < n;) {
-      Level level{at, at, at, out.units[at].exponent - previous};
-      previous = out.units[at].exponent;
-      while (level.end < n && out.units[level.end].exponent == previous) {
-        if (!out.units[level.end].is_constant) ++level.first_constant;
-        ++level.end;
-      }
-      out.levels.push_back(level);
-      at = level.end;
-    }
+    std::stable_sort(out.units.begin(), out.units.end(),
+                     [](const Unit& a, const Unit& b) { return a.exponent < b.exponent; });
+    const int previous = out.units.empty() ? 0 : out.units.back().exponent;
     out.scale.resize(num_queries_);
     for (int v = 0; v < num_queries_; ++v) {
       out.scale[v] = std::ldexp(top_[v] / (127.0f * 127.0f), -previous);
@@ -234,68 +209,76 @@ class QueryTableBuilder {
 
   void fill(QueryTable& out) const {
     out.rows.resize(out.units.size() * 4 * out.num_rows * num_queries_);
-    thread_local std::vector<uint32_t> words;
-    words.resize(out.num_rows);
-    auto* place = reinterpret_cast<uint32_t*>(out.rows.data());
+    int8_t* place = out.rows.data();
     for (int first = 0; first < num_queries_; first += kQueryBlock) {
       const int size = out.block_size(first);
       for (const Unit& unit : out.units) {
         for (int v = 0; v < size; ++v) {
-          fill_unit(unit, first + v, out.num_rows, words.data());
-          for (int r = 0; r < out.num_rows; r += 4) {
-            std::memcpy(place + r * size + 4 * v, words.data() + r, 16);
+          const Turning a = turning(unit, 0, first + v), b = turning(unit, 1, first + v);
+          const float gain = std::ldexp(1.0f, unit.exponent - unit.main_exponent);
+          if (unit.is_rest) {
+            fill_rows<true>(a, b, gain, out.num_rows, place + 16 * v, 16 * size);
+          } else {
+            fill_rows<false>(a, b, gain, out.num_rows, place + 16 * v, 16 * size);
           }
         }
-        place += out.num_rows * size;
+        place += static_cast<size_t>(out.num_rows) * 4 * size;
       }
     }
   }
 
-  // Rounds to the nearest integer and leaves it, two's complement, in the low bits.
-  static uint32_t round_bits(float x) {
-    const float shifted = x + 12582912.0f;
-    uint32_t bits;
-    std::memcpy(&bits, &shifted, sizeof bits);
-    return bits;
+  // One entry's query, scaled to bytes, and the phases of rows.
+  struct Turning {
+    float x, y;
+    const float* cosine;
+    const float* sine;
+  };
+
+  Turning turning(const Unit& unit, int half, int v) const {
+    Turning out{0.0f, 0.0f, rotary_.cos_row.data(), rotary_.sin_row.data()};
+    const int e = unit.entry[half];
+    if (e < 0 || top_[v] == 0.0f) return out;
+    const Entry& entry = head_.entries[e];
+    const int exponent = unit.is_rest ? unit.main_exponent
+                                      : unit.exponent - (unit.is_low_point ? kLowBits : 0);
+    const float scale = std::ldexp(127.0f * entry.radius / top_[v], exponent);
+    const float* q = planes_ + (static_cast<size_t>(v) * rotary_.num_planes + entry.plane) * 2;
+    out.x = q[0] * scale;
+    out.y = q[1] * scale;
+    out.cosine += static_cast<size_t>(entry.plane) * kMaxRows;
+    out.sine += static_cast<size_t>(entry.plane) * kMaxRows;
+    return out;
   }
 
-  static float round_float(float x) { return (x + 12582912.0f) - 12582912.0f; }
+  // A sum with 1.5 * 2^23 leaves the rounded integer, two's complement, in a float's low bits.
+  static constexpr float kInteger = 12582912.0f;
 
-  void fill_unit(const Unit& unit, int v, int num_rows, uint32_t* word) const {
-    for (int half = 0; half < 2; ++half) {
-      const int e = unit.entry[half];
-      float qx = 0.0f, qy = 0.0f;
-      const float* cosine = rotary_.cos_row.data();
-      const float* sine = rotary_.sin_row.data();
-      const int exponent = unit.is_rest ? unit.main_exponent
-                                        : unit.exponent - (unit.is_low_point ? kLowBits : 0);
-      if (e >= 0 && top_[v] > 0.0f) {
-        const Entry& entry = head_.entries[e];
-        const float* q = planes_ + static_cast<size_t>(v) * 2 * rotary_.num_planes;
-        const float f = std::ldexp(127.0f * entry.radius / top_[v], exponent);
-        qx = q[2 * entry.plane] * f;
-        qy = q[2 * entry.plane + 1] * f;
-        cosine += static_cast<size_t>(entry.plane) * kMaxRows;
-        sine += static_cast<size_t>(entry.plane) * kMaxRows;
-      }
-      const float rest = unit.is_rest ? std::ldexp(1.0f, unit.exponent - exponent) : 0.0f;
-      if (unit.is_rest) {
-        for (int r = 0; r < num_rows; ++r) {
-          const float a = qx * cosine[r] + qy * sine[r], b = qy * cosine[r] - qx * sine[r];
-          const float c = std::min(127.0f, rest * (a - round_float(a)));
-          const float d = std::min(127.0f, rest * (b - round_float(b)));
-          const uint32_t pair = (round_bits(c) & 255u) | (round_bits(d) & 255u) << 8;
-          word[r] = half ? word[r] | pair << 16 : pair;
-        }
-      } else {
-        for (int r = 0; r < num_rows; ++r) {
-          const float a = qx * cosine[r] + qy * sine[r], b = qy * cosine[r] - qx * sine[r];
-          const uint32_t pair = (round_bits(a) & 255u) | (round_bits(b) & 255u) << 8;
-          word[r] = half ? word[r] | pair << 16 : pair;
-        }
+  template <bool IS_REST>
+  static Words byte_of(Floats x, float gain) {
+    if (IS_REST) {
+      x = (x - ((x + kInteger) - kInteger)) * gain;
+      x = x > 127.0f ? same(127.0f) : x < -127.0f ? same(-127.0f) : x;
+    }
+    x += kInteger;
+    Words bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits & 255;
+  }
+
+  // Words (a0, b0, a1, b1) of all rows; four rows lie together, then `stride` bytes follow.
+  template <bool IS_REST>
+  static void fill_rows(const Turning& a, const Turning& b, float gain, int num_rows,
+                        int8_t* out, int stride) {
+    for (int r = 0; r < num_rows; r += kLanes) {
+      const Floats c0 = load_floats(a.cosine + r), s0 = load_floats(a.sine + r);
+      const Floats c1 = load_floats(b.cosine + r), s1 = load_floats(b.sine + r);
+      const Words word = byte_of<IS_REST>(a.x * c0 + a.y * s0, gain) |
+                         byte_of<IS_REST>(a.y * c0 - a.x * s0, gain) << 8 |
+                         byte_of<IS_REST>(b.x * c1 + b.y * s1, gain) << 16 |
+                         byte_of<IS_REST>(b.y * c1 - b.x * s1, gain) << 24;
+      for (int i = 0; i < kLanes; i += 4) {
+        std::memcpy(out + (r + i) / 4 * stride, reinterpret_cast<const char*>(&word) + 4 * i, 16);
       }
     }
   }
 };
-
-}  // namespace sphkv

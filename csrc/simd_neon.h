@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // 128-bit vectors on aarch64 with dot products (Armv8.2 dotprod). Included inside a variant's
-// namespace, after <arm_neon.h>.
+// namespace. simd_x86.h has the same functions.
 
 // Query rows kept beside codes and codebook in the first-level cache, 64 KiB on these cores.
-#ifndef BUD
-#define BUD 44
-#endif
-constexpr int kRowBytesBudget = BUD * 1024;
+constexpr int kRowBytesBudget = 44 * 1024;
 
+using Point = __fp16;
 using Bytes = uint8x16_t;
 using Ints = int32x4_t;
 
@@ -36,12 +34,12 @@ inline Bytes broadcast_word(const uint8_t* p) {
 }
 
 // One lane from each of four places.
-inline Bytes gather_words(const int8_t* base, const int32_t* row) {
+inline Bytes gather_words(const int8_t* base, const int32_t* place) {
   const auto* words = reinterpret_cast<const uint32_t*>(base);
-  uint32x4_t out = vdupq_n_u32(words[row[0]]);
-  out = vld1q_lane_u32(words + row[1], out, 1);
-  out = vld1q_lane_u32(words + row[2], out, 2);
-  out = vld1q_lane_u32(words + row[3], out, 3);
+  uint32x4_t out = vdupq_n_u32(words[place[0]]);
+  out = vld1q_lane_u32(words + place[1], out, 1);
+  out = vld1q_lane_u32(words + place[2], out, 2);
+  out = vld1q_lane_u32(words + place[3], out, 3);
   return vreinterpretq_u8_u32(out);
 }
 
@@ -52,29 +50,49 @@ inline Ints dot(Ints sum, Bytes points, Bytes query) {
   return vdotq_s32(sum, vreinterpretq_s8_u8(points), vreinterpretq_s8_u8(query));
 }
 
-inline Ints shift_left(Ints x, int bits) { return vshlq_s32(x, vdupq_n_s32(bits)); }
+inline Ints twice(Ints x) { return vaddq_s32(x, x); }
 
 inline void store_scaled(float* out, Ints x, float scale) {
   vst1q_f32(out, vmulq_n_f32(vcvtq_f32_s32(x), scale));
 }
 
-// Turns 16 points (x then y) and rounds each coordinate to a byte. Eleven bits are enough for
-// that, and half precision turns eight points at a time. Adding 1.5 * 2^10 leaves the rounded
-// integer in the low byte.
-inline void rotate_bytes(const __fp16* points, float16x8_t cosine, float16x8_t sine,
-                         uint8_t* out) {
-  const float16x8_t integer = vdupq_n_f16(static_cast<__fp16>(1536.0f));
-  uint8x16_t x8[2], y8[2];
-  for (int i = 0; i < 2; ++i) {
-    const float16x8_t x = vld1q_f16(points + 8 * i);
-    const float16x8_t y = vld1q_f16(points + kSlotLevels + 8 * i);
-    const float16x8_t turned_x = vfmsq_f16(vmulq_f16(x, cosine), y, sine);
-    const float16x8_t turned_y = vfmaq_f16(vmulq_f16(x, sine), y, cosine);
-    x8[i] = vreinterpretq_u8_f16(vaddq_f16(turned_x, integer));
-    y8[i] = vreinterpretq_u8_f16(vaddq_f16(turned_y, integer));
+inline const Point* entry_points(const HeadCodebook& head, int entry) {
+  return head.halves.data() + static_cast<size_t>(entry) * 2 * kSlotLevels;
+}
+
+// Phases in the type of points.
+inline void finish_phases(int num_planes, Phases& phases) {
+  phases.half_cosine.resize(num_planes);
+  phases.half_sine.resize(num_planes);
+  for (int i = 0; i < num_planes; ++i) {
+    phases.half_cosine[i] = static_cast<__fp16>(phases.cosine[i]);
+    phases.half_sine[i] = static_cast<__fp16>(phases.sine[i]);
   }
-  vst1q_u8(out, vuzp1q_u8(x8[0], x8[1]));
-  vst1q_u8(out + 16, vuzp1q_u8(y8[0], y8[1]));
+}
+
+// Turns `count` entries of 16 points (x then y) and rounds each coordinate to a byte. Eleven bits
+// are enough for that, and half precision turns eight points at a time. Adding 1.5 * 2^10 leaves
+// the rounded integer in the low byte.
+inline void rotate_bytes(const Point* points, const int32_t* plane, int count,
+                         const Phases& phases, uint8_t* out) {
+  const float16x8_t integer = vdupq_n_f16(static_cast<__fp16>(1536.0f));
+  const __fp16* cosines = phases.half_cosine.data();
+  const __fp16* sines = phases.half_sine.data();
+  for (int e = 0; e < count; ++e, points += 2 * kSlotLevels, out += 2 * kSlotLevels) {
+    const float16x8_t cosine = vld1q_dup_f16(cosines + plane[e]);
+    const float16x8_t sine = vld1q_dup_f16(sines + plane[e]);
+    uint8x16_t x8[2], y8[2];
+    for (int i = 0; i < 2; ++i) {
+      const float16x8_t x = vld1q_f16(points + 8 * i);
+      const float16x8_t y = vld1q_f16(points + kSlotLevels + 8 * i);
+      const float16x8_t turned_x = vfmsq_f16(vmulq_f16(x, cosine), y, sine);
+      const float16x8_t turned_y = vfmaq_f16(vmulq_f16(x, sine), y, cosine);
+      x8[i] = vreinterpretq_u8_f16(vaddq_f16(turned_x, integer));
+      y8[i] = vreinterpretq_u8_f16(vaddq_f16(turned_y, integer));
+    }
+    vst1q_u8(out, vuzp1q_u8(x8[0], x8[1]));
+    vst1q_u8(out + kSlotLevels, vuzp1q_u8(y8[0], y8[1]));
+  }
 }
 
 // Turns 16 points (x then y, in units of 1/256 byte) and keeps the lower byte of each
@@ -101,17 +119,6 @@ inline void rotate_low_bytes(const float* points, float cosine, float sine, uint
   const uint8x16_t ya = vreinterpretq_u8_u16(y16[0]), yb = vreinterpretq_u8_u16(y16[1]);
   vst1q_u8(out, vuzp1q_u8(xa, xb));
   vst1q_u8(out + 16, vuzp1q_u8(ya, yb));
-}
-
-inline void rotate_points(const HeadCodebook& head, int entry, float cosine, float sine,
-                          bool is_low, uint8_t* out) {
-  const size_t at = static_cast<size_t>(entry) * 2 * kSlotLevels;
-  if (is_low) {
-    rotate_low_bytes(head.scaled.data() + at, cosine, sine, out);
-  } else {
-    rotate_bytes(head.halves.data() + at, vdupq_n_f16(static_cast<__fp16>(cosine)),
-                 vdupq_n_f16(static_cast<__fp16>(sine)), out);
-  }
 }
 
 // Value codes: one register holds four tokens of each of kValueDims dimensions.

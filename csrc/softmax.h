@@ -18,9 +18,18 @@ inline Floats load_floats(const float* p) {
 }
 inline void store_floats(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 inline Floats same(float x) { return x - Floats{}; }
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats larger(Floats a, Floats b) {
+#if defined(__aarch64__)
+  return vmaxnmq_f32(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 inline float largest(Floats x) {
+#if defined(__aarch64__)
+  return vmaxnmvq_f32(x);
+#endif
   float out = x[0];
   for (int i = 1; i < kLanes; ++i) out = std::max(out, x[i]);
   return out;
@@ -105,17 +114,24 @@ __attribute__((noinline)) inline float exponentiate(float* logit, const float* s
                                                     float peak, float* largest_weight) {
   constexpr float kLog2e = 1.44269504088896341f;
   const Floats top = same(peak * kLog2e);
-  Floats sum{}, most{};
-  for (int t = 0; t < padded; t += kLanes) {
-    const Floats x = load_floats(logit + t);
-    const Floats weight = kIsExact ? exp_negative(x - peak) : exp2_coarse(x * kLog2e - top);
-    const Floats folded = weight * load_floats(step + t);
-    store_floats(logit + t, folded);
-    sum += weight;
-    most = larger(most, folded);
+  constexpr int kWays = kGroupTokens / kLanes;  // independent chains
+  Floats sum[kWays] = {}, most[kWays] = {};
+  for (int t = 0; t < padded; t += kGroupTokens) {
+    for (int i = 0; i < kWays; ++i) {
+      const Floats x = load_floats(logit + t + i * kLanes);
+      const Floats weight = kIsExact ? exp_negative(x - peak) : exp2_coarse(x * kLog2e - top);
+      const Floats folded = weight * load_floats(step + t + i * kLanes);
+      store_floats(logit + t + i * kLanes, folded);
+      sum[i] += weight;
+      most[i] = larger(most[i], folded);
+    }
   }
-  *largest_weight = largest(most);
-  return total(sum);
+  for (int i = 1; i < kWays; ++i) {
+    sum[0] += sum[i];
+    most[0] = larger(most[0], most[i]);
+  }
+  *largest_weight = largest(most[0]);
+  return total(sum[0]);
 }
 
 // Soft-cap, then minus infinity where the key is hidden, in the future or past the window.

@@ -9,8 +9,11 @@
 #include <limits>
 #include <vector>
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #include "codebook.h"
 #include "engine.h"
 #include "page.h"
 #include "plan.h"
-#include "query_table.h"

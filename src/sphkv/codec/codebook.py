@@ -8,6 +8,7 @@ jointly. Errors are measured in the metric that queries see (see docs/math/codeb
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -269,6 +270,44 @@ class CodebookFit:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
+def _fit_rows(x: Tensor, w: Tensor, options: CodebookFit) -> list[Tensor]:
+    """Fit independent planes, a share of them in each thread: the steps are short and serial."""
+    workers = 1 if x.is_cuda else min(torch.get_num_threads(), x.shape[0])
+    if workers == 1:
+        return list(_fit_some_rows(x, w, options))
+    with ThreadPoolExecutor(workers) as pool:
+        shares = pool.map(
+            lambda rows: _fit_some_rows(*rows, options),
+            zip(x.chunk(workers), w.chunk(workers), strict=True),
+        )
+    return [torch.cat(parts) for parts in zip(*shares, strict=True)]
+
+
+def _fit_some_rows(x: Tensor, w: Tensor, options: CodebookFit) -> tuple[Tensor, ...]:
+    """Points of every cell class of ``x [n, tokens, 2]`` and distortions ``[n, 5]``."""
+    grown = fit_points(x, w, levels=SLOT_LEVELS, iterations=options.iterations)
+    mean, pair, single = grown[1], grown[PAIR_LEVELS], grown[SLOT_LEVELS]
+    stride = max(1, x.shape[1] // options.stage_tokens)
+    some, some_w = x[:, ::stride].contiguous(), w[:, ::stride].contiguous()
+    first, second = _refine_stages(some, some_w, _principal_stages(x, w), options.refinements)
+    sums = sum_points(first, second)
+    coarse = take_points(sums, nearest_point(some, sums))
+    rest = some - coarse
+    third = fit_points(rest, some_w, levels=SLOT_LEVELS, iterations=options.iterations)[SLOT_LEVELS]
+    fine = coarse + take_points(third, nearest_point(rest, third))
+    distortion = torch.stack(
+        [
+            _error(x, w, mean),
+            _error(x, w, take_points(pair, nearest_point(x, pair))),
+            _error(x, w, take_points(single, nearest_point(x, single))),
+            _error(some, some_w, coarse),
+            _error(some, some_w, fine),
+        ],
+        -1,
+    )
+    return mean, pair, single, first, second, third, distortion
+
+
 def fit_plane_codebooks(
     z: Tensor, metric: Tensor, options: CodebookFit, weight: Tensor | None = None
 ) -> PlaneCodebooks:
@@ -289,32 +328,13 @@ def fit_plane_codebooks(
     if weight is None:
         weight = torch.ones_like(z[..., 0, 0])
     w = weight[:, None].expand(-1, planes, -1).reshape(heads * planes, tokens).contiguous()
-    grown = fit_points(x, w, levels=SLOT_LEVELS, iterations=options.iterations)
-    mean, pair, single = grown[1], grown[PAIR_LEVELS], grown[SLOT_LEVELS]
-    stride = max(1, tokens // options.stage_tokens)
-    some, some_w = x[:, ::stride].contiguous(), w[:, ::stride].contiguous()
-    first, second = _refine_stages(some, some_w, _principal_stages(x, w), options.refinements)
-    sums = sum_points(first, second)
-    coarse = take_points(sums, nearest_point(some, sums))
-    rest = some - coarse
-    third = fit_points(rest, some_w, levels=SLOT_LEVELS, iterations=options.iterations)
-    fine = coarse + take_points(third[SLOT_LEVELS], nearest_point(rest, third[SLOT_LEVELS]))
-    distortion = torch.stack(
-        [
-            _error(x, w, mean),
-            _error(x, w, take_points(pair, nearest_point(x, pair))),
-            _error(x, w, take_points(single, nearest_point(x, single))),
-            _error(some, some_w, coarse),
-            _error(some, some_w, fine),
-        ],
-        -1,
-    )
+    mean, pair, single, first, second, third, distortion = _fit_rows(x, w, options)
 
     def in_key_space(points: Tensor) -> Tensor:
         shaped = points.reshape(heads, planes, -1, 2)
         return torch.einsum("hnij,hnkj->hnki", inverse, shaped).contiguous()
 
-    stages = torch.stack([in_key_space(s) for s in (first, second, third[SLOT_LEVELS])], 2)
+    stages = torch.stack([in_key_space(s) for s in (first, second, third)], 2)
     return PlaneCodebooks(
         metric_root=root,
         mean=in_key_space(mean)[:, :, 0],

@@ -196,7 +196,7 @@ class CudaDecode:
             group=group,
             blocks=blocks,
             ctas=ctas,
-            turn_rows=turns.rows.shape[1] - PAGE_TOKENS // TILE_KEYS,
+            turn_rows=turns.rows.shape[1],
             turn_shift=turns.step.bit_length() - 1,
         )
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))

@@ -20,7 +20,8 @@ from sphkv.core.tiers import TierSpec
 from sphkv.store.layout import PAGE_VERSION, PageLayout
 from sphkv.store.paging import PositionMode
 
-_ENERGY_SPREAD = 2.6  # standard deviation of log2 of a plane's energy
+# Standard deviation of log2 of a plane's energy; gives about the cell counts that real models get.
+_ENERGY_SPREAD = 1.8
 _RADIUS = (10.0, 0.08)
 _SCALE = (0.02, 0.0004)
 

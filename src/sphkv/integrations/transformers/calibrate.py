@@ -59,7 +59,11 @@ def calibrate_model(
         raise ValueError(f"input_ids must be [1, tokens], got {tuple(input_ids.shape)}")
     layout = describe_model(model)
     calibrator = Calibrator(
-        layout.geometry, layout.ropes, model_id=model_id, source=source, options=options
+        layout.geometry,
+        layout.ropes,
+        model_id=model_id,
+        source=source,
+        options=options,
     )
     device = next(layout.decoder.parameters()).device
     positions = torch.arange(input_ids.shape[1], device=device)

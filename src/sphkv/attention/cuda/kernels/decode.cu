@@ -46,6 +46,14 @@ INLINE void gather_query(uint4& along, uint4& across, const Params& p, const Row
   across = make_uint4(y[0], y[1], y[2], y[3]);
 }
 
+// The first row's queries set out for the cache while the table is on its way.
+INLINE void prefetch_query(const Params& p, const Row& row, int tid) {
+  const int bytes = HEAD_DIM * (p.query_is_bf16 ? 2 : 4), line = 128;
+  const uint64_t first = (uint64_t)row.index * (p.kv_heads * p.group) + row.head * p.group;
+  if (tid * line < p.group * bytes)
+    prefetch_global((const uint8_t*)p.query + first * bytes + tid * line);
+}
+
 INLINE void load_query(QueryLane& query, const Params& p, const Row& row, const WarpPlace& place) {
   const int lane = place.lane, column = SHARED_COLUMNS ? lane / 4 & 3 : lane / 4;
   query.rest = SHARED_BASE + QUERY_OFFSET + column * 64 + (lane & 3) * 16;
@@ -82,19 +90,21 @@ struct TurnOrder {
     }
   }
 
-  // Bring the turns of this warp's two tiles from plane order into the head's entry order.
-  INLINE void apply(uint32_t rows, uint32_t to, int lane) const {
-    uint32_t turn[PARTS][2];
+  // The turns of this warp's two tiles, out of plane order ...
+  INLINE void fetch(uint32_t (&turn)[2 * PARTS], uint32_t rows) const {
 #pragma unroll
-    for (int k = 0; k < PARTS; k++)
+    for (int k = 0; k < 2 * PARTS; k++)
+      turn[k] = load_shared(rows + k % 2 * TURN_ROW_BYTES + offset[k / 2]);
+  }
+
+  // ... and into the head's entry order.
+  static INLINE void store(const uint32_t (&turn)[2 * PARTS], uint32_t to, int lane) {
 #pragma unroll
-      for (int u = 0; u < 2; u++) turn[k][u] = load_shared(rows + u * TURN_ROW_BYTES + offset[k]);
-#pragma unroll
-    for (int k = 0; k < PARTS; k++)
-#pragma unroll
-      for (int u = 0; u < 2; u++)
-        if (32 * k + 31 < ENTRIES || lane + 32 * k < ENTRIES)
-          store_shared(to + (u * ENTRIES + lane + 32 * k) * 4, turn[k][u]);
+    for (int k = 0; k < 2 * PARTS; k++) {
+      const int entry = lane + 32 * (k / 2);
+      if (32 * (k / 2) + 31 < ENTRIES || entry < ENTRIES)
+        store_shared(to + (k % 2 * ENTRIES + entry) * 4, turn[k]);
+    }
     __syncwarp();
   }
 };
@@ -144,19 +154,25 @@ INLINE void limit_logits(const Params& p, int row, uint32_t page, int tile, int 
 }
 
 // Products of slots and queries of this warp's two tiles, without radius.
-INLINE void warp_logits(float (&dots)[2][4], const QueryLane& query, uint32_t keys, uint32_t turns,
-                        uint32_t bank, int lane) {
-  turns += (lane & 3) * 16;
+INLINE void warp_logits(float (&dots)[2][4], const QueryLane& query, const TurnOrder& order,
+                        uint32_t page, const WarpPlace& place) {
+  const int lane = place.lane;
+  const uint32_t keys = page + KEY_OFFSET + 2 * place.quarter * KEY_TILE_BYTES;
+  const uint32_t ordered = SHARED_BASE + SCRATCH_OFFSET + place.warp * TURN_BYTES;
+  const uint32_t mine = ordered + (lane & 3) * 16;
+  uint32_t turn[2 * TurnOrder::PARTS];
+  order.fetch(turn, page + PAGE_CAPACITY + 2 * place.quarter * TURN_ROW_BYTES);
+  const auto store_turns = [&]() { TurnOrder::store(turn, ordered, lane); };
   if constexpr (SHARED_COLUMNS) {
-    tile_logits<2>(dots, query, keys, turns + (lane >= 16 ? ENTRIES * 4 : 0), bank, lane);
+    const uint32_t tile = lane >= 16 ? ENTRIES * 4 : 0;
+    tile_logits<2>(dots, query, keys, mine + tile, lane * 4, lane, store_turns);
   } else {
+    float first[1][4], second[1][4];
+    tile_logits<1>(first, query, keys, mine, lane * 4, lane, store_turns);
+    tile_logits<1>(second, query, keys + KEY_TILE_BYTES, mine + ENTRIES * 4, lane * 4, lane,
+                   []() {});
 #pragma unroll
-    for (int u = 0; u < 2; u++) {
-      float one[1][4];
-      tile_logits<1>(one, query, keys + u * KEY_TILE_BYTES, turns + u * ENTRIES * 4, bank, lane);
-#pragma unroll
-      for (int k = 0; k < 4; k++) dots[u][k] = one[0][k];
-    }
+    for (int k = 0; k < 4; k++) dots[0][k] = first[0][k], dots[1][k] = second[0][k];
   }
 }
 
@@ -208,10 +224,8 @@ INLINE void weigh(uint32_t (&weight)[2], const Logits& logits, int set, const Ga
 INLINE void attend_page(const Params& p, int row, const QueryLane& query, const TurnOrder& order,
                         Running& run, Accumulator& acc, uint32_t page, const WarpPlace& place) {
   const int lane = place.lane, quarter = place.quarter, g = lane / 4, t = lane & 3;
-  const uint32_t turns = SHARED_BASE + SCRATCH_OFFSET + place.warp * TURN_BYTES;
-  order.apply(page + PAGE_CAPACITY + 2 * quarter * TURN_ROW_BYTES, turns, lane);
   float dots[2][4];
-  warp_logits(dots, query, page + KEY_OFFSET + 2 * quarter * KEY_TILE_BYTES, turns, lane * 4, lane);
+  warp_logits(dots, query, order, page, place);
 
   Gains gains[TILE_SETS];
 #pragma unroll
@@ -277,6 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   row.index = 0;
   for (int b = tid; b < round_up(p.batch, THREADS); b += THREADS)
     row.index += __syncthreads_count(b < p.batch && rows[b + 1] <= start);
+  prefetch_query(p, row, tid);
   if (tid == 0) {
     barrier_expect(table_barrier(), TABLE_BYTES);
     copy_bulk(SHARED_BASE, p.tables + (uint64_t)row.head * TABLE_BYTES, TABLE_BYTES, table_barrier());

@@ -103,27 +103,41 @@ INLINE void turn_pairs(Turned& turned, const QueryLane& query, uint32_t turns) {
   }
 }
 
-// Logits of one tile (or of both, where they share columns) from word WORD on.
+// Points of one word of a tile.
+struct WordPoints {
+  uint32_t first[8];
+  uint32_t second[8];  // of slots that are looked up twice
+};
+
+template <int WORD>
+INLINE WordPoints look_up_word(uint32_t codes, uint32_t bank) {
+  const uint32_t low = codes & 0x0F0F0F0Fu;
+  const uint32_t high = SPREAD ? codes & 0xF0F0F0F0u : (codes >> 4) & 0x0F0F0F0Fu;
+  WordPoints points;
+  look_up<WORD>(points.first, points.second, low, high, bank);
+  return points;
+}
+
+template <int WORD>
+INLINE void multiply_word(float (&acc)[4], const WordPoints& points, const Turned& turned) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int step = 2 * WORD + half;
+    key_step(acc, points.first + 4 * half, turned.at + 2 * step);
+    if (step >= CODE_STEPS - DOUBLE_STEPS)
+      key_step(acc, points.second + 4 * half, turned.at + 2 * (step + DOUBLE_STEPS));
+  }
+}
+
+// Logits of TILES tiles from word WORD on.
 template <int WORD, int TILES>
 INLINE void code_words(float (&acc)[TILES][4], const uint32_t (&codes)[TILES][CODE_STEPS / 2],
                        Turned& turned, const QueryLane& query, uint32_t turns, uint32_t bank) {
   if constexpr (WORD < CODE_STEPS / 2) {
     turn_pairs<WORD, WORD + 1>(turned, query, turns);
 #pragma unroll
-    for (int u = 0; u < TILES; u++) {
-      const uint32_t x = codes[u][WORD];
-      const uint32_t low = x & 0x0F0F0F0Fu;
-      const uint32_t high = SPREAD ? x & 0xF0F0F0F0u : (x >> 4) & 0x0F0F0F0Fu;
-      uint32_t first[8], second[8];
-      look_up<WORD>(first, second, low, high, bank);
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int step = 2 * WORD + half;
-        key_step(acc[u], first + 4 * half, turned.at + 2 * step);
-        if (step >= CODE_STEPS - DOUBLE_STEPS)
-          key_step(acc[u], second + 4 * half, turned.at + 2 * (step + DOUBLE_STEPS));
-      }
-    }
+    for (int u = 0; u < TILES; u++)
+      multiply_word<WORD>(acc[u], look_up_word<WORD>(codes[u][WORD], bank), turned);
     code_words<WORD + 1>(acc, codes, turned, query, turns, bank);
   }
 }
@@ -141,13 +155,18 @@ INLINE void load_codes(uint32_t (&codes)[CODE_STEPS / 2], uint32_t tile, int lan
   }
 }
 
-// Logits without radius of TILES tiles that use one set of turned queries.
-template <int TILES>
+// Logits without radius of TILES tiles that use one set of turned queries. `turns_ready` is called
+// once the first points are on their way and before any turn is read.
+template <int TILES, typename Ready>
 INLINE void tile_logits(float (&acc)[TILES][4], const QueryLane& query, uint32_t key_tiles,
-                        uint32_t turns, uint32_t bank, int lane) {
+                        uint32_t turns, uint32_t bank, int lane, Ready turns_ready) {
   uint32_t codes[TILES][CODE_STEPS / 2];
+  WordPoints early[TILES];
 #pragma unroll
   for (int u = 0; u < TILES; u++) load_codes(codes[u], key_tiles + u * KEY_TILE_BYTES, lane);
+#pragma unroll
+  for (int u = 0; u < TILES; u++) early[u] = look_up_word<0>(codes[u][0], bank);
+  turns_ready();
   Turned turned;
   turn_pairs<CODE_STEPS / 2, STEP_PAIRS>(turned, query, turns);
 #pragma unroll
@@ -157,5 +176,8 @@ INLINE void tile_logits(float (&acc)[TILES][4], const QueryLane& query, uint32_t
   for (int u = 1; u < TILES; u++)
 #pragma unroll
     for (int k = 0; k < 4; k++) acc[u][k] = acc[0][k];
-  code_words<0>(acc, codes, turned, query, turns, bank);
+  turn_pairs<0, 1>(turned, query, turns);
+#pragma unroll
+  for (int u = 0; u < TILES; u++) multiply_word<0>(acc[u], early[u], turned);
+  code_words<1>(acc, codes, turned, query, turns, bank);
 }

@@ -75,14 +75,14 @@ constexpr int RESULT_BYTES = COLUMNS * HEAD_DIM * 4 + 4 * STAT_BYTES;
 constexpr int REGISTER_PAIRS = smaller(STEP_PAIRS, SPHKV_REGISTER_PAIRS);
 constexpr int QUERY_SIDE_BYTES = COLUMNS * 64;  // one pair of steps: all columns, four t, 16 bytes
 constexpr int QUERY_BYTES = (STEP_PAIRS - REGISTER_PAIRS) * 2 * QUERY_SIDE_BYTES;
-constexpr int MAX_STAGES = 2 * TEAMS;
+constexpr int MAX_STAGES = 3 * TEAMS;
 constexpr int BARRIER_BYTES = 16 * MAX_STAGES + 16;
 constexpr int SHARED_LIMIT = 232448;
 constexpr int FITTING_STAGES =
     (SHARED_LIMIT - TABLE_BYTES - SCRATCH_BYTES - RESULT_BYTES - QUERY_BYTES - BARRIER_BYTES) /
     STAGE_BYTES;
 // A stage always serves the same team: barriers tell two generations of a stage apart, not three.
-constexpr int STAGES = FITTING_STAGES >= MAX_STAGES ? MAX_STAGES : TEAMS;
+constexpr int STAGES = smaller(MAX_STAGES, FITTING_STAGES / TEAMS * TEAMS);
 static_assert(FITTING_STAGES >= TEAMS, "shared memory holds fewer pages than teams");
 
 constexpr int RING_OFFSET = TABLE_BYTES;

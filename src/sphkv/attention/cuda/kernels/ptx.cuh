@@ -79,13 +79,19 @@ INLINE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// The hint (nanoseconds) lets the hardware put a waiting warp to sleep; spinning would take issue
+// slots from the warps that have work.
 INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
       "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
-      "r"(parity)
+      "r"(parity), "r"(1000000)
       : "memory");
+}
+
+INLINE void prefetch_global(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 INLINE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pages and their turns on the way from device memory to shared memory.
 //
-// Page n of a block goes to stage n % STAGES and to team n % TEAMS; STAGES is TEAMS or twice that.
+// Page n of a block goes to stage n % STAGES and to team n % TEAMS; STAGES is a multiple of TEAMS.
 // One warp of the team, its leader, waits until the team has left page n and then asks for page
-// n + STAGES in its place.
-// Leaders of different teams live on different quarters of the multiprocessor.
+// n + STAGES in its place. Leaders of different teams live on different quarters of the
+// multiprocessor.
 #pragma once
 #include "layout.cuh"
 
@@ -51,7 +51,7 @@ INLINE int stored_base(const Params& p, const uint8_t* page, int tile) {
 // contiguous page are one piece.
 INLINE uint32_t turn_row(const Params& p, uint32_t position) {
   const uint32_t phase = position % TILE_KEYS >> p.turn_shift;
-  return phase * p.turn_rows + min(position / TILE_KEYS, (uint32_t)p.turn_rows - 1u);
+  return phase * p.turn_rows + min(position / TILE_KEYS, (uint32_t)(p.turn_rows - PAGE_TILES));
 }
 
 // Copy a page, and for each of its tiles the row of turns of the tile's base.
@@ -78,7 +78,7 @@ INLINE void request_page(const Params& p, int id, int stored, uint32_t stage, in
   }
 }
 
-// What a leader has left to fetch. Page ids are read two pages ahead, bases one page ahead, so
+// Pages that a leader will request. Ids are read two requests ahead, bases one request ahead, so
 // that neither latency is seen; nothing may touch a loaded value before its turn.
 struct Supply {
   int next;          // place in page_ids of the page to be requested next

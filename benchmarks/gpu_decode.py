@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: C408, PLR0913
+"""Check and time the CUDA decode kernel; plain python3, prints a table and writes JSON rows.
+
+Correctness comes first: fresh random codes, outputs filled with NaN, a float64 oracle on the same
+codes. Timings are medians of CUDA-graph replays over page sets larger than the L2 cache, combine
+included on both sides.
+"""
+
+import argparse
+import json
+import platform
+import secrets
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gpu_baselines import CONFIGS, PAGE_TOKENS, SPLITS, DensePaged
+
+from sphkv.attention.cuda.decode import CudaDecode, PageLists, PagePool, TurnTable
+from sphkv.attention.cuda.geometry import KernelShape
+from sphkv.attention.cuda.synthetic import (
+    Oracle,
+    random_pages,
+    set_bases,
+    set_counts,
+    synthetic_codebook,
+    tier_layout,
+)
+from sphkv.attention.request import AttentionOptions
+from sphkv.codec.rope import RopeSpec
+from sphkv.store.paging import PositionMode
+
+DEVICE = torch.device("cuda")
+POINTS = ((1, 131072), (8, 32768), (32, 8192), (8, 131072))
+# Relative error of the output against float64: half-precision products and weights.
+ERROR_FLOOR = 5e-3
+
+
+@dataclass(frozen=True)
+class Model:
+    """Attention shape of a model, and the slots per key of its 2-bit tier."""
+
+    name: str
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    nibbles: int
+
+    @property
+    def group(self):
+        return self.query_heads // self.kv_heads
+
+    def rope(self):
+        dim = self.head_dim
+        return RopeSpec(dim, dim, tuple(5e5 ** (-2 * i / dim) for i in range(dim // 2)))
+
+
+MODELS = (
+    Model("Llama-3.1-8B", 32, 8, 128, 64),
+    Model("Qwen2.5-14B", 40, 8, 128, 64),
+    Model("gpt-oss-20b", 64, 8, 64, 32),
+)
+
+
+def builds(base):
+    """Kernel builds worth timing for a shape."""
+    wanted = [base, replace(base, spread=not base.spread, register_pairs=3)]
+    return [shape for shape in dict.fromkeys(wanted) if shape.is_feasible]
+
+
+def median_us(run, launches, sets, repeats=9):
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            run(i % sets)
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(200_000)
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / launches * 1e3)
+    return statistics.median(times)
+
+
+def copy_bandwidth():
+    """Bytes read plus written per second of a large copy, in TB/s."""
+    source = torch.randn(1 << 30, device=DEVICE)
+    target = torch.empty_like(source)
+    return 8 * source.numel() / median_us(lambda i: torch.mul(source, 2.0, out=target), 2, 1) / 1e6
+
+
+class Workspace:
+    """Pages of one model and value width, with the lists of each operating point."""
+
+    def __init__(self, model, value_bits, seed):
+        self.model, self.value_bits = model, value_bits
+        heads, dim = model.kv_heads, model.head_dim
+        self.rope = model.rope()
+        self.book = synthetic_codebook(heads, dim // 2, model.nibbles, seed=seed, device=DEVICE)
+        self.layout = tier_layout(dim, model.nibbles, value_bits)
+        self.total = max(b * t for b, t in POINTS) // PAGE_TOKENS * heads
+        self.pages = random_pages(self.layout, self.total, device=DEVICE)
+        longest = max(t for _, t in POINTS)
+        self.turns = TurnTable.build(self.rope, max_positions=longest, device=DEVICE)
+        self.options = AttentionOptions(scale=dim**-0.5)
+
+    def decoder(self, shape):
+        most = max(b for b, _ in POINTS)
+        return CudaDecode(
+            self.book, self.rope, self.turns, value_bits=self.value_bits,
+            group=self.model.group, max_batch=most, shape=shape,
+        )  # fmt: skip
+
+    def point(self, batch, context):
+        """Random page lists of one operating point; sets rotate so that L2 serves none."""
+        heads, per_row = self.model.kv_heads, context // PAGE_TOKENS
+        per_set = batch * per_row * heads
+        sets = max(1, min(6, self.total // per_set))
+        order = torch.randperm(self.total, device=DEVICE)
+        bases = torch.zeros(self.total, dtype=torch.int64, device=DEVICE)
+        tables = []
+        for i in range(sets):
+            ids = order[i * per_set : (i + 1) * per_set].view(heads, batch, per_row)
+            bases[ids] = PAGE_TOKENS * torch.arange(per_row, device=DEVICE)
+            tables.append(ids)
+        set_bases(self.pages, self.layout, bases)
+        counts = torch.full((heads, batch), per_row, device=DEVICE)
+        return tables, [PageLists.from_table(ids, counts) for ids in tables]
+
+    def expected(self, query, tables):
+        """Float64 outputs of a few rows, and the largest error of a float32 reference."""
+        group, batch = self.model.group, query.shape[0]
+        exact = Oracle(self.book, self.rope, self.layout)
+        plain = replace(exact, dtype=torch.float32)
+        right, single = {}, 0.0
+        for b, h in {(0, 0), (batch - 1, self.model.kv_heads - 1), (batch // 2, 3)}:
+            rows = slice(h * group, (h + 1) * group)
+            case = (query[b, rows].float(), self.pages[tables[0][h, b]], h, self.options)
+            right[b, h] = exact.attend(*case).output
+            single = max(single, relative_error(plain.attend(*case).output, right[b, h]))
+        return right, single
+
+
+def relative_error(got, right):
+    gap = (got.double() - right).norm() / right.norm().clamp(min=1e-6)
+    return gap.nan_to_num(9e9).item()
+
+
+def time_ours(space, shapes, batch, context):
+    """Best build: (us, error, float32 error, build)."""
+    model = space.model
+    tables, lists = space.point(batch, context)
+    pool = PagePool(space.pages, PositionMode.CONTIGUOUS)
+    query = torch.randn(batch, model.query_heads, model.head_dim, device=DEVICE).bfloat16()
+    launches = 4 if batch * context >= 1 << 20 else 12
+    right, single = space.expected(query, tables)
+    best = None
+    for shape in shapes:
+        decoder = space.decoder(shape)
+        result = decoder.empty_result(batch)
+        result.output.fill_(torch.nan)
+        result.lse.fill_(torch.nan)
+        decoder.attend(query, pool, lists[0], space.options, result=result)
+        error = max(
+            relative_error(result.output[b, h * model.group : (h + 1) * model.group], value)
+            for (b, h), value in right.items()
+        )
+        if not error < ERROR_FLOOR or not bool(result.output.isfinite().all()):
+            raise SystemExit(f"wrong result: {shape} at {(batch, context)}: error {error}")
+        us = median_us(
+            lambda i, d=decoder, r=result: d.attend(query, pool, lists[i], space.options, result=r),
+            launches,
+            len(lists),
+        )
+        print(
+            f"    {us:8.1f} us  teams {shape.teams} spread {shape.spread:d} "
+            f"register_pairs {shape.register_pairs} stages {shape.num_stages}",
+            flush=True,
+        )
+        if best is None or us < best[0]:
+            best = (us, error, single, shape)
+    return best
+
+
+class DensePool:
+    """Dense keys and values of the largest operating point."""
+
+    def __init__(self, model, dtype):
+        pages = max(b * t for b, t in POINTS) // PAGE_TOKENS
+        size = pages * model.kv_heads * PAGE_TOKENS * model.head_dim
+        chunk = torch.randn(1 << 24, device=DEVICE, dtype=torch.bfloat16).to(dtype)
+        self.keys, self.values = (chunk.repeat(size // chunk.numel()) for _ in range(2))
+        self.num_pages = pages
+
+
+def time_dense(model, pool, batch, context):
+    """Best time over splits and configurations, in us."""
+    query = torch.randn(batch, model.query_heads, model.head_dim, device=DEVICE).bfloat16()
+    per_set = batch * context // PAGE_TOKENS
+    sets = max(1, min(6, pool.num_pages // per_set))
+    order = torch.randperm(pool.num_pages, device=DEVICE).int()
+    tables = [
+        order[i * per_set : (i + 1) * per_set].view(batch, -1).contiguous() for i in range(sets)
+    ]
+    launches = 2 if batch * context >= 1 << 20 else 6
+    scale, best = model.head_dim**-0.5, float("inf")
+    for splits in SPLITS:
+        blocks = batch * model.kv_heads * splits
+        if context // splits < 256 or not 120 <= blocks <= 4096:
+            continue
+        for config in CONFIGS:
+            kernel = DensePaged(query, pool.keys, pool.values, model.kv_heads, config, splits)
+            best = min(
+                best,
+                median_us(
+                    lambda i, k=kernel: k(tables[i], context, scale), launches, sets, repeats=5
+                ),
+            )
+    return best
+
+
+def edge_cases():
+    """Small shapes with every option, against the oracle; returns the number of cases."""
+    cases = [
+        ("ragged, empty, partial", dict(counts=[[3, 0, 1, 17], [0, 5, 2, 1]], partial=True)),
+        ("runs", dict(mode=PositionMode.RUNS, partial=True)),
+        ("window, soft-cap, sinks",
+         dict(options=AttentionOptions(0.09, 20.0, 500), sinks=True, partial=True)),
+        ("all hidden", dict(options=AttentionOptions(0.09, None, 1))),
+        ("group 1", dict(group=1)), ("group 5", dict(group=5)), ("group 16", dict(group=16)),
+        ("head dim 64", dict(head_dim=64, nibbles=32, group=8)),
+        *((f"values {b} bits", dict(value_bits=b)) for b in (2, 3, 8, 16)),
+        *((f"{n} slots", dict(nibbles=n)) for n in (32, 48, 96, 128)),
+    ]  # fmt: skip
+    for name, settings in cases:
+        error = edge_case(**settings)
+        print(f"  {name:28s} error {error:.1e}", flush=True)
+        if not error < ERROR_FLOOR:
+            raise SystemExit(f"wrong result: {name}: error {error}")
+    return len(cases)
+
+
+def edge_case(*, counts=9, mode=PositionMode.CONTIGUOUS, options=None, sinks=False, partial=False,
+              group=4, head_dim=128, nibbles=64, value_bits=4):  # fmt: skip
+    options = options or AttentionOptions(scale=head_dim**-0.5)
+    heads, batch = 2, len(counts[0]) if isinstance(counts, list) else 2
+    num = torch.tensor(counts).expand(heads, batch)
+    model = Model("case", heads * group, heads, head_dim, nibbles)
+    rope, layout = model.rope(), tier_layout(head_dim, nibbles, value_bits, mode)
+    book = synthetic_codebook(heads, head_dim // 2, nibbles, seed=2, device=DEVICE)
+    total = int(num.sum())
+    pages = random_pages(layout, total, device=DEVICE)
+    table = torch.zeros(heads, batch, int(num.max()), dtype=torch.int64)
+    order, at = torch.randperm(total), 0
+    bases, live = torch.zeros(total, 8, dtype=torch.int64), torch.full((total,), PAGE_TOKENS)
+    for h, b in torch.cartesian_prod(torch.arange(heads), torch.arange(batch)).tolist():
+        n = int(num[h, b])
+        ids = table[h, b, :n] = order[at : at + n]
+        at += n
+        runs = torch.randint(1, 4, (n, 8)).flatten().cumsum(0).view(n, 8) * 16 + 3
+        bases[ids] = runs if mode is PositionMode.RUNS else (torch.arange(n) * 128 + 4)[:, None]
+        if partial and n:
+            live[ids[-1]] = int(torch.randint(1, PAGE_TOKENS, (1,)))
+    set_counts(pages, live.to(DEVICE))
+    set_bases(
+        pages, layout, bases.to(DEVICE) if mode is PositionMode.RUNS else bases[:, 0].to(DEVICE)
+    )
+    turns = TurnTable.build(rope, max_positions=int(bases.max()) + 200, device=DEVICE)
+    decoder = CudaDecode(book, rope, turns, value_bits=value_bits, group=group, max_batch=batch)
+    query = torch.randn(batch, model.query_heads, head_dim, device=DEVICE)
+    sink = 3 * torch.randn(model.query_heads, device=DEVICE) if sinks else None
+    position = int(bases.max()) + 100
+    where = torch.full((batch,), position, dtype=torch.int32, device=DEVICE)
+    result = decoder.empty_result(batch)
+    result.output.fill_(torch.nan)
+    lists = PageLists.from_table(table.to(DEVICE), num.to(DEVICE))
+    decoder.attend(query, PagePool(pages, mode), lists, options, result=result,
+                   query_positions=where, sink_logits=sink)  # fmt: skip
+    exact, worst = Oracle(book, rope, layout), 0.0
+    for h, b in torch.cartesian_prod(torch.arange(heads), torch.arange(batch)).tolist():
+        rows = slice(h * group, (h + 1) * group)
+        mine = pages[table[h, b, : int(num[h, b])].to(DEVICE)]
+        right = exact.attend(query[b, rows], mine, h, options, query_position=position,
+                             sinks=None if sink is None else sink[rows]).output  # fmt: skip
+        worst = max(worst, relative_error(result.output[b, rows], right))
+    return worst
+
+
+def profile(batch=8, context=32768):
+    """Three launches of one case; prints the bytes a step has to read."""
+    space = Workspace(MODELS[0], 4, seed=1)
+    _, lists = space.point(batch, context)
+    decoder = space.decoder(None)
+    query = torch.randn(batch, 32, 128, device=DEVICE).bfloat16()
+    result = decoder.empty_result(batch)
+    pool = PagePool(space.pages, PositionMode.CONTIGUOUS)
+    for i in range(3):
+        decoder.attend(query, pool, lists[i % len(lists)], space.options, result=result)
+    torch.cuda.synchronize()
+    print("ledger bytes", lists[0].page_ids.numel() * space.layout.page_bytes)
+
+
+def commit():
+    try:
+        return subprocess.check_output(
+            ["git", "rev-parse", "HEAD"], text=True, stderr=subprocess.DEVNULL
+        ).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, help="folder for the JSON rows")
+    parser.add_argument("--quick", action="store_true", help="only the default build of each shape")
+    parser.add_argument("--models", default=",".join(m.name for m in MODELS))
+    parser.add_argument("--value-bits", default="4,2")
+    parser.add_argument("--profile", action="store_true", help="launch one case for a profiler")
+    arguments = parser.parse_args()
+    if arguments.profile:
+        return profile()
+    torch.manual_seed(secrets.randbits(32))
+    print(f"edge cases passed: {edge_cases()}")
+    copy = copy_bandwidth()
+    print(f"copy bandwidth {copy:.2f} TB/s")
+    import triton
+
+    common = {
+        "device": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda,
+                     "triton": triton.__version__, "python": platform.python_version()},
+        "commit": commit(),
+        "command": " ".join(["python3", *sys.argv]),
+        "copy_tb_per_s": copy,
+    }  # fmt: skip
+    rows = []
+    for model in (m for m in MODELS if m.name in arguments.models.split(",")):
+        dense = {}
+        for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
+            pool = DensePool(model, dtype)
+            dense[name] = {point: time_dense(model, pool, *point) for point in POINTS}
+            del pool
+        for value_bits in map(int, arguments.value_bits.split(",")):
+            space = Workspace(model, value_bits, seed=1)
+            base = KernelShape.of_codebook(space.book, value_bits=value_bits, group=model.group)
+            for point in POINTS:
+                shapes = [base] if arguments.quick else builds(base)
+                rows.append(row(space, shapes, point, dense, copy) | common)
+            del space
+            torch.cuda.empty_cache()
+    if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(rows, indent=1) + "\n"
+        (arguments.output / "decode.json").write_text(text)
+
+
+def row(space, shapes, point, dense, copy):
+    model, (batch, context) = space.model, point
+    us, error, single, shape = time_ours(space, shapes, batch, context)
+    keys = batch * context * model.kv_heads
+    bytes_per_key = space.layout.page_bytes / PAGE_TOKENS
+    speed = keys * bytes_per_key / us / 1e6
+    bf16, fp8 = dense["bf16"][point], dense["fp8"][point]
+    print(
+        f"{model.name:14s} {point!s:14s} V{space.value_bits} {bytes_per_key:6.1f} B/key "
+        f"{us:7.1f} us "
+        f"{speed:.2f} TB/s ({speed / copy:.0%} of copy)  bf16 {bf16:.1f} us x{bf16 / us:.2f}  "
+        f"fp8 {fp8:.1f} us x{fp8 / us:.2f}  error {error:.1e}",
+        flush=True,
+    )
+    return {
+        "batch": batch, "context": context, "shape": model.name,
+        "heads": [model.query_heads, model.kv_heads, model.head_dim],
+        "key_bits": 4 * model.nibbles / model.head_dim, "value_bits": space.value_bits,
+        "bytes_per_key": bytes_per_key, "us": us, "tb_per_s": speed,
+        "share_of_copy": speed / copy, "bf16_us": bf16, "fp8_us": fp8,
+        "ratio_vs_bf16": bf16 / us, "ratio_vs_fp8": fp8 / us, "dram_over_ledger": None,
+        "error": error, "float32_error": single, "build": asdict(shape),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
