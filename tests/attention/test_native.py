@@ -7,7 +7,7 @@ import torch
 from sphkv.attention.api import decode_attention
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
-from sphkv.testing.cases import CacheCase, build_store, random_states
+from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
 from sphkv.testing.oracle import dense_oracle
 
 pytest.importorskip("sphkv.attention.native._kernels", reason="the native kernels are not built")
@@ -60,7 +60,7 @@ FLOAT32_ERROR = 1e-5
 
 def make_request(case, options, num_queries=1):
     store = build_store(case)
-    rope = store.codec(0).calibration.ropes[0]
+    rope = rope_of(store)
     end = store.num_tokens(0)
     first = max(0, end - num_queries)
     _, _, query = random_states(case.geometry(), rope, end - first, first=first, seed=50)
@@ -115,7 +115,7 @@ def test_pages_that_appear_later_are_seen():
     request = make_request(case, OPTIONS["plain"])
     backend = NativeBackend()
     backend.attend(request)
-    rope = request.store.codec(0).calibration.ropes[0]
+    rope = rope_of(request.store)
     keys, values, query = random_states(case.geometry(), rope, 200, first=141, seed=8)
     request.store.append(0, 0, keys, values)
     later = DecodeRequest(request.store, 0, 0, query[:, -1:], torch.tensor([340]), request.options)
@@ -142,7 +142,7 @@ def test_eight_bit_arithmetic_costs_little_beside_the_code():
         case = CacheCase(mix=tier, num_tokens=900, tail_tokens=0)
         request = make_request(case, OPTIONS["plain"])
         stored = dense_oracle(request)
-        rope = request.store.codec(0).calibration.ropes[0]
+        rope = rope_of(request.store)
         keys, values, _ = random_states(case.geometry(), rope, 900, seed=case.seed)
         logits = torch.einsum("hgd,htd->hgt", request.query.reshape(2, 3, 64), keys) * 0.125
         exact = (logits.softmax(-1) @ values).reshape(6, 1, 64)
@@ -153,7 +153,7 @@ def test_eight_bit_arithmetic_costs_little_beside_the_code():
 
 def test_bad_choices_are_named():
     with pytest.raises(ValueError, match="'int4'"):
-        NativeBackend(precision="int4")
+        NativeBackend(precision="int4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'mmx'"):
         NativeBackend(variant="mmx")
     with pytest.raises(ValueError, match="0"):

@@ -12,7 +12,7 @@ from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.codec.rope import RopeSpec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
-from sphkv.testing.cases import CacheCase, build_store, random_states
+from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
 from sphkv.testing.oracle import dense_oracle
 
 ALL_VALUE_BITS = TierTable(
@@ -64,7 +64,7 @@ OPTIONS = {
 
 def make_request(case, options, num_queries=1):
     store = build_store(case)
-    rope = store.codec(0).calibration.ropes[0]
+    rope = rope_of(store)
     end = store.num_tokens(0)
     first = max(0, end - num_queries)
     _, _, query = random_states(
@@ -154,7 +154,7 @@ def test_ragged_batch_equals_single_sequences():
     case = CASES["mixed"]
     store = build_store(case)
     store.fork(0, 1)
-    rope = store.codec(0).calibration.ropes[0]
+    rope = rope_of(store)
     keys, values, query = random_states(case.geometry(), rope, 3, first=307, seed=4)
     store.append(1, 0, keys, values)
     batch = torch.stack([query[:, :1], query[:, 2:]])

@@ -277,7 +277,7 @@ def _fit_rows(x: Tensor, w: Tensor, options: CodebookFit) -> list[Tensor]:
         return list(_fit_some_rows(x, w, options))
     with ThreadPoolExecutor(workers) as pool:
         shares = pool.map(
-            lambda rows: _fit_some_rows(*rows, options),
+            lambda rows: _fit_some_rows(rows[0], rows[1], options),
             zip(x.chunk(workers), w.chunk(workers), strict=True),
         )
     return [torch.cat(parts) for parts in zip(*shares, strict=True)]

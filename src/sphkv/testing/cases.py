@@ -106,6 +106,13 @@ def build_store(case: CacheCase, *, rope: RopeSpec | None = None, sequence: int 
     return store
 
 
+def rope_of(store: PageStore, *, sequence: int = 0, layer: int = 0) -> RopeSpec:
+    """Rotary embedding of a layer, from the sequence's own codec."""
+    codec = store.codec(sequence)
+    assert isinstance(codec, SphericalCodec)
+    return codec.calibration.ropes[layer]
+
+
 def fill_layer(
     store: PageStore, case: CacheCase, layer: int, *, rope: RopeSpec, sequence: int = 0
 ) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,12 +24,11 @@ def kernels() -> Any:
         ImportError: It was not built.
     """
     try:
-        from sphkv.attention.native import _kernels
+        return import_module("sphkv.attention.native._kernels")
     except ImportError as error:
         raise ImportError(
             "the native kernels were not built; install sphkv where a C++17 compiler is present"
         ) from error
-    return _kernels
 
 
 class CodebookCache:
