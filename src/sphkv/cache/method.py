@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
+from sphkv.store.ledger import ByteLedger
 
 
 class CacheMethod(Protocol):
@@ -26,13 +27,17 @@ class CacheMethod(Protocol):
         """Tokens a layer has been given."""
         ...
 
-    def prefill(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store the prompt of a layer.
+    def prefill(
+        self, layer: int, keys: Tensor, values: Tensor, *, query: Tensor | None = None
+    ) -> None:
+        """Store the prompt of a layer; layers come in order.
 
         Args:
             layer: A layer without tokens.
             keys: ``[kv_heads, tokens, head_dim]`` after RoPE, positions from 0 on.
             values: ``[kv_heads, tokens, head_dim]``.
+            query: ``[query_heads, tokens, head_dim]`` after RoPE, for methods that choose by
+                attention.
         """
         ...
 
@@ -67,4 +72,8 @@ class CacheMethod(Protocol):
 
     def resident_bytes(self) -> int:
         """Bytes of every tensor the sequence keeps alive."""
+        ...
+
+    def ledger(self) -> ByteLedger:
+        """The same bytes by kind."""
         ...

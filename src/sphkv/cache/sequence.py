@@ -14,6 +14,7 @@ from sphkv.attention.reference import mask_logits
 from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeRequest
 from sphkv.cache.plan import CacheConfig
 from sphkv.core.contract import LayerContract
+from sphkv.store.ledger import ByteLedger
 from sphkv.store.store import PageStore
 
 # Queries given to a backend at once: bounds the logits it holds.
@@ -62,7 +63,13 @@ class SphericalSequence:
         """Bytes of the whole store, which other sequences may share."""
         return self._store.live_bytes
 
-    def prefill(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def ledger(self) -> ByteLedger:
+        """The same bytes by kind."""
+        return self._store.ledger()
+
+    def prefill(
+        self, layer: int, keys: Tensor, values: Tensor, *, query: Tensor | None = None
+    ) -> None:
         """Store a prompt: sinks dense, whole pages coded, the rest in the tail.
 
         Of a layer with a sliding window only what its next token can see is stored.
