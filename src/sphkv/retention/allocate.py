@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep/drop and tier of every unit under one byte budget: a multiple-choice knapsack.
+
+A unit is whatever is decided as one: a state, a run of tokens, or a page of states. Its choices
+are the tiers of a table, dearer ones to the right. Derivation: docs/math/retention.md, section 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sphkv.retention.repair import climb_hulls, fill_budget, solve_core
+
+Solver = Literal["lagrangian", "value-per-byte", "one-shot"]
+SOLVERS: tuple[Solver, ...] = ("lagrangian", "value-per-byte", "one-shot")
+
+_BISECTIONS = 60
+# Units examined at once: bounds the memory of a pass over tens of millions of them.
+_CHUNK_UNITS = 1 << 20
+# Few units leave a large last gap, so there the contested ones are decided exactly.
+_CORE_PROBLEM_UNITS = 4096
+
+
+class InfeasibleBudget(ValueError):  # noqa: N818
+    """The lowest tiers that protection allows need more than the budget.
+
+    Attributes:
+        missing: Bytes by which they exceed it.
+    """
+
+    def __init__(self, missing: int, budget: int) -> None:
+        """Say both byte counts in the message."""
+        self.missing = missing
+        self.budget = budget
+        super().__init__(
+            f"protected states and fixed parts exceed the budget of {budget} bytes by "
+            f"{missing} bytes"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TierChoices:
+    """Units, and what every tier would cost and lose for each.
+
+    Attributes:
+        distortion: ``[units, tiers]`` float32, not negative; tier 0 drops the unit.
+        cost: ``[tiers]`` or ``[units, tiers]`` int64 bytes, rising with the tier.
+        floor: ``[units]`` int64 lowest tier allowed; None allows dropping every unit.
+        ceiling: ``[units]`` int64 highest tier allowed; None allows the last.
+    """
+
+    distortion: Tensor
+    cost: Tensor
+    floor: Tensor | None = None
+    ceiling: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Reject shapes that do not fit and distortions that are not finite."""
+        if self.distortion.dim() != 2:
+            raise ValueError(
+                f"distortion must be [units, tiers], got {tuple(self.distortion.shape)}"
+            )
+        units, tiers = self.distortion.shape
+        if tuple(self.cost.shape) not in ((tiers,), (units, tiers)):
+            raise ValueError(
+                f"cost must be [{tiers}] or [{units}, {tiers}], got {tuple(self.cost.shape)}"
+            )
+        if bool((self.cost.diff(dim=-1) < 0).any()):
+            raise ValueError("cost must not fall from a tier to the next")
+        if not bool(torch.isfinite(self.distortion).all()):
+            raise ValueError("distortion holds values that are not finite")
+        for name in ("floor", "ceiling"):
+            bound = getattr(self, name)
+            if bound is not None and tuple(bound.shape) != (units,):
+                raise ValueError(f"{name} must be [{units}], got {tuple(bound.shape)}")
+
+    @property
+    def num_units(self) -> int:
+        """Units to decide about."""
+        return self.distortion.shape[0]
+
+    def part(self, at: slice) -> TierChoices:
+        """Some of the units."""
+        return TierChoices(
+            self.distortion[at],
+            self.cost if self.cost.dim() == 1 else self.cost[at],
+            None if self.floor is None else self.floor[at],
+            None if self.ceiling is None else self.ceiling[at],
+        )
+
+    def lowest(self) -> Tensor:
+        """``[units]`` int64 cheapest tier of each unit."""
+        if self.floor is not None:
+            return self.floor
+        return torch.zeros(self.num_units, dtype=torch.int64, device=self.distortion.device)
+
+    def allowed(self) -> Tensor | None:
+        """``[units, tiers]`` bool, or None if everything is."""
+        tier = torch.arange(self.distortion.shape[1], device=self.distortion.device)
+        mask = None
+        if self.floor is not None:
+            mask = tier >= self.floor[:, None]
+        if self.ceiling is not None:
+            below = tier <= self.ceiling[:, None]
+            mask = below if mask is None else mask & below
+        return mask
+
+    def bytes_of(self, tier_id: Tensor) -> int:
+        """Bytes of a decision ``[units]``."""
+        if self.cost.dim() == 1:
+            counts = torch.bincount(tier_id, minlength=self.cost.shape[0])
+            return int((counts * self.cost).sum())
+        return int(self.cost.gather(1, tier_id[:, None]).sum())
+
+    def loss_of(self, tier_id: Tensor) -> float:
+        """Distortion of a decision ``[units]``."""
+        return float(self.distortion.gather(1, tier_id[:, None]).double().sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allocation:
+    """A decision and what it costs.
+
+    Attributes:
+        tier_id: ``[units]`` int64.
+        num_bytes: Bytes it needs, at most the budget.
+        loss: Sum of distortions.
+        price: Distortion a byte buys at the margin, the multiplier lambda.
+    """
+
+    tier_id: Tensor
+    num_bytes: int
+    loss: float
+    price: float
+
+
+def allocate_tiers(
+    choices: TierChoices,
+    budget: int,
+    *,
+    solver: Solver = "lagrangian",
+    price: float | None = None,
+) -> Allocation:
+    """Choose a tier for every unit so that bytes stay in the budget and loss is least.
+
+    Ties go to the cheaper tier, then to the unit that comes first: layer, head, token.
+
+    Args:
+        choices: Units and tiers.
+        budget: Bytes for all of them.
+        solver: ``"lagrangian"`` bisects the price of a byte, ``"value-per-byte"`` climbs every
+            unit's lower hull in order of loss saved per byte, ``"one-shot"`` is Algorithm 1,
+            step 4: one tier per unit at a given price, then the units in order of value per byte.
+        price: Loss per byte for ``"one-shot"``; by default just below the price of the budget.
+
+    Raises:
+        InfeasibleBudget: The lowest allowed tiers do not fit.
+        ValueError: There is no such solver.
+    """
+    if solver not in SOLVERS:
+        raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
+    least = choices.bytes_of(choices.lowest())
+    if least > budget:
+        raise InfeasibleBudget(least - budget, budget)
+    found, low, high = _bisect_price(choices, budget)
+    if solver == "one-shot":
+        # just below the price of the budget units want more than it has: order decides
+        price = low if price is None else price
+        tier_id = _one_shot(choices, budget, price)
+        return Allocation(tier_id, choices.bytes_of(tier_id), choices.loss_of(tier_id), price)
+    price = high
+    if solver == "value-per-byte":
+        found = climb_hulls(choices, choices.lowest(), budget)
+    tier_id = fill_budget(choices, found, budget)
+    if choices.num_units <= _CORE_PROBLEM_UNITS:
+        tier_id = min(tier_id, solve_core(choices, tier_id, budget, price), key=choices.loss_of)
+    return Allocation(tier_id, choices.bytes_of(tier_id), choices.loss_of(tier_id), price)
+
+
+def best_at_price(choices: TierChoices, price: float) -> Tensor:
+    """``[units]`` int64 tier with the least loss plus price times bytes; ties to the cheaper.
+
+    Only vertices of a unit's lower convex hull are ever chosen.
+    """
+    best = torch.empty(choices.num_units, dtype=torch.int64, device=choices.distortion.device)
+    for at in range(0, choices.num_units, _CHUNK_UNITS):
+        part = choices.part(slice(at, at + _CHUNK_UNITS))
+        total = torch.add(part.distortion, part.cost.to(part.distortion.dtype), alpha=price)
+        allowed = part.allowed()
+        if allowed is not None:
+            total.masked_fill_(~allowed, torch.inf)
+        torch.argmin(total, dim=1, out=best[at : at + _CHUNK_UNITS])
+    return best
+
+
+def _bisect_price(choices: TierChoices, budget: int) -> tuple[Tensor, float, float]:
+    """The decision at the lowest price whose bytes fit, and the prices next to that point."""
+    free = best_at_price(choices, 0.0)
+    if choices.num_units == 0 or choices.bytes_of(free) <= budget:
+        return free, 0.0, 0.0
+    high = max(float(choices.distortion.max()), torch.finfo(torch.float32).tiny)
+    low = high * 1e-18
+    best = choices.lowest()
+    for _ in range(_BISECTIONS):
+        price = (low * high) ** 0.5
+        found = best_at_price(choices, price)
+        used = choices.bytes_of(found)
+        if used <= budget:
+            high, best = price, found
+            if used == budget:
+                break
+        else:
+            low = price
+        if high / low < 1 + 1e-6:
+            break
+    return best, low, high
+
+
+def _one_shot(choices: TierChoices, budget: int, price: float) -> Tensor:
+    """Algorithm 1, step 4: the preferred tier of each unit, taken in order of value per byte."""
+    wanted = best_at_price(choices, price)
+    lowest = choices.lowest()
+    cost = choices.cost.expand(choices.num_units, -1)
+    extra = (cost.gather(1, wanted[:, None]) - cost.gather(1, lowest[:, None]))[:, 0]
+    loss = choices.distortion
+    gain = (loss.gather(1, lowest[:, None]) - loss.gather(1, wanted[:, None]))[:, 0]
+    value = torch.where(extra > 0, gain / extra.clamp(min=1), torch.inf)
+    order = value.argsort(descending=True, stable=True)
+    tier_id = lowest.clone()
+    left = budget - choices.bytes_of(lowest)
+    while order.numel():
+        # a unit that does not fit is passed over, and so is every dearer one after it
+        order = order[extra[order] <= left]
+        total = extra[order].cumsum(0)
+        taken = order[total <= left]
+        tier_id[taken] = wanted[taken]
+        left -= int(extra[taken].sum())
+        order = order[taken.numel() :]
+    return tier_id
