@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sphkv.attention.cuda.driver import CudaUnavailableError
 from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeRequest
@@ -23,35 +24,60 @@ def _native() -> DecodeBackend:
     return NativeBackend()
 
 
+def _triton() -> DecodeBackend:
+    from sphkv.attention.triton.backend import TritonBackend
+
+    return TritonBackend()
+
+
+def _cuda() -> DecodeBackend:
+    from sphkv.attention.cuda.backend import CudaBackend
+
+    return CudaBackend()
+
+
 BACKENDS: dict[str, Callable[[], DecodeBackend]] = {
     "reference": ReferenceBackend,
     "native": _native,
+    "triton": _triton,
+    "cuda": _cuda,
 }
+_FASTEST_FIRST = {"cpu": ("native",), "cuda": ("cuda", "triton")}
 
 
 class BackendUnavailableError(RuntimeError):
     """A backend was asked for by name and cannot run here."""
 
 
-def get_backend(name: str = "auto") -> DecodeBackend:
+def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> DecodeBackend:
     """The backend of that name; ``auto`` takes the fastest one that can run and logs a fallback.
+
+    Args:
+        name: ``"auto"`` or a key of ``BACKENDS``.
+        device: Where the store lives; only ``auto`` looks at it.
 
     Raises:
         ValueError: No backend has this name.
         BackendUnavailableError: It exists but cannot run here; only ``auto`` falls back.
     """
     if name == "auto":
-        try:
-            return _native()
-        except ImportError as error:
-            _log.warning("decode runs on the slow reference backend: %s", error)
-            return ReferenceBackend()
+        return _fastest(torch.device(device).type)
     if name not in BACKENDS:
         raise ValueError(f"backend must be auto or one of {sorted(BACKENDS)}, got {name!r}")
     try:
         return BACKENDS[name]()
-    except ImportError as error:
-        raise BackendUnavailableError(f"backend {name!r} is not built: {error}") from error
+    except (ImportError, CudaUnavailableError) as error:
+        raise BackendUnavailableError(f"backend {name!r} cannot run here: {error}") from error
+
+
+def _fastest(device_type: str) -> DecodeBackend:
+    for name in _FASTEST_FIRST.get(device_type, ()):
+        try:
+            return BACKENDS[name]()
+        except (ImportError, CudaUnavailableError) as error:
+            _log.warning("decode cannot run on the %s backend: %s", name, error)
+    _log.warning("decode runs on the slow reference backend")
+    return ReferenceBackend()
 
 
 def decode_attention(

@@ -12,7 +12,7 @@ from sphkv.attention.api import get_backend
 from sphkv.attention.request import AttentionOptions, DecodeBackend
 from sphkv.cache.plan import CacheConfig
 from sphkv.cache.prompt import PromptCalibrator
-from sphkv.cache.sequence import SphericalSequence
+from sphkv.cache.sequence import SphericalSequence, open_store
 from sphkv.cache.step import StepTokens
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.states import SphericalCodec
@@ -30,6 +30,7 @@ class CacheEngine:
 
     Attributes:
         config: Sizes and tiers.
+        backend: What runs decode attention.
         rows: The coded sequences, one per batch row; empty while the cache is dense.
         store: Their pages; None while the cache is dense.
         is_real: ``[batch, slots]`` bool on the CPU: which slots of the padded batch hold tokens.
@@ -58,7 +59,7 @@ class CacheEngine:
         self._model_id = model_id
         self._calibrator: PromptCalibrator | None = None
         self._codec: SphericalCodec | None = None
-        self._backend = backend or get_backend("auto" if config.device == "cpu" else "reference")
+        self.backend = backend or get_backend("auto", config.device)
         if calibration is not None:
             self.use_calibration(calibration)
         self.reset()
@@ -71,7 +72,7 @@ class CacheEngine:
     @property
     def backend_name(self) -> str:
         """What runs decode attention."""
-        return self._backend.name
+        return self.backend.name
 
     @property
     def is_coded(self) -> bool:
@@ -161,10 +162,10 @@ class CacheEngine:
         codec = self._codec
         if codec is None and self._calibrator is not None:
             codec = SphericalCodec(self._calibrator.calibration)
-        self.store = PageStore(self.config.store_config(batch), codec)
+        self.store = open_store(self.config, batch, codec, self.backend)
         for sequence in range(batch):
             self.store.create(sequence)
-            self.rows.append(SphericalSequence(self.config, self.store, sequence, self._backend))
+            self.rows.append(SphericalSequence(self.config, self.store, sequence, self.backend))
 
     @property
     def is_dense_step(self) -> bool:
@@ -340,7 +341,7 @@ class CacheEngine:
 
     def fork(self) -> CacheEngine:
         """A cache of its own with the same tokens; pages are shared."""
-        other = CacheEngine(self.config, backend=self._backend, model_id=self._model_id)
+        other = CacheEngine(self.config, backend=self.backend, model_id=self._model_id)
         other._codec = self._codec
         other.store, other.is_real = self.store, self.is_real
         other.rows = [row.fork() for row in self.rows]
@@ -388,10 +389,10 @@ class CacheEngine:
             self._calibrator.moments.copy_(state["moments"])
             self._calibrator.num_queries.copy_(state["num_queries"])
         if files:
-            self.store = PageStore(self.config.store_config(len(files)), self._codec)
+            self.store = open_store(self.config, len(files), self._codec, self.backend)
             for sequence, file in enumerate(files):
                 self.store.load(sequence, file, codec_hash=codec_hash)
-                row = SphericalSequence(self.config, self.store, sequence, self._backend)
+                row = SphericalSequence(self.config, self.store, sequence, self.backend)
                 self.rows.append(row)
         elif self.length:
             for layer in range(self.config.geometry.num_layers):

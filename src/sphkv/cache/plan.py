@@ -32,6 +32,7 @@ _BUDGET_BITS = (
 )
 _DENSE_NAME = "max"
 _MAX_SLAB_PAGES = 64
+_MAX_GPU_SLAB_PAGES = 2048
 _SLAB_GROWTH_SHARE = 16
 _TABLE_ENTRY_BYTES = 10
 
@@ -89,6 +90,11 @@ class CacheConfig:
         return self.tiers[self.tier]
 
     @property
+    def max_slab_pages(self) -> int:
+        """Pages of the largest slab; a GPU counts in gigabytes and likes few allocations."""
+        return _MAX_SLAB_PAGES if self.device == "cpu" else _MAX_GPU_SLAB_PAGES
+
+    @property
     def window_margin(self) -> int:
         """Tokens kept beyond a sliding window, so that a crop finds them."""
         return self.spec.page_tokens + self.recent_tokens
@@ -102,7 +108,7 @@ class CacheConfig:
             seal_tier=self.tier,
             recent_tokens=self.recent_tokens,
             max_bytes=limit,
-            max_slab_pages=_MAX_SLAB_PAGES,
+            max_slab_pages=self.max_slab_pages,
             device=self.device,
         )
 
@@ -154,7 +160,10 @@ def sequence_bytes(config: CacheConfig, num_tokens: int) -> int:
 
 def _pool_bytes(config: CacheConfig, tier: str, pages: int) -> int:
     """Bytes of so many pages with the free ones their slabs may hold."""
-    spare = min(_MAX_SLAB_PAGES - 1, pages // _SLAB_GROWTH_SHARE)
+    spare = min(config.max_slab_pages - 1, pages // _SLAB_GROWTH_SHARE)
+    if config.device != "cpu":
+        # kernels want slabs whose pages are aligned, at the price of one page each
+        spare += 2 + _SLAB_GROWTH_SHARE + pages // config.max_slab_pages
     layout = PageLayout(
         config.tiers.id_of(tier),
         config.tiers[tier],

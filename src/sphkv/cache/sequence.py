@@ -13,12 +13,21 @@ from sphkv.attention.partial import PartialAttention, attend_logits, merge_parti
 from sphkv.attention.reference import mask_logits
 from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeRequest
 from sphkv.cache.plan import CacheConfig
-from sphkv.core.contract import LayerContract
+from sphkv.core.contract import LayerContract, StateCodec
 from sphkv.store.ledger import ByteLedger
+from sphkv.store.order import PageOrder
 from sphkv.store.store import PageStore
 
 # Queries given to a backend at once: bounds the logits it holds.
 _QUERY_BLOCK = 128
+
+
+def open_store(
+    config: CacheConfig, num_sequences: int, codec: StateCodec | None, backend: DecodeBackend
+) -> PageStore:
+    """An empty store for a batch, its pages in the order the backend wants."""
+    order: PageOrder | None = getattr(backend, "order", None)
+    return PageStore(config.store_config(num_sequences), codec, order=order)
 
 
 class SphericalSequence:

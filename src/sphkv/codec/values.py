@@ -18,14 +18,14 @@ from sphkv.codec.packing import VALUE_BITS
 # Clipping ratios tried for each width: smallest, largest, count. A ratio of 1 puts the outermost
 # level on the token's largest component; rotated components are near Gaussian, and their best
 # ratio at head dims 64 to 256 lies inside these ranges.
-_CLIP_GRID: dict[int, tuple[float, float, int]] = {
+CLIP_GRID: dict[int, tuple[float, float, int]] = {
     2: (0.30, 0.90, 8),
     3: (0.45, 1.00, 8),
     4: (0.62, 1.05, 10),
     8: (0.96, 1.01, 3),
 }
 
-_NUM_REFINEMENTS = 2
+NUM_REFINEMENTS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,7 +154,7 @@ def _fit_step(unit: Tensor, *, bits: int) -> Tensor:
     Returns:
         ``[..., tokens, 1]`` float32, relative to the peak.
     """
-    first, last, count = _CLIP_GRID[bits]
+    first, last, count = CLIP_GRID[bits]
     best_step = torch.zeros_like(unit[..., :1])
     best_gain = torch.full_like(best_step, -1.0)
     for i in range(count):
@@ -163,7 +163,7 @@ def _fit_step(unit: Tensor, *, bits: int) -> Tensor:
         is_better = gain > best_gain
         best_step = torch.where(is_better, step, best_step)
         best_gain = torch.where(is_better, gain, best_gain)
-    for _ in range(_NUM_REFINEMENTS):
+    for _ in range(NUM_REFINEMENTS):
         best_step, _ = _least_squares(unit, best_step, bits)
     return best_step
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sphkv.core.errors import BudgetExceeded
 from sphkv.store.layout import PageLayout
+from sphkv.store.order import PageOrder
 from sphkv.store.paging import PositionMode
 
 PoolKey = tuple[int, PositionMode]
@@ -58,6 +59,7 @@ class Slab:
         refcounts: ``[pages]`` int32 on the CPU: sequences that hold a page; 0 is free.
         counts: ``[pages]`` int32 on the CPU: live states; 0 until the page is sealed.
         num_free: Pages with no owner.
+        buffer: What ``data`` is cut from where pages are aligned; else ``data`` itself.
     """
 
     key: PoolKey
@@ -66,6 +68,7 @@ class Slab:
     refcounts: Tensor
     counts: Tensor
     num_free: int
+    buffer: Tensor
 
     @property
     def num_pages(self) -> int:
@@ -74,12 +77,19 @@ class Slab:
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Everything the slab keeps alive."""
-        return self.data, self.refcounts, self.counts
+        return self.buffer, self.refcounts, self.counts
 
 
-def slab_bytes(layout: PageLayout, num_pages: int) -> int:
-    """Bytes of a slab, its reference and state counts included."""
-    return num_pages * (layout.page_bytes + 2 * torch.int32.itemsize)
+def slab_bytes(layout: PageLayout, num_pages: int, *, is_aligned: bool = False) -> int:
+    """Bytes of a slab, its reference and state counts included.
+
+    Args:
+        layout: Layout of its pages.
+        num_pages: Pages it can hold.
+        is_aligned: Whether its pages begin at multiples of their size, which costs one more.
+    """
+    size = num_pages * (layout.page_bytes + 2 * torch.int32.itemsize)
+    return size + layout.page_bytes * int(is_aligned)
 
 
 class PageAllocator:
@@ -96,6 +106,7 @@ class PageAllocator:
         *,
         max_slab_pages: int = 64,
         device: torch.device | str = "cpu",
+        order: PageOrder | None = None,
     ) -> None:
         """Start without slabs.
 
@@ -103,12 +114,14 @@ class PageAllocator:
             layout_of: Layout of each pool.
             max_slab_pages: Pages of the largest slab.
             device: Where pages live.
+            order: How slabs keep the bytes of a page; as ``store/layout.py`` has them if None.
         """
         if max_slab_pages < 1:
             raise ValueError(f"max_slab_pages must be positive, got {max_slab_pages}")
         self._layout_of = layout_of
         self._stride = max_slab_pages
         self._device = torch.device(device)
+        self.order = order
         self._slabs: list[Slab | None] = []
         self._pools: dict[PoolKey, list[int]] = {}
 
@@ -136,16 +149,19 @@ class PageAllocator:
             slab = self._slab(slot)
             if slab.num_free + num_freed == slab.num_pages:
                 emptied.add(slot)
-                delta -= slab_bytes(slab.layout, slab.num_pages)
+                delta -= self._slab_bytes(slab.layout, slab.num_pages)
         for key, wanted in requests.items():
             live = [slot for slot in self._pools.get(key, []) if slot not in emptied]
             free = sum(self._slab(slot).num_free + freed_pages.get(slot, 0) for slot in live)
             total = sum(self._slab(slot).num_pages for slot in live)
             layout = self._layout_of(key)
             delta += sum(
-                slab_bytes(layout, pages) for pages in self._slab_sizes(wanted - free, total)
+                self._slab_bytes(layout, pages) for pages in self._slab_sizes(wanted - free, total)
             )
         return delta
+
+    def _slab_bytes(self, layout: PageLayout, num_pages: int) -> int:
+        return slab_bytes(layout, num_pages, is_aligned=self.order is not None)
 
     def _slab_sizes(self, missing: int, pool_pages: int) -> list[int]:
         sizes: list[int] = []
@@ -179,13 +195,17 @@ class PageAllocator:
 
     def _new_slab(self, key: PoolKey, num_pages: int) -> Slab:
         layout = self._layout_of(key)
+        size, spare = layout.page_bytes, int(self.order is not None)
+        buffer = torch.empty((num_pages + spare) * size, dtype=torch.uint8, device=self._device)
+        begin = -buffer.data_ptr() % size if spare else 0
         return Slab(
             key,
             layout,
-            torch.empty((num_pages, layout.page_bytes), dtype=torch.uint8, device=self._device),
+            buffer[begin : begin + num_pages * size].view(num_pages, size),
             torch.zeros(num_pages, dtype=torch.int32),
             torch.zeros(num_pages, dtype=torch.int32),
             num_pages,
+            buffer,
         )
 
     def _place(self, slab: Slab) -> int:
@@ -244,7 +264,10 @@ class PageAllocator:
             self._fill(slab, index, pages[rows.to(pages.device)], counts.cpu()[rows])
 
     def _fill(self, slab: Slab, index: Tensor, pages: Tensor, counts: Tensor) -> None:
-        slab.data[index.to(self._device)] = pages.to(self._device)
+        pages = pages.to(self._device)
+        if self.order is not None:
+            pages = self.order.to_slab(slab.layout, pages)
+        slab.data[index.to(self._device)] = pages
         slab.counts[index] = counts.to(torch.int32)
 
     def share(self, page_ids: Tensor) -> None:
@@ -269,7 +292,7 @@ class PageAllocator:
             slab.counts[gone] = 0
             slab.num_free += gone.numel()
             if slab.num_free == slab.num_pages:
-                released += slab_bytes(slab.layout, slab.num_pages)
+                released += self._slab_bytes(slab.layout, slab.num_pages)
                 self._pools[slab.key].remove(slot)
                 self._slabs[slot] = None
         return released
@@ -289,12 +312,10 @@ class PageAllocator:
         first = self._slab(groups[0][0])
         if any(self._slab(slot).key != first.key for slot, _, _ in groups):
             raise ValueError("gathered pages must share a tier and a position mode")
-        if len(groups) == 1:
-            return first.data[groups[0][1].to(self._device)]
         out = first.data.new_empty((page_ids.numel(), first.layout.page_bytes))
         for slot, index, rows in groups:
             out[rows.to(self._device)] = self._slab(slot).data[index.to(self._device)]
-        return out
+        return out if self.order is None else self.order.from_slab(first.layout, out)
 
     def refcounts(self, page_ids: Tensor) -> Tensor:
         """``[pages]`` int64 owners of each page."""

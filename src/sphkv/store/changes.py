@@ -51,8 +51,21 @@ def plan_write(
             chosen = select_states(tier_ids, protected, positions, tier_id)
             batches += plan_pages(chosen, tier_id=tier_id, page_tokens=tier.page_tokens)
     flat = FlatStates(states.keys.flatten(0, 1), states.values.flatten(0, 1))
-    pending = encode_pages(flat, batches, layer=layer, codec=state.codec, layout_of=pool.layout)
+    pending = _encode(pool, state, layer, flat, batches)
     return LayerChange(state.tables[layer], pending=pending)
+
+
+def _encode(
+    pool: PagePool, state: SequenceState, layer: int, flat: FlatStates, batches: list[PageBatch]
+) -> PendingPages:
+    return encode_pages(
+        flat,
+        batches,
+        layer=layer,
+        codec=state.codec,
+        layout_of=pool.layout,
+        order=pool.allocator.order,
+    )
 
 
 def plan_seal(
@@ -117,7 +130,7 @@ def plan_demotion(
         return LayerChange(table)
     states, flat = merge_states(parts)
     batches = plan_pages(states, tier_id=tier_id, page_tokens=tiers[tier_id].page_tokens)
-    pending = encode_pages(flat, batches, layer=layer, codec=state.codec, layout_of=pool.layout)
+    pending = _encode(pool, state, layer, flat, batches)
     return LayerChange(table, removed=page_ids, pending=pending)
 
 

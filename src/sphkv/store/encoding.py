@@ -11,10 +11,13 @@ from sphkv.core.contract import StateCodec
 from sphkv.core.geometry import KVGeometry
 from sphkv.store.allocator import PoolKey
 from sphkv.store.layout import PageLayout, PageView, write_dense_pages, write_pages
+from sphkv.store.order import PageOrder
 from sphkv.store.paging import MAX_POSITION, PageBatch, PageRows, StateList
 
 # Pages encoded at once: bounds the float32 copies a codec makes of a long prompt.
 _ENCODE_PAGES = 256
+# Fused kernels make no such copies.
+_KERNEL_PAGES = 4096
 _LARGEST = torch.finfo(torch.bfloat16).max
 
 
@@ -98,6 +101,7 @@ def encode_pages(
     layer: int,
     codec: StateCodec | None,
     layout_of: Callable[[PoolKey], PageLayout],
+    order: PageOrder | None = None,
 ) -> PendingPages:
     """Encode and pack planned pages of one layer.
 
@@ -107,18 +111,18 @@ def encode_pages(
         layer: Layer of the states.
         codec: Encoder of coded tiers; may be missing if all pages are dense.
         layout_of: Layout of each pool.
+        order: What may encode instead of the codec.
 
     Returns:
         The bytes of every page.
     """
     packed = []
+    step = _ENCODE_PAGES if order is None else _KERNEL_PAGES
     for batch in batches:
         layout = layout_of((batch.tier_id, batch.position_mode))
         parts = [
-            _encode_rows(states, batch, index, layout, layer, codec)
-            for index in torch.arange(batch.num_pages, device=batch.source.device).split(
-                _ENCODE_PAGES
-            )
+            _encode_rows(states, batch, index, layout, layer, codec, order)
+            for index in torch.arange(batch.num_pages, device=batch.source.device).split(step)
         ]
         packed.append(torch.cat(parts))
     return PendingPages(batches, packed)
@@ -131,6 +135,7 @@ def _encode_rows(
     layout: PageLayout,
     layer: int,
     codec: StateCodec | None,
+    order: PageOrder | None,
 ) -> Tensor:
     rows, source = batch.rows.select(index), batch.source[index]
     live = rows.live()[:, :, None]
@@ -138,6 +143,11 @@ def _encode_rows(
     values = states.values[source] * live
     if not layout.tier.is_coded:
         return write_dense_pages(layout, keys, values, rows)
+    if order is not None:
+        heads = batch.head_ids[index]
+        pages = order.encode(layout, layer, codec, (keys, values), rows, heads)
+        if pages is not None:
+            return pages
     encoded = _require(codec, layout).encode(
         layer,
         layout.tier,

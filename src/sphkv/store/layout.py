@@ -28,9 +28,9 @@ POSITION_BYTES = 4
 
 # Header fields: u8 version, tier, mode, reserved; u16 count, capacity; then 32-bit words.
 _VERSION, _TIER, _MODE = 0, 1, 2
-_COUNT, _CAPACITY = 4, 6
-_POSITION_BASE = 8
-_RADIUS_LO, _RADIUS_STEP, _SCALE_LO, _SCALE_STEP = 12, 16, 20, 24
+COUNT_OFFSET, _CAPACITY = 4, 6
+POSITION_BASE_OFFSET = 8
+RADIUS_LO_OFFSET, RADIUS_STEP_OFFSET, SCALE_LO_OFFSET, SCALE_STEP_OFFSET = 12, 16, 20, 24
 # u32 offsets from the page start: radii, value scales, values, positions, end of payload.
 _OFFSETS = 28
 _FLAGS = 48
@@ -134,11 +134,13 @@ def write_pages(layout: PageLayout, encoded: EncodedStates, rows: PageRows) -> T
         ``[rows, page_bytes]`` uint8.
     """
     encoded.check(layout.tier, layout.head_dim)
-    pages = _blank_pages(layout, rows)
+    pages = blank_pages(layout, rows)
     live = rows.live()
     affine = (encoded.radius_lo, encoded.radius_step, encoded.scale_lo, encoded.scale_step)
     for offset, column in zip(
-        (_RADIUS_LO, _RADIUS_STEP, _SCALE_LO, _SCALE_STEP), affine, strict=True
+        (RADIUS_LO_OFFSET, RADIUS_STEP_OFFSET, SCALE_LO_OFFSET, SCALE_STEP_OFFSET),
+        affine,
+        strict=True,
     ):
         _put(pages, offset, column[:, None])
     codes = encoded.key_codes * live[:, None, :]
@@ -171,15 +173,15 @@ def write_dense_pages(layout: PageLayout, keys: Tensor, values: Tensor, rows: Pa
     for name, tensor in (("keys", keys), ("values", values)):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    pages = _blank_pages(layout, rows)
+    pages = blank_pages(layout, rows)
     live = rows.live()
     _put_dense(pages, layout.key_offset, keys, live)
     _put_dense(pages, layout.value_offset, values, live)
     return pages
 
 
-def _blank_pages(layout: PageLayout, rows: PageRows) -> Tensor:
-    """Pages with header and positions only."""
+def blank_pages(layout: PageLayout, rows: PageRows) -> Tensor:
+    """Pages ``[rows, page_bytes]`` with header, positions and flags only; the rest is zero."""
     num_rows, tokens = rows.counts.shape[0], layout.page_tokens
     for name, tensor in (("positions", rows.positions), ("flags", rows.flags)):
         if tuple(tensor.shape) != (num_rows, tokens):
@@ -198,10 +200,10 @@ def _blank_pages(layout: PageLayout, rows: PageRows) -> Tensor:
     pages[:, _VERSION] = PAGE_VERSION
     pages[:, _TIER] = layout.tier_id
     pages[:, _MODE] = int(layout.position_mode)
-    _put(pages, _COUNT, rows.counts.to(torch.int16)[:, None])
+    _put(pages, COUNT_OFFSET, rows.counts.to(torch.int16)[:, None])
     _put(pages, _CAPACITY, rows.counts.new_full((num_rows, 1), tokens).to(torch.int16))
     positions = positions.to(torch.int32)
-    _put(pages, _POSITION_BASE, positions[:, :1])
+    _put(pages, POSITION_BASE_OFFSET, positions[:, :1])
     offsets = torch.tensor(layout.offsets(), dtype=torch.int32, device=pages.device)
     _put(pages, _OFFSETS, offsets.expand(num_rows, -1))
     _put_flags(pages, rows.flags & live)
@@ -262,7 +264,7 @@ class PageView:
 
     def counts(self) -> Tensor:
         """``[rows]`` int64 live states of each page."""
-        return self._words(_COUNT, 1, torch.int16)[:, 0].to(torch.int64)
+        return self._words(COUNT_OFFSET, 1, torch.int16)[:, 0].to(torch.int64)
 
     def live(self) -> Tensor:
         """``[rows, tokens]`` bool, false for slack."""
@@ -280,7 +282,7 @@ class PageView:
         layout = self.layout
         index = torch.arange(layout.page_tokens, device=self.pages.device)
         if layout.position_mode is PositionMode.CONTIGUOUS:
-            return self._words(_POSITION_BASE, 1, torch.int32).to(torch.int64) + index
+            return self._words(POSITION_BASE_OFFSET, 1, torch.int32).to(torch.int64) + index
         words = self._words(layout.position_offset, layout.num_position_words, torch.int32)
         words = words.to(torch.int64)
         if layout.position_mode is PositionMode.RUNS:
@@ -299,7 +301,7 @@ class PageView:
 
     def radius_affine(self) -> tuple[Tensor, Tensor]:
         """Low end and step of the radius, ``[rows]`` float32 each."""
-        words = self._words(_RADIUS_LO, 2, torch.float32)
+        words = self._words(RADIUS_LO_OFFSET, 2, torch.float32)
         return words[:, 0], words[:, 1]
 
     def radius(self) -> Tensor:
@@ -322,7 +324,7 @@ class PageView:
 
     def scale_affine(self) -> tuple[Tensor, Tensor]:
         """Low end and step of the value scale, ``[rows]`` float32 each."""
-        words = self._words(_SCALE_LO, 2, torch.float32)
+        words = self._words(SCALE_LO_OFFSET, 2, torch.float32)
         return words[:, 0], words[:, 1]
 
     def value_scale(self) -> Tensor:
@@ -389,5 +391,5 @@ class PageView:
             raise ValueError(f"page header has a count outside 1..{tokens}")
         if bool((self.positions().masked_fill(~self.live(), 0) < 0).any()):
             raise ValueError("page has a negative position")
-        if not bool(torch.isfinite(self._words(_RADIUS_LO, 4, torch.float32)).all()):
+        if not bool(torch.isfinite(self._words(RADIUS_LO_OFFSET, 4, torch.float32)).all()):
             raise ValueError("page header has a radius or scale that is not finite")

@@ -106,7 +106,7 @@ def _add_slab(kinds: dict[str, int], slab: Slab) -> None:
     }
     for kind, size in used.items():
         kinds[kind] += size
-    kinds["frag"] += slab.data.nbytes - sum(used.values())
+    kinds["frag"] += slab.buffer.nbytes - sum(used.values())
     kinds["ptr"] += slab.refcounts.nbytes + slab.counts.nbytes
 
 

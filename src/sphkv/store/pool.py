@@ -11,6 +11,7 @@ from sphkv.store.allocator import ByteMeter, PageAllocator, PoolKey
 from sphkv.store.config import StoreConfig
 from sphkv.store.encoding import PendingPages
 from sphkv.store.layout import PageLayout
+from sphkv.store.order import PageOrder
 from sphkv.store.pointers import PointerTable, page_tag
 
 
@@ -46,13 +47,16 @@ class PagePool:
         meter: Bytes of all live tensors of the store.
     """
 
-    def __init__(self, config: StoreConfig) -> None:
+    def __init__(self, config: StoreConfig, order: PageOrder | None = None) -> None:
         """Start without pages."""
         self.config = config
         self.device = torch.device(config.device)
         self.meter = ByteMeter(config.max_bytes)
         self.allocator = PageAllocator(
-            self.layout, max_slab_pages=config.max_slab_pages, device=self.device
+            self.layout,
+            max_slab_pages=config.max_slab_pages,
+            device=self.device,
+            order=order,
         )
         self._layouts: dict[PoolKey, PageLayout] = {}
 

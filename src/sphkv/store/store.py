@@ -14,6 +14,7 @@ from sphkv.store.config import StoreConfig
 from sphkv.store.encoding import FlatStates, check_positions, check_states
 from sphkv.store.layout import PageView
 from sphkv.store.ledger import ByteLedger, measure_bytes
+from sphkv.store.order import PageOrder
 from sphkv.store.paging import MAX_POSITION
 from sphkv.store.persist import FileIdentity, read_sequence, write_sequence
 from sphkv.store.pointers import PointerTable
@@ -30,16 +31,23 @@ class PageStore:
     alive never pass ``max_bytes``; copies made inside a call are not counted.
     """
 
-    def __init__(self, config: StoreConfig, codec: StateCodec | None = None) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        codec: StateCodec | None = None,
+        *,
+        order: PageOrder | None = None,
+    ) -> None:
         """Start empty.
 
         Args:
             config: Sizes, tiers and limit.
             codec: Encoder of sequences that bring none of their own.
+            order: How slabs keep the bytes of a page, where a kernel wants its own way.
         """
         self.config = config
         self._codec = codec
-        self._pool = PagePool(config)
+        self._pool = PagePool(config, order)
         self._sequences: dict[int, SequenceState] = {}
 
     @property
@@ -183,6 +191,25 @@ class PageStore:
         tail.append(keys[:, num_sealed:], values[:, num_sealed:])
         state.tails[layer] = tail
         state.next_position[layer] += num_new
+
+    def absorb(self, sequence: int) -> bool:
+        """Count one state per layer and head that a kernel wrote behind each tail's last one.
+
+        Returns:
+            Whether a tail was full, so that its oldest states became a page.
+        """
+        state, is_sealed = self._get(sequence), False
+        for layer, tail in enumerate(state.tails):
+            if tail is None or tail.num_tokens >= self.config.tail_capacity:
+                raise ValueError(f"layer {layer} of sequence {sequence} has no room in its tail")
+            if tail.num_tokens + 1 < self.config.tail_capacity:
+                tail.num_tokens += 1
+                state.next_position[layer] += 1
+                continue
+            new = slice(tail.num_tokens, tail.num_tokens + 1)
+            self.append(sequence, layer, tail.keys[:, new].clone(), tail.values[:, new].clone())
+            is_sealed = True
+        return is_sealed
 
     def _check_states(
         self, keys: Tensor, values: Tensor, dtype: torch.dtype | None = None

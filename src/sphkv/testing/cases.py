@@ -16,6 +16,7 @@ from sphkv.core.contract import LayerContract
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import RUN_TOKENS, TierTable, default_tiers
 from sphkv.store.config import StoreConfig
+from sphkv.store.order import PageOrder
 from sphkv.store.store import PageStore
 
 _QUICK_FIT = CodebookFit(iterations=3, refinements=2, stage_tokens=128)
@@ -92,14 +93,21 @@ def random_calibration(
     return calibrator.finish()
 
 
-def build_store(case: CacheCase, *, rope: RopeSpec | None = None, sequence: int = 0) -> PageStore:
+def build_store(
+    case: CacheCase,
+    *,
+    rope: RopeSpec | None = None,
+    sequence: int = 0,
+    device: str = "cpu",
+    order: PageOrder | None = None,
+) -> PageStore:
     """A store with one sequence: pages of mixed tiers, then an open tail."""
     geometry = case.geometry()
     rope = rope or RopeSpec.from_config({"rope_theta": 10_000.0}, case.head_dim)
     codec = SphericalCodec(random_calibration(geometry, rope, seed=case.seed))
-    store = PageStore(
-        StoreConfig(geometry, case.tiers, seal_tier=case.tiers[len(case.tiers) - 2].name), codec
-    )
+    seal_tier = case.tiers[len(case.tiers) - 2].name
+    config = StoreConfig(geometry, case.tiers, seal_tier=seal_tier, device=device)
+    store = PageStore(config, codec, order=order)
     store.create(sequence)
     for layer in range(geometry.num_layers):
         fill_layer(store, case, layer, rope=rope, sequence=sequence)

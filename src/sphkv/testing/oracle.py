@@ -31,7 +31,8 @@ def stored_states(request: DecodeRequest, head: int) -> tuple[Tensor, Tensor, Te
     tail = request.store.tail(request.sequence, request.layer)
     keys.append(tail.keys[head].float())
     values.append(tail.values[head].float())
-    positions.append(tail.first_position + torch.arange(tail.num_tokens))
+    index = torch.arange(tail.num_tokens, device=tail.keys.device)
+    positions.append(tail.first_position + index)
     return torch.cat(keys).double(), torch.cat(values).double(), torch.cat(positions)
 
 
@@ -53,7 +54,7 @@ def dense_oracle(request: DecodeRequest, *, sink_logits: Tensor | None = None) -
         if sink_logits is not None:
             sink = sink_logits[query_head].double().expand(len(query), 1)
             logits = torch.cat([logits, sink], 1)
-            values = torch.cat([values, torch.zeros(1, values.shape[1], dtype=torch.float64)])
+            values = torch.cat([values, values.new_zeros(1, values.shape[1])])
         seen = ~torch.isneginf(logits).all(1)
         weight = torch.zeros_like(logits)
         weight[seen] = logits[seen].softmax(-1)

@@ -300,11 +300,12 @@ def _make_engine(
 ) -> CacheEngine:
     if isinstance(calibration, Path | str):
         calibration = load_calibration(calibration, geometry=config.geometry, ropes=config.ropes)
-    if backend == "auto" and config.device != "cpu":
-        backend = "reference"
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     return CacheEngine(
-        config, calibration=calibration, backend=get_backend(backend), model_id=Path(name).name
+        config,
+        calibration=calibration,
+        backend=get_backend(backend, config.device),
+        model_id=Path(name).name,
     )
 
 

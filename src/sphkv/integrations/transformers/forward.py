@@ -32,7 +32,7 @@ class CachePass:
             result = call.dense()
             engine.settle(call.layer, call.query)
             return result
-        options = _read_options(call, engine.config.windows[call.layer])
+        options = read_options(call, engine.config.windows[call.layer])
         sinks = call.options.get("s_aux")
         output = engine.attend(call.layer, call.query, options, sink_logits=sinks)
         return output.transpose(1, 2).contiguous(), None
@@ -42,7 +42,8 @@ class CachePass:
         self._engine.finish(is_failed=is_failed)
 
 
-def _read_options(call: AttentionCall, window: int | None) -> AttentionOptions:
+def read_options(call: AttentionCall, window: int | None) -> AttentionOptions:
+    """Scale, soft-cap and window of a layer's attention; raises on what codes cannot carry."""
     given = call.options.get("sliding_window", window)
     if given != window:
         raise RuntimeError(

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU kernels over real stores against the float64 answer.
+
+``PYTHONPATH=src python3 benchmarks/gpu_check.py [--only CASE]``; several cases run at a time.
+"""
+
+import argparse
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from sphkv.attention.api import get_backend
+from sphkv.attention.reference import ReferenceBackend
+from sphkv.attention.request import AttentionOptions, DecodeRequest
+from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
+from sphkv.testing.oracle import dense_oracle
+
+DROP = TierSpec("drop", "drop", 0.0, 0, 0)
+DENSE = TierSpec("max", "dense", 16.0, 16, 16)
+SERVED = TierTable((DROP, coded_tier(1.0, 2), coded_tier(2.0, 3), coded_tier(3.0, 4), DENSE))
+VALUES = TierTable((DROP, coded_tier(2.0, 4), coded_tier(2.0, 8), coded_tier(4.0, 16), DENSE))
+WIDE = CacheCase(tiers=SERVED, mix="k2v3", head_dim=128, group_size=4, num_tokens=2000)
+PLAIN = AttentionOptions(scale=0.1)
+CASES = {
+    "mixed": (CacheCase(), PLAIN, 1),
+    "runs": (CacheCase(tiers=SERVED, mix="runs", num_tokens=700), PLAIN, 1),
+    "d80": (CacheCase(mix="k2v3", head_dim=80), PLAIN, 1),
+    "d256": (CacheCase(mix="k1v2", head_dim=256, group_size=2), PLAIN, 1),
+    "wide": (WIDE, PLAIN, 1),
+    "queries": (WIDE, PLAIN, 5),
+    "window": (WIDE, AttentionOptions(scale=0.1, window=300), 3),
+    "softcap": (WIDE, AttentionOptions(scale=0.3, softcap=5.0), 1),
+    "k3v4": (CacheCase(tiers=SERVED, mix="k3v4", head_dim=128, num_tokens=900), PLAIN, 1),
+    "k1v2": (CacheCase(tiers=SERVED, mix="k1v2", num_tokens=900, group_size=8), PLAIN, 1),
+    "v8": (CacheCase(tiers=VALUES, mix="k2v8", head_dim=128, num_tokens=900), PLAIN, 1),
+    "v16": (CacheCase(tiers=VALUES, mix="k4v16", num_tokens=900), PLAIN, 1),
+}
+# Half-precision products of the Hopper kernel, float32 of the portable one.
+BOUND = {"cuda": 5e-3, "triton": 1e-5, "reference": 1e-5}
+
+
+def make_request(case, options, num_queries, store):
+    end = store.num_tokens(0)
+    first = max(0, end - num_queries)
+    _, _, query = random_states(case.geometry(), rope_of(store), end - first, first=first, seed=50)
+    positions = torch.arange(first, end, device="cuda")
+    return DecodeRequest(store, 0, 0, query.cuda(), positions, options)
+
+
+def differing_codes(store, other):
+    """Share of page bytes in which two stores of the same states differ."""
+    total = different = 0
+    for one, two in zip(store.pages(0, 0), other.pages(0, 0), strict=True):
+        left, right = store.view(one).pages.cpu(), other.view(two).pages.cpu()
+        different += int((left != right).sum())
+        total += left.numel()
+    return different / max(1, total)
+
+
+def check(name):
+    case, options, num_queries = CASES[name]
+    on_cpu = build_store(case)
+    is_right = True
+    for backend in (ReferenceBackend(), get_backend("triton"), get_backend("cuda")):
+        store = build_store(case, device="cuda", order=getattr(backend, "order", None))
+        request = make_request(case, options, num_queries, store)
+        expected = dense_oracle(request)
+        got = backend.attend(request)
+        lse = ReferenceBackend().attend(request).lse
+        error = float((got.output - expected).norm() / expected.norm())
+        lse_error = float((got.lse - lse).abs().max())
+        ties = differing_codes(store, on_cpu)
+        total = sum(tensor.nbytes for tensor in store.live_tensors())
+        ok = error <= BOUND[backend.name] and total == store.ledger().total
+        is_right &= ok
+        print(
+            f"{'ok ' if ok else 'BAD'} {name:8s} {backend.name:9s} error {error:.1e} "
+            f"lse {lse_error:.1e} bytes unlike the CPU's {ties:.1e}",
+            flush=True,
+        )
+    return is_right
+
+
+def run_all(jobs):
+    def one(name):
+        command = [sys.executable, str(Path(__file__)), "--only", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        text = done.stdout + ("" if done.returncode == 0 else done.stderr[-1500:])
+        print(text, end="", flush=True)
+        return done.returncode
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return max(pool.map(one, CASES))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", choices=sorted(CASES))
+    parser.add_argument("--jobs", type=int, default=8)
+    args = parser.parse_args()
+    if args.only is None:
+        return run_all(args.jobs)
+    return 0 if check(args.only) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

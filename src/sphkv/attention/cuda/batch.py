@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps of a batch that a CUDA graph can hold.
+
+Everything a step reads or counts lies in tensors that keep their place: lists of pages, lengths
+of tails, positions. A step appends the new states to the tails, attends, and needs no word from
+the host. Between steps the host counts along, and rewrites the lists when a page has sealed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sphkv.attention.cuda.backend import CudaBackend
+from sphkv.attention.cuda.decode import PageLists, PagePool
+from sphkv.attention.cuda.kernel_cache import DecodeKernels
+from sphkv.attention.cuda.pages import is_served, place_pages
+from sphkv.attention.partial import PartialAttention
+from sphkv.attention.request import AttentionOptions
+from sphkv.attention.triton.append import append_states
+from sphkv.attention.triton.dense import TailList, launch_dense
+from sphkv.attention.triton.rows import PartSlots, QueryRows
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.tiers import TierSpec
+from sphkv.store.layout import PageLayout
+from sphkv.store.paging import PositionMode
+from sphkv.store.sequence import PageGroup
+from sphkv.store.store import PageStore
+
+
+class UnsupportedBatchError(ValueError):
+    """A cache holds pages that a captured step cannot read; the message says which."""
+
+
+@dataclass(slots=True, eq=False)
+class _LayerLists:
+    """What one layer reads: coded pages, dense pages, tails; tensors keep their place."""
+
+    pool: PagePool | None
+    lists: PageLists
+    dense_layout: PageLayout
+    dense: tuple[Tensor, Tensor]
+    tails: TailList
+
+
+class BatchDecode:
+    """Captured attention of several sequences of one store.
+
+    Attributes:
+        positions: ``[batch, 1]`` int64 position of each sequence's newest token.
+        max_tokens: Tokens per sequence that lists and tables have room for.
+    """
+
+    def __init__(
+        self, store: PageStore, sequences: Sequence[int], tier: TierSpec, *, max_tokens: int
+    ) -> None:
+        """Lay out the lists.
+
+        Args:
+            store: Pages in fragment order, on the GPU.
+            sequences: One id per batch row; every layer must have an open tail.
+            tier: Tier of the coded pages, served by the Hopper kernel.
+            max_tokens: Tokens a sequence may reach.
+
+        Raises:
+            UnsupportedBatchError: Some pages are neither of this tier and contiguous nor dense.
+        """
+        geometry = store.config.geometry
+        self.max_tokens = max_tokens
+        self._store, self._sequences, self._tier = store, list(sequences), tier
+        device = torch.device(store.config.device)
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._kernels = DecodeKernels(self._device, max_batch=len(sequences))
+        self._kernels.reserve(max_tokens + tier.page_tokens)
+        self._coded = PageLayout(
+            store.config.tiers.id_of(tier.name), tier, geometry.head_dim, PositionMode.CONTIGUOUS
+        )
+        if device.type != "cuda" or not is_served(self._coded):
+            raise UnsupportedBatchError(f"tier {tier.name!r} on {device} has no Hopper kernel")
+        self.positions = torch.zeros(len(sequences), 1, dtype=torch.int64, device=self._device)
+        self._positions32 = torch.zeros(len(sequences), dtype=torch.int32, device=self._device)
+        self._extents = torch.zeros(len(sequences), 2, dtype=torch.int64, device=self._device)
+        self._layers = [self._lay_out(layer) for layer in range(geometry.num_layers)]
+        self.refresh()
+
+    def _codec(self) -> SphericalCodec:
+        codec = self._store.codec(self._sequences[0])
+        if not isinstance(codec, SphericalCodec):
+            raise UnsupportedBatchError("the sequences have no spherical codec")
+        return codec
+
+    def _lay_out(self, layer: int) -> _LayerLists:
+        """Room for the lists of a layer at their longest."""
+        geometry, batch = self._store.config.geometry, len(self._sequences)
+        lists = geometry.num_kv_heads * batch
+        most = self.max_tokens // self._tier.page_tokens + 1
+        tiers = self._store.config.tiers
+        dense = PageLayout(
+            tiers.dense_id, tiers[tiers.dense_id], geometry.head_dim, PositionMode.CONTIGUOUS
+        )
+        dense_pages = self._groups(layer, dense)
+        room = max(1, sum(int(group.num_pages.sum()) for group in dense_pages if group))
+        tails = [self._store.tail(sequence, layer) for sequence in self._sequences]
+        if any(tail.num_tokens == 0 for tail in tails):
+            raise UnsupportedBatchError(f"a sequence has no open tail in layer {layer}")
+        addresses = TailList.of(tails, self._device).addresses
+        return _LayerLists(
+            None,
+            PageLists(self._words(lists * most), self._words(lists + 1), batch),
+            dense,
+            (self._words(room).to(torch.int64), self._words(lists + 1)),
+            TailList(addresses, self._extents),
+        )
+
+    def _words(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=self._device)
+
+    def _groups(self, layer: int, layout: PageLayout) -> list[PageGroup | None]:
+        """The group of a layout of every sequence."""
+        found = []
+        for sequence in self._sequences:
+            groups = self._store.pages(sequence, layer)
+            for group in groups:
+                if group.layout.position_mode is not PositionMode.CONTIGUOUS or (
+                    group.layout.tier.is_coded and group.layout != self._coded
+                ):
+                    raise UnsupportedBatchError(
+                        f"layer {layer} has pages of tier {group.layout.tier.name!r} with "
+                        f"{group.layout.position_mode.name.lower()} positions"
+                    )
+            found.append(next((group for group in groups if group.layout == layout), None))
+        return found
+
+    def refresh(self) -> bool:
+        """Rewrite lengths and lists from the store, in place.
+
+        Returns:
+            Whether a captured graph is stale, because pages moved below its base address.
+        """
+        extents, positions = [], []
+        for sequence in self._sequences:
+            tail = self._store.tail(sequence, 0)
+            extents.append([tail.num_tokens, tail.first_position])
+            positions.append(tail.first_position + tail.num_tokens - 1)
+        self._extents.copy_(torch.tensor(extents))
+        self.positions.copy_(torch.tensor(positions)[:, None])
+        self._positions32.copy_(torch.tensor(positions))
+        stale = [self._refresh_layer(layer) for layer in range(len(self._layers))]
+        return any(stale)
+
+    def _refresh_layer(self, layer: int) -> bool:
+        held = self._layers[layer]
+        coded = self._groups(layer, self._coded)
+        none = PageGroup(
+            self._coded,
+            torch.empty(self._store.config.geometry.num_kv_heads, 0, dtype=torch.int64),
+            torch.zeros(self._store.config.geometry.num_kv_heads, dtype=torch.int64),
+        )
+        is_stale = False
+        if any(coded):
+            groups = [group or none for group in coded]
+            placed = place_pages(self._store.allocator, groups, self._device)
+            held.lists.page_ids[: len(placed.lists.page_ids)].copy_(placed.lists.page_ids)
+            held.lists.row_start.copy_(placed.lists.row_start)
+            base = None if held.pool is None else held.pool.pages.data_ptr()
+            is_stale = base != placed.pool.pages.data_ptr()
+            held.pool = placed.pool
+        dense = self._groups(layer, held.dense_layout)
+        self._refresh_dense(held, dense, len(none.num_pages))
+        return is_stale
+
+    def _refresh_dense(
+        self, held: _LayerLists, groups: Sequence[PageGroup | None], heads: int
+    ) -> None:
+        """Lists of dense pages, sequence by sequence, head by head."""
+        addresses, starts = held.dense
+        counts = torch.zeros(len(groups), heads, dtype=torch.int64)
+        found = []
+        for sequence, group in enumerate(groups):
+            if group is not None:
+                counts[sequence] = group.num_pages.cpu()
+                found.append(self._store.allocator.addresses(group.flat_ids()))
+        starts[1:].copy_(counts.flatten().cumsum(0))
+        if found:
+            flat = torch.cat(found)
+            addresses[: len(flat)].copy_(flat)
+
+    def advance(self) -> None:
+        """Count one more token of every sequence; the first thing a captured step does."""
+        self.positions.add_(1)
+        self._positions32.add_(1)
+        self._extents[:, 0].add_(1)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        options: AttentionOptions,
+        *,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Append the new states of a layer and attend; queued on the current stream.
+
+        Args:
+            layer: The layer.
+            query: ``[batch, query_heads, 1, head_dim]`` after RoPE.
+            keys: ``[batch, kv_heads, 1, head_dim]`` after RoPE.
+            values: ``[batch, kv_heads, 1, head_dim]``.
+            options: Scale, soft-cap and window.
+            sink_logits: ``[query_heads]`` learned sink logits.
+
+        Returns:
+            ``[batch, query_heads, 1, head_dim]`` float32.
+        """
+        held = self._layers[layer]
+        append_states(keys[:, :, 0], values[:, :, 0], held.tails)
+        query = query.contiguous()
+        rows = QueryRows(query, self.positions, keys.shape[1], options, "tf32x3")
+        parts = PartSlots.empty(rows, 1)
+        launch_dense(held.dense, held.dense_layout, held.tails, rows, parts)
+        heads, head_dim = query.shape[1], query.shape[3]
+        merged = PartialAttention(parts.output.view(-1, heads, head_dim), parts.lse.view(-1, heads))
+        kernel = self._kernels.get(self._codec(), layer, self._tier)
+        pool = held.pool
+        if pool is None:
+            raise UnsupportedBatchError(f"layer {layer} has no coded page yet")
+        kernel.attend(
+            query[:, :, 0],
+            pool,
+            held.lists,
+            options,
+            result=merged,
+            merge_with=merged,
+            query_positions=self._positions32,
+            sink_logits=None if sink_logits is None else sink_logits.float(),
+        )
+        return merged.output[:, :, None]
+
+    def commit(self) -> bool:
+        """Tell the store about the step that was queued; seals tails that are full.
+
+        Returns:
+            Whether pages sealed; then lists are stale and ``refresh`` must run.
+        """
+        sealed = [self._store.absorb(sequence) for sequence in self._sequences]
+        return any(sealed)
+
+
+def can_capture(backend: object, tier: TierSpec, head_dim: int) -> bool:
+    """Whether a backend and tier allow captured steps."""
+    layout = PageLayout(1, tier, head_dim, PositionMode.CONTIGUOUS) if tier.is_coded else None
+    return isinstance(backend, CudaBackend) and layout is not None and is_served(layout)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense states to page bytes on the GPU, without intermediate codes in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sphkv.attention.triton.encode_keys import encode_keys_into
+from sphkv.attention.triton.encode_values import encode_values_into
+from sphkv.attention.triton.search import SearchTables
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.contract import StateCodec
+from sphkv.store.layout import PageLayout, blank_pages
+from sphkv.store.paging import PageRows
+
+# The rotation of wider heads does not fit beside a tile of values.
+_MAX_HEAD_DIM = 128
+
+
+class TokenOrder:
+    """A ``PageOrder`` of the store: the usual bytes, encoded by fused kernels."""
+
+    def __init__(self) -> None:
+        self._encoder = PageEncoder()
+
+    def encode(
+        self,
+        layout: PageLayout,
+        layer: int,
+        codec: StateCodec | None,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        head_ids: Tensor,
+    ) -> Tensor | None:
+        """See ``PageEncoder.encode``."""
+        return self._encoder.encode(layout, layer, codec, states, rows, head_ids)
+
+    def to_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
+        """The same bytes."""
+        return pages
+
+    def from_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
+        """The same bytes."""
+        return pages
+
+
+class PageEncoder:
+    """Encodes pages with fused kernels where they apply."""
+
+    def __init__(self) -> None:
+        self._tables = SearchTables()
+
+    def encode(
+        self,
+        layout: PageLayout,
+        layer: int,
+        codec: StateCodec | None,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        head_ids: Tensor,
+    ) -> Tensor | None:
+        """Pages of one layout, or None where the codec must do it.
+
+        Args:
+            layout: Their layout.
+            layer: Layer of the states.
+            codec: Encoder of the sequence.
+            states: Keys and values ``[rows, tokens, head_dim]``, zero past the counts.
+            rows: Positions, counts and flags.
+            head_ids: ``[rows]`` int64 KV head of each page.
+
+        Returns:
+            ``[rows, page_bytes]`` uint8 as ``write_pages`` orders it.
+        """
+        tokens = layout.page_tokens
+        if not isinstance(codec, SphericalCodec) or not layout.tier.is_coded:
+            return None
+        if tokens & (tokens - 1) or layout.head_dim > _MAX_HEAD_DIM or not len(head_ids):
+            return None
+        pages = blank_pages(layout, rows)
+        keys, values = states
+        table = self._tables.get(codec, layer, layout.tier, pages.device)
+        encode_keys_into(pages, layout, keys, rows.positions, rows.counts, head_ids, table)
+        if layout.tier.has_value_codes:
+            encode_values_into(pages, layout, values, rows.counts)
+        else:
+            dense = values.to(torch.bfloat16).contiguous().view(torch.uint8).flatten(1)
+            pages[:, layout.value_offset : layout.position_offset] = dense
+        return pages

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What encoding reads: planes by falling bits, and their points as queries see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from sphkv.attention.triton.tables import turn_steps
+from sphkv.codec.codebook import AngleCodebook
+from sphkv.codec.rope import RopeSpec
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.tiers import TierSpec
+
+PLANE_FIELDS = 3
+"""Words that describe a plane: its number and its two channels."""
+
+NUM_KINDS = 5
+"""Kinds of planes a head counts: 12, 8, 4 bits, pairs of 2-bit planes, planes without bits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SearchTable:
+    """The slots of one layer and tier, in the order an encoder fills them.
+
+    Attributes:
+        counts: ``[heads, 5]`` int32: planes of 12, 8 and 4 bits, pair slots, planes without bits.
+        planes: ``[heads, planes, 3]`` int32: number and channels, by falling bits; the two
+            planes of a pair slot follow each other.
+        roots: ``[heads, planes, 4]`` float32 metric roots, in the same order.
+        seen: ``[heads, slots, 2, 16, 2]`` float32 points in the query metric.
+        points: The same points as stored.
+        constants: ``[heads, planes, 2]`` float32, in the order of ``planes``.
+        turns: ``[planes]`` int64, see ``turn_steps``.
+    """
+
+    counts: Tensor
+    planes: Tensor
+    roots: Tensor
+    seen: Tensor
+    points: Tensor
+    constants: Tensor
+    turns: Tensor
+
+
+def build_search_table(
+    codebook: AngleCodebook, rope: RopeSpec, device: torch.device | str
+) -> SearchTable:
+    """Order the planes of every head as its slots are."""
+    book = codebook.to("cpu")
+    heads = range(book.slot_plane.shape[0])
+    order = torch.stack([_plane_order(book, head) for head in heads])
+    bits = book.plane_bits.gather(1, order)
+    counts = [(bits == 12).sum(1), (bits == 8).sum(1), (bits == 4).sum(1), book.num_pairs]
+    counts.append((bits == 0).sum(1))
+    channels = rope.plane_channels()[order]
+    root = book.metric_root.gather(1, order[..., None, None].expand(-1, -1, 2, 2))
+    by_slot = book.metric_root[torch.arange(len(order))[:, None, None], book.slot_plane]
+    seen = book.points @ by_slot.transpose(-1, -2)  # [heads, slots, 2, 16, 2]
+    parts = (
+        torch.stack(counts, 1).to(torch.int32),
+        torch.cat([order[..., None], channels], -1).to(torch.int32),
+        root.flatten(2),
+        seen,
+        book.points,
+        book.constant.gather(1, order[..., None].expand(-1, -1, 2)),
+        turn_steps(rope),
+    )
+    return SearchTable(*(part.contiguous().to(device) for part in parts))
+
+
+def _plane_order(book: AngleCodebook, head: int) -> Tensor:
+    """Planes of one head: those of single slots, of pair slots, and those without bits."""
+    singles = book.num_slots - int(book.num_pairs[head])
+    alone = list(dict.fromkeys(book.slot_plane[head, :singles, 0].tolist()))
+    paired = book.slot_plane[head, singles:].flatten().tolist()
+    bare = torch.nonzero(book.plane_bits[head] == 0)[:, 0].tolist()
+    return torch.tensor([*alone, *paired, *bare])
+
+
+class SearchTables:
+    """Search tables by codec, layer and slots, built once."""
+
+    def __init__(self) -> None:
+        self._held: WeakKeyDictionary[SphericalCodec, dict[tuple[int, int, str], SearchTable]]
+        self._held = WeakKeyDictionary()
+
+    def get(
+        self, codec: SphericalCodec, layer: int, tier: TierSpec, device: torch.device
+    ) -> SearchTable:
+        """The table of a layer at a tier."""
+        held = self._held.setdefault(codec, {})
+        slots = tier.key_nibbles(codec.calibration.geometry.head_dim)
+        key = (layer, slots, str(device))
+        if key not in held:
+            book, rope = codec.codebook(layer, tier), codec.calibration.ropes[layer]
+            held[key] = build_search_table(book, rope, device)
+        return held[key]

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store that keeps pages in a kernel's order shows the same pages and counts the same bytes."""
+
+import pytest
+import torch
+
+from sphkv.attention.api import BackendUnavailableError, decode_attention, get_backend
+from sphkv.attention.cuda.pages import FragmentOrder, is_served, place_pages
+from sphkv.attention.request import AttentionOptions, DecodeRequest
+from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
+
+TIERS = TierTable(
+    (
+        TierSpec("drop", "drop", 0.0, 0, 0),
+        coded_tier(1.0, 2),
+        coded_tier(2.0, 3),
+        coded_tier(3.0, 4),
+        coded_tier(4.0, 16),
+        TierSpec("max", "dense", 16.0, 16, 16),
+    )
+)
+CASE = CacheCase(tiers=TIERS, num_tokens=700, mix="runs")
+
+
+def states_of(store):
+    return {
+        (group.layout.tier.name, group.layout.position_mode): store.view(group).pages
+        for group in store.pages(0, 0)
+    }
+
+
+def test_pages_read_back_as_they_were_written():
+    plain, ordered = build_store(CASE), build_store(CASE, order=FragmentOrder())
+    before, after = states_of(plain), states_of(ordered)
+    assert before.keys() == after.keys()
+    for key, pages in before.items():
+        assert torch.equal(pages, after[key]), key
+    kept = [slab for slab in ordered.allocator.slabs() if is_served(slab.layout)]
+    assert kept
+    different = sum(not torch.equal(a.data[0], b.data[0]) for a, b in _same_slabs(plain, ordered))
+    assert different == len(kept)
+
+
+def _same_slabs(one, other):
+    return zip(one.allocator.slabs(), other.allocator.slabs(), strict=True)
+
+
+def test_every_byte_is_counted():
+    store = build_store(CASE, order=FragmentOrder())
+    resident = sum(tensor.nbytes for tensor in store.live_tensors())
+    assert store.ledger().total == resident == store.live_bytes
+    store.free(0)
+    assert store.live_bytes == 0 == sum(tensor.nbytes for tensor in store.live_tensors())
+
+
+def test_crop_demote_and_attention_see_through_the_order():
+    stores = [build_store(CASE), build_store(CASE, order=FragmentOrder())]
+    rope = rope_of(stores[0])
+    _, _, query = random_states(CASE.geometry(), rope, 1, first=600, seed=9)
+    outputs = []
+    for store in stores:
+        group = next(g for g in store.pages(0, 0) if g.layout.tier.name == "k3v4")
+        store.demote(0, 0, group.flat_ids(), "k2v3")
+        store.crop(0, 601)
+        request = DecodeRequest(
+            store, 0, 0, query, torch.tensor([600]), AttentionOptions(scale=0.125)
+        )
+        outputs.append(decode_attention(request))
+    assert torch.equal(*outputs)
+
+
+def test_page_ids_find_every_page_from_the_lowest_slab():
+    store = build_store(CASE, order=FragmentOrder())
+    group = next(g for g in store.pages(0, 0) if is_served(g.layout))
+    served = place_pages(store.allocator, [group], torch.device("cpu"))
+    size, base = group.layout.page_bytes, served.pool.pages.data_ptr()
+    found = base + served.lists.page_ids.to(torch.int64) * size
+    assert torch.equal(found, store.allocator.addresses(group.flat_ids()))
+    assert served.lists.row_start.tolist() == [0, *group.num_pages.cumsum(0).tolist()]
+
+
+def test_gpu_backends_are_named_and_refused_where_they_cannot_run():
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    with pytest.raises(BackendUnavailableError, match="Hopper"):
+        get_backend("cuda")
+    assert get_backend("auto", "cpu").name in ("native", "reference")
+
+
+def test_states_that_a_kernel_wrote_are_absorbed_and_sealed():
+    """Writing behind the tail by hand and absorbing equals appending, page seals included."""
+    case = CacheCase(tiers=TIERS, mix="k3v4", num_tokens=150, tail_tokens=7)
+    one, other = build_store(case), build_store(case)
+    rope, steps = rope_of(one), one.config.tail_capacity
+    keys, values, _ = random_states(case.geometry(), rope, steps, first=157, seed=3)
+    sealed = 0
+    for step in range(steps):
+        new = slice(step, step + 1)
+        one.append(0, 0, keys[:, new], values[:, new])
+        tail = other._get(0).tails[0]
+        tail.keys[:, tail.num_tokens] = keys[:, step]
+        tail.values[:, tail.num_tokens] = values[:, step]
+        sealed += other.absorb(0)
+    assert sealed == 1
+    assert one.num_tokens(0) == other.num_tokens(0) == 157 + steps
+    assert torch.equal(one.tail(0, 0).keys, other.tail(0, 0).keys)
+    for left, right in zip(one.pages(0, 0), other.pages(0, 0), strict=True):
+        assert torch.equal(one.view(left).pages, other.view(right).pages)
+    other.create(1)
+    with pytest.raises(ValueError, match="no room"):
+        other.absorb(1)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused encoding against the codec: the same bytes, but for ties that rounding decides."""
+
+import pytest
+import torch
+
+from sphkv.codec.rope import RopeSpec
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.tiers import coded_tier
+from sphkv.store.layout import PageLayout, PageView, write_pages
+from sphkv.store.paging import PageRows, PositionMode
+from sphkv.testing.cases import CacheCase, random_calibration, random_states
+
+pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
+
+from sphkv.attention.triton.encode import PageEncoder
+
+# Codes that may differ by rounding: a distance or a ratio on an edge between two codes.
+TIES = 2e-3
+
+
+def pages_of(tier, head_dim, *, count, rope_config=None):
+    """The same two pages (one per head) from codec and kernel."""
+    case = CacheCase(head_dim=head_dim, num_kv_heads=2, group_size=2)
+    geometry = case.geometry()
+    rope = RopeSpec.from_config(rope_config or {"rope_theta": 10_000.0}, head_dim)
+    codec = SphericalCodec(random_calibration(geometry, rope))
+    tokens = tier.page_tokens
+    keys, values, _ = random_states(geometry, rope, tokens, first=77)
+    positions = torch.arange(77, 77 + tokens).expand(2, -1).contiguous()
+    counts = torch.tensor([tokens, count])
+    rows = PageRows(positions, counts, torch.zeros(2, tokens, dtype=torch.bool))
+    live = rows.live()[..., None]
+    keys, values = keys * live, values * live
+    heads = torch.arange(2)
+    layout = PageLayout(1, tier, head_dim, PositionMode.CONTIGUOUS)
+    encoded = codec.encode(0, tier, keys, values, positions, head_ids=heads, counts=counts)
+    got = PageEncoder().encode(layout, 0, codec, (keys, values), rows, heads)
+    return layout, write_pages(layout, encoded, rows), got
+
+
+@pytest.mark.parametrize(
+    ("tier", "head_dim"),
+    [
+        (coded_tier(2.0, 4), 64),
+        (coded_tier(4.25, 3, page_tokens=64), 64),
+        (coded_tier(1.0, 2, page_tokens=32), 128),
+        (coded_tier(3.0, 8, page_tokens=32), 80),
+        (coded_tier(2.0, 16, page_tokens=32), 64),
+    ],
+)
+def test_writes_the_bytes_of_the_codec(tier, head_dim):
+    layout, expected, got = pages_of(tier, head_dim, count=tier.page_tokens - 5)
+    right, ours = PageView(layout, expected), PageView(layout, got)
+    ours.check()
+    assert torch.equal(right.counts(), ours.counts())
+    assert torch.equal(right.positions(), ours.positions())
+    for name in ("key_codes", "radius_code", "scale_code"):
+        if name == "scale_code" and not tier.has_value_codes:
+            continue
+        one, other = getattr(right, name)(), getattr(ours, name)()
+        assert float((one != other).float().mean()) <= TIES, name
+    if tier.has_value_codes:
+        assert float((right.value_codes() != ours.value_codes()).float().mean()) <= TIES
+        torch.testing.assert_close(ours.value_scale(), right.value_scale(), rtol=1e-2, atol=1e-4)
+    else:
+        assert torch.equal(right.dense_values(), ours.dense_values())
+    torch.testing.assert_close(ours.radius(), right.radius(), rtol=1e-2, atol=1e-4)
+
+
+def test_slack_is_zero_and_layouts_it_cannot_take_are_left_to_the_codec():
+    layout, expected, got = pages_of(coded_tier(2.0, 4, page_tokens=32), 64, count=3)
+    at = slice(layout.key_offset, layout.scale_offset)
+    assert torch.equal(expected[1, at] == 0, got[1, at] == 0)
+    assert pages_of(coded_tier(2.0, 4, page_tokens=96), 64, count=50)[2] is None
