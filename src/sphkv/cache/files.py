@@ -22,6 +22,9 @@ from sphkv.core.budget import ByteBudget
 from sphkv.core.errors import CacheFileError
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
+from sphkv.store.config import StoreConfig
+from sphkv.store.persist import read_identity
+from sphkv.store.store import PageStore
 
 FORMAT = "sphkv-cache-folder-1"
 _ABOUT = "cache.json"
@@ -137,6 +140,26 @@ def load_engine(engine: CacheEngine, folder: Path) -> None:
         raise CacheFileError(f"{folder}: {error}") from error
     for row, first_kept in zip(engine.rows, about["first_kept"], strict=True):
         row.first_kept = first_kept
+
+
+def open_pages(folder: Path) -> PageStore:
+    """The states of a saved cache without its model: to look at, not to decode from.
+
+    Raises:
+        CacheFileError: The folder is no saved cache, damaged, or was saved before it was coded.
+    """
+    about = _read_about(folder)
+    files = [folder / f"sequence-{index}.safetensors" for index in range(about["num_sequences"])]
+    if not files:
+        raise CacheFileError(f"{folder} was saved while still dense: it has no pages to look at")
+    identity = read_identity(files[0])
+    try:
+        store = PageStore(StoreConfig(identity.geometry, identity.tiers, about["settings"]["tier"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CacheFileError(f"{folder / _ABOUT}: {error}") from error
+    for sequence, file in enumerate(files):
+        store.load(sequence, file, codec_hash=about["codec_hash"])
+    return store
 
 
 def _checked(settings: Any) -> dict[str, Any]:

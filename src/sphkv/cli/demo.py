@@ -28,9 +28,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Run the demonstration and write the report."""
-    if args.report:
-        Path(args.report).parent.mkdir(parents=True, exist_ok=True)
-    check_writable(args.report)
+    folder = None if args.report is None else Path(args.report).parent
+    if folder is None or folder.exists():
+        check_writable(args.report)
     from sphkv.evaluation.demo import DemoConfig, run_demo
     from sphkv.evaluation.demo_report import render_report
 
@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
     result = run_demo(DemoConfig(args.model, args.context, args.tier), tell)
     rows = table_rows(result)
-    if args.report:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
         write_text(args.report, render_report(result, rows))
         tell(f"report: {args.report}")
     if args.json:

@@ -23,10 +23,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
-def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+def add_prompt_flags(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
     """Flags that name a model, a prompt and a budget."""
-    parser.add_argument("--model", required=True, help="smollm2, a local folder or a hub name")
-    source = parser.add_mutually_exclusive_group(required=True)
+    parser.add_argument(
+        "--model", required=is_required, help="smollm2, a local folder or a hub name"
+    )
+    source = parser.add_mutually_exclusive_group(required=is_required)
     source.add_argument("--prompt", help="the prompt itself")
     source.add_argument("--prompt-file", help="UTF-8 file with the prompt")
     parser.add_argument("--budget", help='"25%%" of dense bytes (default), "512B/token" or bytes')

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sphkv.cache.plan import parse_tiers
 from sphkv.codec.calibration import CalibrationOptions
 from sphkv.evaluation.demo_text import HiddenFact, hidden_facts, make_document
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.tier_map import tier_map
 from sphkv.integrations.models import load_model
+from sphkv.integrations.transformers.architecture import model_geometry
 from sphkv.integrations.transformers.cache import SphericalCache
 from sphkv.integrations.transformers.calibrate import calibrate_model
 from sphkv.integrations.transformers.convert import encode_dense_cache
@@ -29,7 +31,7 @@ from sphkv.integrations.transformers.stepping import (
 
 _CALIBRATION_TOKENS = 1024
 _ANSWER_TOKENS = 8
-_SENTENCES_PER_TOKEN = 1 / 12
+_MOST_SENTENCE_TOKENS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,10 @@ def run_demo(config: DemoConfig, tell: Callable[[str], None]) -> dict[str, Any]:
     longest = config.context + config.decode_tokens + 64
     if longest > limit:
         raise ValueError(f"context {config.context} leaves no room in the model's {limit} tokens")
+    # a wrong tier must not cost a prefill
+    parse_tiers(config.tier, model_geometry(stage.model).head_dim)
     facts = hidden_facts()
-    document = stage.tokens(make_document(int(config.context * _SENTENCES_PER_TOKEN), facts))
-    if document.shape[1] < config.context:
-        raise ValueError(f"the document has only {document.shape[1]} tokens")
-    document = document[:, : config.context]
+    document = _make_document(stage, config.context, facts)
     tell(f"prefill of {config.context} tokens")
     dense, prefill_s = prefill(stage.model, document)
     tell("calibration on the document's beginning")
@@ -116,6 +117,20 @@ def run_demo(config: DemoConfig, tell: Callable[[str], None]) -> dict[str, Any]:
         **figures,
         "environment": describe_environment(),
     }
+
+
+def _make_document(stage: _Stage, context: int, facts: list[HiddenFact]) -> Tensor:
+    """Exactly ``context`` tokens; at most the last sentences are cut, and no fact is in them."""
+    sentences = context // _MOST_SENTENCE_TOKENS
+    while (document := stage.tokens(make_document(sentences, facts))).shape[1] < context:
+        missing = context - document.shape[1]
+        sentences += max(1, missing // _MOST_SENTENCE_TOKENS)
+    document = document[:, :context]
+    text = stage.tokenizer.decode(document[0])
+    for fact in facts:
+        if fact.sentence not in text:
+            raise ValueError(f"{context} tokens are too few to hold {fact.sentence!r}")
+    return document
 
 
 def _compare(
@@ -168,7 +183,7 @@ def _ask(stage: _Stage, fact: HiddenFact, dense: Any, coded: SphericalCache) -> 
     texts = []
     for cache in (dense, coded):
         ids, _ = continue_greedily(stage.model, cache, question, _ANSWER_TOKENS)
-        found = re.search(r"\d+", stage.tokenizer.decode(ids[0]))
+        found = re.search(r"\w+", stage.tokenizer.decode(ids[0]))
         texts.append(found.group() if found else "")
     return {
         "question": fact.question.strip(),

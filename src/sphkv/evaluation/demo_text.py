@@ -28,7 +28,22 @@ _REASONS = (
     "and spoke of it for many years", "without a word to the neighbours",
     "hoping that the harvest would be better", "until the last light faded",
 )  # fmt: skip
-_NAMES = ("Falcon", "Juniper", "Meridian", "Oakridge", "Saffron", "Tamarind")
+# What is asked about, and what the answer may be. No two share their words: a small model that
+# finds a fact at all then finds the right one.
+_FACTS = (
+    ("the pass number of the Falcon gate is", "What is the pass number of the Falcon gate?",
+     ("52445", "71863", "90127")),
+    ("the dog of the ferry captain is called", "What is the dog of the ferry captain called?",
+     ("Biscuit", "Pepper", "Ginger")),
+    ("the flag over the customs house is coloured",
+     "What colour is the flag over the customs house?", ("purple", "orange", "silver")),
+    ("the stolen clock came from the city of", "From which city did the stolen clock come?",
+     ("Vienna", "Lisbon", "Cairo")),
+    ("the new bridge was built by a man named", "Who built the new bridge?",
+     ("Edmund", "Victor", "Oliver")),
+    ("the treasure lies buried under the old", "Under what does the treasure lie buried?",
+     ("windmill", "chapel", "stable")),
+)  # fmt: skip
 _DEPTHS = (0.08, 0.27, 0.46, 0.65, 0.84, 0.95)
 
 
@@ -48,18 +63,16 @@ class HiddenFact:
 
 
 def hidden_facts(seed: int = 7) -> list[HiddenFact]:
-    """Five-digit pass numbers of six gates."""
+    """Six facts of one word each; the seed chooses the words."""
     generator = random.Random(seed)
     facts = []
-    for name in _NAMES:
-        number = str(generator.randint(10_000, 99_999))
-        start = f"the pass number of the {name} gate is"
+    for start, question, answers in _FACTS:
+        answer = generator.choice(answers)
         facts.append(
             HiddenFact(
-                sentence=f"Remember this well: {start} {number}.",
-                question=f"\n\nQuestion: What is the pass number of the {name} gate?\n"
-                f"Answer: According to the chronicle, {start}",
-                answer=number,
+                sentence=f"Remember this well: {start} {answer}.",
+                question=f"\n\nQuestion: {question}\nAnswer: According to the chronicle, {start}",
+                answer=answer,
             )
         )
     return facts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt's cache holds: ledger, tier histogram, tier map."""
+"""What a cache holds, a prompt's or a saved one: ledger, tier histogram, tier map."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from sphkv.cache.files import open_pages
 from sphkv.evaluation.generate import GenerateConfig
 from sphkv.evaluation.tier_map import tier_histogram, tier_map
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.cache import CacheOptions, SphericalCache
 from sphkv.integrations.transformers.stepping import score
+from sphkv.store.store import PageStore
 
 
 def inspect_prompt(config: GenerateConfig) -> dict[str, Any]:
@@ -38,17 +40,29 @@ def inspect_prompt(config: GenerateConfig) -> dict[str, Any]:
                 f"{tokens} tokens are too few to calibrate on, so the cache is still dense: "
                 "give a calibration or a longer prompt"
             )
-        ledger = cache.ledger()
-        return {
-            "tokens": tokens,
-            "tier": cache.tier.name,
-            "b_kv": ledger.b_kv(tokens),
-            "dense_b_kv": cache.config.geometry.dense_bytes_per_token,
-            "ledger": ledger.to_dict(),
-            "tiers": [tier.name for tier in store.config.tiers],
-            "histogram": tier_histogram(store, tokens),
-            "tier_map": tier_map(store, tokens),
-        }
+        return _describe(store, [tokens])
+
+
+def inspect_folder(folder: str) -> dict[str, Any]:
+    """Describe a saved cache, without the model it was made with."""
+    store = open_pages(Path(folder))
+    return _describe(store, [store.num_tokens(sequence) for sequence in store.sequences])
+
+
+def _describe(store: PageStore, tokens: list[int]) -> dict[str, Any]:
+    """Ledger of all sequences; histogram and map of the first."""
+    ledger, geometry = store.ledger(), store.config.geometry
+    return {
+        "tokens": tokens[0],
+        "num_sequences": len(tokens),
+        "tier": store.config.seal_tier,
+        "b_kv": ledger.b_kv(sum(tokens)),
+        "dense_b_kv": geometry.dense_bytes_per_token,
+        "ledger": ledger.to_dict(),
+        "tiers": [tier.name for tier in store.config.tiers],
+        "histogram": tier_histogram(store, tokens[0]),
+        "tier_map": tier_map(store, tokens[0]),
+    }
 
 
 def draw_tier_map(rows: list[list[str]], path: str) -> None:

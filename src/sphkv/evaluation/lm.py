@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sphkv.codec.calibration import Calibration, default_calibration
 from sphkv.codec.calibration_file import load_calibration
+from sphkv.core.tiers import DENSE_BITS
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.key_methods import (
     METHODS,
@@ -70,6 +71,11 @@ class LMConfig:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
         if self.context < 2:
             raise ValueError(f"context must be at least 2 tokens, got {self.context}")
+        for name in ("key_bits", "value_bits"):
+            if not 0 < getattr(self, name) <= DENSE_BITS:
+                raise ValueError(
+                    f"{name} must be above 0 and at most {DENSE_BITS}, got {getattr(self, name)}"
+                )
         for name in ("offset", "dense_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

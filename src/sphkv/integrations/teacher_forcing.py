@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from sphkv.integrations.progress import layer_progress
+
 StateTransform = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """``(layer, query, keys, values) -> (keys, values)``, each ``[heads, tokens, head_dim]``."""
 
@@ -64,7 +66,8 @@ def transformed_states(model: PreTrainedModel, transform: StateTransform) -> Ite
 @torch.no_grad()
 def hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """Final hidden states ``[tokens, width]`` of one sequence ``[1, tokens]``, no cache."""
-    output = model.base_model(input_ids=input_ids, use_cache=False)
+    with layer_progress(model, "forward", input_ids.shape[1]):
+        output = model.base_model(input_ids=input_ids, use_cache=False)
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
 

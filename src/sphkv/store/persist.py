@@ -77,6 +77,27 @@ class FileIdentity:
             raise CacheFileError(f"{path} differs from the store: " + "; ".join(differences))
 
 
+def read_identity(path: Path) -> FileIdentity:
+    """What a file says it belongs to, for those who have no store yet.
+
+    Raises:
+        CacheFileError: The file is damaged or says nothing that can be used.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            text, _ = _read_label(path, file.metadata() or {})
+        found = _parse_json(text, path)
+        return FileIdentity(
+            KVGeometry(**found["geometry"]),
+            TierTable.from_json(json.dumps(found["tiers"])),
+            str(found["codec_hash"]),
+        )
+    except (SafetensorError, OSError) as error:
+        raise CacheFileError(f"{path} cannot be read as a cache: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise CacheFileError(f"{path} does not say what it belongs to: {error}") from error
+
+
 def _differences(found: Any, expected: Any, name: str) -> list[str]:
     if isinstance(found, dict) and isinstance(expected, dict):
         return [

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sphkv.codec.calibration import Calibration, CalibrationOptions, Calibrator
+from sphkv.integrations.progress import layer_progress
 from sphkv.integrations.transformers.architecture import describe_model
 from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult, attach
 
@@ -76,7 +77,7 @@ def calibrate_model(
     attachment.listen = listen
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), layer_progress(model, "calibration", input_ids.shape[1]):
             # the decoder alone: logits of a whole text would need gigabytes
             layout.decoder(input_ids=input_ids.to(device), use_cache=False)
     finally:

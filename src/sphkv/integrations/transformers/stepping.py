@@ -10,12 +10,15 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from sphkv.integrations.progress import layer_progress
+
 
 def prefill(model: PreTrainedModel, input_ids: Tensor) -> tuple[DynamicCache, float]:
     """A dense cache of a prompt ``[1, tokens]``, and the seconds it took."""
     cache = DynamicCache(config=model.config)
     began = time.perf_counter()
-    score(model, cache, input_ids)
+    with layer_progress(model, "prefill", input_ids.shape[1]):
+        score(model, cache, input_ids)
     return cache, time.perf_counter() - began
 
 

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every flag of every command with bad values: one line of explanation, no file left behind."""
+
+import argparse
+
+import pytest
+
+from sphkv.cli.main import build_parser, main
+
+# A command line that works for every command; PLACES are filled in from fixtures.
+COMMANDS = {
+    "eval lm": ["--model", "MODEL", "--text", "TEXT", "--context", "300", "--out", "OUT"],
+    "bench decode": ["--context", "512", "--repeats", "1", "--out", "OUT"],
+    "calibrate": ["--model", "MODEL", "--text", "TEXT", "--tokens", "256", "--out", "OUT"],
+    "demo": ["--model", "MODEL", "--context", "1024", "--report", "OUT"],
+    "generate": ["--model", "MODEL", "--prompt-file", "TEXT", "--max-new-tokens", "2"],
+    "inspect": ["--model", "MODEL", "--prompt-file", "TEXT", "--map", "OUT"],
+}
+JUNK = ("", "-1", "0", "nan", "inf", "1e99", "99999999999999999999", "k2", "%", "\0", "é\n", "DIR")
+# A file may have almost any name.
+BAD_OUTPUTS = ("", "\0", "DIR", "absent/out")
+OUTPUTS = ("--out", "--report", "--map", "--save-cache")
+# Junk that a flag rightly takes: a demo makes its folder, a huge budget is no limit, zero new
+# tokens only fill a cache.
+FINE = {
+    ("generate", "--max-new-tokens", "0"),
+    ("generate", "--budget", "99999999999999999999"),
+    ("inspect", "--budget", "99999999999999999999"),
+    ("demo", "--report", "absent/out"),
+    ("eval lm", "--offset", "0"),
+    ("eval lm", "--dense-tokens", "0"),
+}
+
+
+def leaves(parser: argparse.ArgumentParser, name: str = ""):
+    """Every command that can run, with its parser."""
+    groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not groups:
+        yield name.strip(), parser
+    for group in groups:
+        for word, sub in group.choices.items():
+            yield from leaves(sub, f"{name} {word}")
+
+
+def flags():
+    """Every flag that takes a value, but those that take any text."""
+    for name, parser in leaves(build_parser()):
+        for action in parser._actions:
+            if action.option_strings and action.nargs != 0 and action.dest != "prompt":
+                yield name, action.option_strings[-1]
+
+
+def test_every_command_is_tried():
+    assert {name for name, _ in leaves(build_parser())} == set(COMMANDS)
+
+
+@pytest.fixture
+def fill(model_folder, text_file, tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    (tmp_path / "folder").mkdir()
+    places = {
+        "MODEL": str(model_folder),
+        "TEXT": str(text_file),
+        "OUT": str(work / "out"),
+        "DIR": str(tmp_path / "folder"),
+    }
+
+    def fill(argv):
+        return [places.get(word, word) for word in argv]
+
+    return fill
+
+
+def run(argv, capsys):
+    """Exit status and what was said."""
+    status: object
+    try:
+        status = main(argv)
+    except SystemExit as stopped:
+        status = stopped.code
+    except Exception as error:
+        pytest.fail(f"{argv} let {type(error).__name__} escape: {error}")
+    return status, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "flag"), sorted(flags()))
+def test_bad_value(command, flag, fill, capsys, tmp_path):
+    base = COMMANDS[command]
+    if flag in base:
+        at = base.index(flag)
+        base = base[:at] + base[at + 2 :]
+    for junk in BAD_OUTPUTS if flag in OUTPUTS else JUNK:
+        if (command, flag, junk) in FINE:
+            continue
+        argv = fill([*command.split(), *base, flag, junk])
+        status, said = run(argv, capsys)
+        assert status in (1, 2), f"{argv} exits with {status}"
+        assert "sphkv" in said, f"{argv} says {said!r}"
+        assert "Traceback" not in said, said
+        assert list((tmp_path / "work").iterdir()) == [], f"{argv} left a file"
+        assert list((tmp_path / "folder").iterdir()) == [], f"{argv} wrote into a folder"
+
+
+@pytest.mark.parametrize("kind", ["text", "empty", "cut"])
+def test_damaged_files(kind, fill, capsys, tmp_path, model_folder):
+    damaged = tmp_path / "damaged"
+    weights = (model_folder / "model.safetensors").read_bytes()
+    damaged.write_bytes({"text": b"no file of ours", "empty": b"", "cut": weights[:999]}[kind])
+    commands = [
+        ["eval", "lm", *COMMANDS["eval lm"], "--calibration", str(damaged)],
+        ["generate", *COMMANDS["generate"], "--calibration", str(damaged)],
+        ["inspect", "--cache", str(damaged)],
+        ["inspect", "--cache", str(tmp_path / "absent")],
+    ]
+    for argv in commands:
+        status, said = run(fill(argv), capsys)
+        assert status == 1
+        assert said.strip().splitlines()[-1].startswith("sphkv: "), said
+        assert list((tmp_path / "work").iterdir()) == []

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands end to end on a tiny model."""
+
+import json
+
+from sphkv.cli.main import main
+
+
+def test_saved_cache_is_inspected_without_its_model(model_folder, text_file, tmp_path, capsys):
+    folder, picture = tmp_path / "cache", tmp_path / "map.png"
+    prompt = ["--model", str(model_folder), "--prompt-file", str(text_file)]
+    argv = ["generate", *prompt, "--tier", "k2v3", "--max-new-tokens", "3", "--json"]
+    assert main([*argv, "--save-cache", str(folder)]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert main(["inspect", "--cache", str(folder), "--map", str(picture), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == made["tokens"]
+    assert found["ledger"]["payload"] == made["ledger"]["payload"]
+    assert found["tier"] == "k2v3"
+    for row in found["histogram"]:
+        assert sum(row[name] for name in found["tiers"]) == found["tokens"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["inspect", "--cache", str(folder)]) == 0
+    assert "k2v3" in capsys.readouterr().out
+
+
+def test_a_cache_and_a_prompt_are_not_both_inspected(model_folder, tmp_path, capsys):
+    assert main(["inspect", "--cache", str(tmp_path), "--model", str(model_folder)]) == 1
+    assert "not both" in capsys.readouterr().err
+    assert main(["inspect"]) == 1
+    assert "--cache" in capsys.readouterr().err
