@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codes of any width from 1 to 8 bits as a dense stream of bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes of ``count`` codes of ``bits`` bits."""
+    return (count * bits + 7) // 8
+
+
+def pack_bits(codes: Tensor, *, bits: int) -> Tensor:
+    """Pack the last dimension, lowest bits first.
+
+    Args:
+        codes: ``[..., count]`` uint8, each below ``2**bits``.
+        bits: Width of a code, 1 to 8.
+
+    Returns:
+        ``[..., ceil(count * bits / 8)]`` uint8; the unused bits of the last byte are 0.
+
+    Raises:
+        ValueError: On another dtype or width, or a code that does not fit.
+    """
+    _check(codes, bits)
+    if codes.numel() and int(codes.max()) >= 1 << bits:
+        raise ValueError(f"codes of {bits} bits must be below {1 << bits}, got {int(codes.max())}")
+    count = codes.shape[-1]
+    if bits == 8:
+        return codes.clone()
+    if 8 % bits == 0:
+        return _fold(codes, bits)
+    stream = torch.stack([(codes >> bit) & 1 for bit in range(bits)], dim=-1).flatten(-2)
+    return _fold(stream, 1)[..., : packed_bytes(count, bits)]
+
+
+def unpack_bits(packed: Tensor, *, bits: int, count: int) -> Tensor:
+    """Recover the codes that ``pack_bits`` packed.
+
+    Args:
+        packed: ``[..., bytes]`` uint8.
+        bits: Width of a code, 1 to 8.
+        count: Codes packed in the last dimension.
+
+    Returns:
+        ``[..., count]`` uint8.
+
+    Raises:
+        ValueError: On another dtype or width, or if the byte count does not match.
+    """
+    _check(packed, bits)
+    if packed.shape[-1] != packed_bytes(count, bits):
+        raise ValueError(
+            f"{count} codes of {bits} bits take {packed_bytes(count, bits)} bytes, "
+            f"got {packed.shape[-1]}"
+        )
+    if bits == 8:
+        return packed.clone()
+    if 8 % bits == 0:
+        return _unfold(packed, bits)[..., :count]
+    stream = _unfold(packed, 1)[..., : count * bits].unflatten(-1, (count, bits))
+    codes: Tensor = stream[..., 0].clone()
+    for bit in range(1, bits):
+        codes |= stream[..., bit] << bit
+    return codes
+
+
+def _fold(codes: Tensor, width: int) -> Tensor:
+    """Join ``8 / width`` neighbours into a byte; a rest is filled with zeros."""
+    per_byte = 8 // width
+    rest = -codes.shape[-1] % per_byte
+    if rest:
+        codes = torch.nn.functional.pad(codes, (0, rest))
+    parts = codes.unflatten(-1, (-1, per_byte))
+    word: Tensor = parts[..., 0].clone()
+    for index in range(1, per_byte):
+        word |= parts[..., index] << (index * width)
+    return word
+
+
+def _unfold(packed: Tensor, width: int) -> Tensor:
+    mask = (1 << width) - 1
+    fields = [(packed >> shift) & mask for shift in range(0, 8, width)]
+    return torch.stack(fields, dim=-1).flatten(-2)
+
+
+def _check(codes: Tensor, bits: int) -> None:
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits must be between 1 and 8, got {bits}")
+    if codes.dtype != torch.uint8:
+        raise ValueError(f"codes must be uint8, got {codes.dtype}")

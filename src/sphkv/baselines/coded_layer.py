@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of a quantising method: dense sinks, coded blocks, a dense tail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sphkv.baselines.held_states import HeldStates, Tagged, dense_states, join_states
+from sphkv.codec.rope import RopeSpec
+from sphkv.store.layout import HEADER_BYTES
+
+CODED_PAGE_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateBlock:
+    """Consecutive tokens of a layer that are coded together.
+
+    Attributes:
+        keys: ``[kv_heads, tokens, head_dim]`` after RoPE.
+        values: ``[kv_heads, tokens, head_dim]``.
+        first_position: Position of the first token.
+        query: ``[query_heads, tokens, head_dim]`` of the tokens; None while decoding.
+    """
+
+    keys: Tensor
+    values: Tensor
+    first_position: int
+    query: Tensor | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions ``[tokens]`` int64."""
+        last = self.first_position + self.keys.shape[1]
+        return torch.arange(self.first_position, last, device=self.keys.device)
+
+    def part(self, start: int, stop: int) -> StateBlock:
+        """Some of the tokens."""
+        return StateBlock(
+            self.keys[:, start:stop],
+            self.values[:, start:stop],
+            self.first_position + start,
+            None if self.query is None else self.query[:, start:stop],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coded:
+    """A block as it is stored.
+
+    Attributes:
+        tensors: By name; the part before the dot is the ledger kind. Where tokens are coded
+            one by one, dimension 1 of every tensor is the token.
+        first_position: Position of the first token.
+        num_tokens: Tokens of the block.
+    """
+
+    tensors: dict[str, Tensor]
+    first_position: int
+    num_tokens: int
+
+
+class StateCodec(Protocol):
+    """One setting of a method: how a block of tokens is stored."""
+
+    @property
+    def label(self) -> str:
+        """Bits and the like, for reports."""
+        ...
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens coded together while decoding; 1 codes each token as it comes."""
+        ...
+
+    @property
+    def residual_tokens(self) -> int:
+        """Newest tokens that always stay dense."""
+        ...
+
+    @property
+    def sink_tokens(self) -> int:
+        """First tokens that stay dense."""
+        ...
+
+    def encode(self, layer: int, block: StateBlock) -> dict[str, Tensor]:
+        """Code a block; see ``Coded.tensors``."""
+        ...
+
+    def decode(self, layer: int, coded: Coded) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[kv_heads, tokens, head_dim]`` float32."""
+        ...
+
+    def tables(self) -> list[Tagged]:
+        """Tensors that all layers share, such as a rotation."""
+        ...
+
+
+class PartCodec(Protocol):
+    """How keys alone, or values alone, are stored."""
+
+    @property
+    def label(self) -> str:
+        """Bits and the like, for reports."""
+        ...
+
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
+        """Code ``[kv_heads, tokens, head_dim]``; an entry ``"codes"`` holds the codes."""
+        ...
+
+    def decode(self, tensors: dict[str, Tensor], num_tokens: int) -> Tensor:
+        """``[kv_heads, tokens, head_dim]`` float32."""
+        ...
+
+    def tables(self) -> list[Tensor]:
+        """Tensors that all layers share."""
+        ...
+
+
+@dataclass(frozen=True)
+class PairCodec:
+    """Keys and values coded apart.
+
+    Attributes:
+        keys: Codec of the keys.
+        values: Codec of the values.
+        block_tokens: Tokens coded together while decoding.
+        residual_tokens: Newest tokens that always stay dense.
+        sink_tokens: First tokens that stay dense.
+        ropes: Rotary embedding of each layer, if keys are coded before it; else empty.
+    """
+
+    keys: PartCodec
+    values: PartCodec
+    block_tokens: int = 1
+    residual_tokens: int = 0
+    sink_tokens: int = 0
+    ropes: Sequence[RopeSpec] = ()
+
+    @property
+    def label(self) -> str:
+        """Settings of keys and values."""
+        return f"k{self.keys.label}v{self.values.label}"
+
+    def encode(self, layer: int, block: StateBlock) -> dict[str, Tensor]:
+        """Both parts, under the ledger kinds of keys and of values."""
+        keys = block.keys.float()
+        if self.ropes:
+            rope = self.ropes[layer]
+            keys = rope.from_planes(rope.unrotate(rope.to_planes(keys), block.positions))
+        tensors = {}
+        for name, tensor in self.keys.encode(keys).items():
+            tensors["codes.codes" if name == "codes" else f"radii.{name}"] = tensor
+        for name, tensor in self.values.encode(block.values.float()).items():
+            tensors[f"values.{name}"] = tensor
+        return tensors
+
+    def decode(self, layer: int, coded: Coded) -> tuple[Tensor, Tensor]:
+        """Both parts."""
+        keys: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
+        for name, tensor in coded.tensors.items():
+            kind, _, own = name.partition(".")
+            (values if kind == "values" else keys)[own] = tensor
+        decoded = self.keys.decode(keys, coded.num_tokens)
+        if self.ropes:
+            rope, first = self.ropes[layer], coded.first_position
+            positions = torch.arange(first, first + coded.num_tokens, device=decoded.device)
+            decoded = rope.from_planes(rope.rotate(rope.to_planes(decoded), positions))
+        return decoded, self.values.decode(values, coded.num_tokens)
+
+    def tables(self) -> list[Tagged]:
+        """Shared tensors of both; one that both use counts once."""
+        unique = {id(tensor): tensor for tensor in (*self.keys.tables(), *self.values.tables())}
+        return [("headers", tensor) for tensor in unique.values()]
+
+
+class CodedLayer:
+    """The states of one layer."""
+
+    def __init__(self, codec: StateCodec, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Start empty, on the device of the given states."""
+        self._codec = codec
+        self._layer = layer
+        self._sinks = _dense_copy(keys[:, :0], values[:, :0])
+        self._tail = _dense_copy(keys[:, :0], values[:, :0])
+        self._blocks: list[Coded] = []
+        self._renew_pages()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the layer."""
+        return self._coded_end + self._tail[0].shape[1]
+
+    @property
+    def _coded_end(self) -> int:
+        return self._sinks[0].shape[1] + sum(block.num_tokens for block in self._blocks)
+
+    @property
+    def _is_per_token(self) -> bool:
+        return self._codec.block_tokens == 1
+
+    def store_prompt(self, block: StateBlock) -> None:
+        """Divide a prompt into sinks, one coded block and the tail."""
+        codec, tokens = self._codec, block.keys.shape[1]
+        sinks = min(codec.sink_tokens, tokens)
+        rest = max(0, tokens - sinks - codec.residual_tokens)
+        end = sinks + rest // codec.block_tokens * codec.block_tokens
+        self._sinks = _dense_copy(block.keys[:, :sinks], block.values[:, :sinks])
+        if end > sinks:
+            self._code(block.part(sinks, end))
+        self._tail = _dense_copy(block.keys[:, end:], block.values[:, end:])
+
+    def room(self) -> int:
+        """Tokens that may be appended before something must be coded."""
+        codec = self._codec
+        if self._is_per_token and codec.residual_tokens == 0:
+            return 1 << 30
+        return codec.residual_tokens + codec.block_tokens - self._tail[0].shape[1]
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add tokens: coded at once if the codec works token by token, else to the tail."""
+        if self._is_per_token and self._codec.residual_tokens == 0:
+            self._code(StateBlock(keys, values, self.num_tokens))
+            return
+        held = self._tail
+        self._tail = (
+            torch.cat([held[0], keys.to(torch.bfloat16)], 1),
+            torch.cat([held[1], values.to(torch.bfloat16)], 1),
+        )
+
+    def seal(self) -> None:
+        """Code the oldest block of the tail if it is full."""
+        block, keys, values = self._codec.block_tokens, *self._tail
+        if keys.shape[1] < self._codec.residual_tokens + block:
+            return
+        self._code(StateBlock(keys[:, :block], values[:, :block], self._coded_end))
+        self._tail = _dense_copy(keys[:, block:], values[:, block:])
+
+    def _code(self, block: StateBlock) -> None:
+        tensors = self._codec.encode(self._layer, block)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        coded = Coded(tensors, block.first_position, block.keys.shape[1])
+        if self._is_per_token and self._blocks:
+            last = self._blocks.pop()
+            tensors = {n: torch.cat([last.tensors[n], t], 1) for n, t in coded.tensors.items()}
+            coded = Coded(tensors, last.first_position, last.num_tokens + coded.num_tokens)
+        self._blocks.append(coded)
+        self._renew_pages()
+
+    def _renew_pages(self) -> None:
+        """One header with its number of tokens, and one pointer, per head and 128 tokens."""
+        heads, device = self._sinks[0].shape[0], self._sinks[0].device
+        coded = sum(block.num_tokens for block in self._blocks)
+        starts = torch.arange(0, coded, CODED_PAGE_TOKENS, device=device)
+        shape = (heads, starts.shape[0], HEADER_BYTES)
+        self._headers = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._headers[..., 0] = (coded - starts).clamp(max=CODED_PAGE_TOKENS).to(torch.uint8)
+        ids = torch.arange(heads * starts.shape[0], device=device)
+        self._pointers = ids.view(heads, starts.shape[0])
+
+    def read(self) -> HeldStates:
+        """Everything the layer holds, rebuilt in float32."""
+        parts = [dense_states(*self._sinks, 0)]
+        for block in self._blocks:
+            keys, values = self._codec.decode(self._layer, block)
+            parts.append(dense_states(keys, values, block.first_position))
+        parts.append(dense_states(*self._tail, self._coded_end))
+        return join_states(parts)
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Refuse a cut through a block that was coded as a whole."""
+        if self._is_per_token or num_tokens >= self._coded_end:
+            return
+        borders = {block.first_position for block in self._blocks}
+        if num_tokens > self._sinks[0].shape[1] and num_tokens not in borders:
+            raise ValueError(
+                f"cannot crop to {num_tokens} tokens: layer {self._layer} coded blocks that "
+                f"begin at {sorted(borders)} and end at {self._coded_end}"
+            )
+
+    def crop(self, num_tokens: int) -> None:
+        """Forget tokens; ``check_crop`` has allowed it."""
+        kept = max(0, num_tokens - self._coded_end)
+        self._tail = _dense_copy(self._tail[0][:, :kept], self._tail[1][:, :kept])
+        blocks = [block for block in self._blocks if block.first_position < num_tokens]
+        if blocks and self._is_per_token:
+            last = blocks.pop()
+            count = min(last.num_tokens, num_tokens - last.first_position)
+            tensors = {name: t[:, :count].clone() for name, t in last.tensors.items()}
+            blocks.append(Coded(tensors, last.first_position, count))
+        self._blocks = blocks
+        sinks = self._sinks
+        self._sinks = _dense_copy(sinks[0][:, :num_tokens], sinks[1][:, :num_tokens])
+        self._renew_pages()
+
+    def tensors(self) -> list[Tagged]:
+        """Every live tensor with its ledger kind."""
+        tagged = [("headers", self._headers), ("ptr", self._pointers)]
+        for keys, values in (self._sinks, self._tail):
+            tagged += [("codes", keys), ("values", values)]
+        for block in self._blocks:
+            tagged += [(name.partition(".")[0], tensor) for name, tensor in block.tensors.items()]
+        return tagged
+
+
+def _dense_copy(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """bfloat16 copies that keep no larger tensor alive."""
+    return (
+        keys.to(torch.bfloat16, copy=True).contiguous(),
+        values.to(torch.bfloat16, copy=True).contiguous(),
+    )

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expected Attention: rank tokens by the attention that queries to come should give them.
+
+Devoto et al., 2025, "Expected Attention: KV Cache Compression by Estimating Attention from
+Future Queries Distribution". Queries before RoPE are taken as Gaussian with the mean and
+covariance seen in the prompt; turned by the average rotation of the next 512 positions, they give
+a key the expected weight ``exp(mu k / sqrt(d) + k Sigma k / (2 d))``, which is normalised and
+multiplied by the norm of the value. The first four tokens are protected.
+
+Deviations: queries before RoPE come from un-rotating what the model computed; the first tokens
+are left out of the statistics like the sinks they are. Tokens after the prompt are all kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sphkv.baselines.eviction import PROTECTED, EvictionCache, PromptPolicy
+from sphkv.codec.rope import RopeSpec
+from sphkv.core.geometry import KVGeometry
+
+
+@dataclass(frozen=True)
+class ExpectedWeights(PromptPolicy):
+    """Scores by closed-form expected attention.
+
+    Attributes:
+        ropes: Rotary embedding of each layer.
+        future: Positions to come over which the rotation is averaged.
+        num_sinks: First tokens that always stay.
+    """
+
+    ropes: Sequence[RopeSpec]
+    future: int = 512
+    num_sinks: int = 4
+
+    name = "expected_attention"
+
+    def least_tokens(self) -> int:
+        """The sinks and one token."""
+        return self.num_sinks + 1
+
+    def prompt_scores(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, num_kept: int
+    ) -> Tensor:
+        """Expected weight times value norm."""
+        heads, _, dim = keys.shape
+        mean, covariance = self._future_queries(self.ropes[layer], query)
+        wide = keys.float().repeat_interleave(query.shape[0] // heads, 0)
+        logits = (wide @ mean[..., None])[..., 0] * dim**-0.5
+        logits += ((wide @ covariance) * wide).sum(-1) / (2 * dim)
+        expected = torch.softmax(logits, -1).unflatten(0, (heads, -1)).mean(1)
+        scores: Tensor = expected * values.float().norm(dim=-1)
+        scores[:, : self.num_sinks] = PROTECTED
+        return scores
+
+    def _future_queries(self, rope: RopeSpec, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean ``[heads, dim]`` and covariance ``[heads, dim, dim]`` of queries to come."""
+        tokens, device = query.shape[1], query.device
+        positions = torch.arange(tokens, device=device)
+        plain = rope.from_planes(rope.unrotate(rope.to_planes(query.float()), positions))
+        seen = plain[:, min(self.num_sinks, tokens - 1) :]
+        mean = seen.mean(1)
+        centred = seen - mean[:, None]
+        covariance = centred.transpose(1, 2) @ centred / seen.shape[1]
+        average = mean_rotation(rope, tokens, self.future).to(device)
+        return mean @ average.T, average @ covariance @ average.T
+
+
+def mean_rotation(rope: RopeSpec, first: int, count: int) -> Tensor:
+    """Average ``[dim, dim]`` of the rotations of ``count`` positions from ``first`` on."""
+    positions = torch.arange(first, first + count)
+    unit = torch.eye(rope.head_dim)[:, None].expand(-1, count, -1)
+    turned = rope.from_planes(rope.rotate(rope.to_planes(unit), positions))
+    return turned.mean(1).T.contiguous()
+
+
+def expected_attention(
+    geometry: KVGeometry, ropes: Sequence[RopeSpec], budget: float
+) -> EvictionCache:
+    """Expected Attention with the authors' defaults."""
+    return EvictionCache(geometry, ExpectedWeights(ropes), budget)

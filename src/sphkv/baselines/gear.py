@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GEAR: integers, plus a low-rank correction of their error, plus sparse outliers.
+
+Kang et al., 2024, "GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative
+Inference of LLM". Two percent of each vector, half from either end, are kept apart in float16;
+the rest becomes integers, keys per channel and values per token in groups of 64; the error that
+remains is approximated per head by a matrix of rank 4.
+
+Deviations: the low-rank factors are an exact truncated decomposition, where the paper iterates;
+tokens after the prompt wait dense until 64 are coded together, at rank 4 as well (the paper takes
+blocks of 20 at rank 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sphkv.baselines.coded_layer import PairCodec, PartCodec
+from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
+from sphkv.baselines.outliers import join_outliers, split_outliers
+from sphkv.baselines.quantised import QuantisedCache
+from sphkv.core.geometry import KVGeometry
+
+GROUP = 64
+WIDTHS = ((8, 8), (6, 6), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
+"""Bits of keys and of values, the best first."""
+
+
+@dataclass(frozen=True)
+class CorrectedIntegers:
+    """Another codec with outliers taken out before and its error corrected after.
+
+    Attributes:
+        backbone: Codes what is left without outliers.
+        is_per_channel: Whether outliers are sought along tokens; else along channels.
+        share: Share of entries kept as outliers.
+        rank: Rank of the correction.
+    """
+
+    backbone: PartCodec
+    is_per_channel: bool
+    share: float = 0.02
+    rank: int = 4
+
+    @property
+    def label(self) -> str:
+        """That of the integers."""
+        return self.backbone.label
+
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
+        """Backbone tensors, outliers and the two factors."""
+        rows = x.transpose(1, 2) if self.is_per_channel else x
+        rest, index, value = split_outliers(rows, self.share)
+        rest = rest.transpose(1, 2).contiguous() if self.is_per_channel else rest
+        tensors = self.backbone.encode(rest)
+        error = rest - self.backbone.decode(tensors, x.shape[1])
+        # the leading eigenvectors of E'E are the right factor of the best low-rank matrix
+        _, vectors = torch.linalg.eigh(error.transpose(1, 2) @ error)
+        right = vectors[..., -min(self.rank, x.shape[2]) :]
+        return {
+            **tensors,
+            "outlier_index": index,
+            "outlier_value": value,
+            "left": (error @ right).half(),
+            "right": right.half(),
+        }
+
+    def decode(self, tensors: dict[str, Tensor], num_tokens: int) -> Tensor:
+        """``[heads, tokens, head_dim]`` float32."""
+        rest = self.backbone.decode(tensors, num_tokens)
+        rest = rest + tensors["left"].float() @ tensors["right"].float().transpose(1, 2)
+        rows = rest.transpose(1, 2) if self.is_per_channel else rest
+        rows = join_outliers(rows, tensors["outlier_index"], tensors["outlier_value"])
+        return rows.transpose(1, 2) if self.is_per_channel else rows
+
+    def tables(self) -> list[Tensor]:
+        """Those of the backbone."""
+        return self.backbone.tables()
+
+
+def gear(geometry: KVGeometry, budget: float) -> QuantisedCache:
+    """GEAR with 2% outliers and rank 4."""
+    codecs = [
+        PairCodec(
+            CorrectedIntegers(ChannelIntegers(k, GROUP), is_per_channel=True),
+            CorrectedIntegers(TokenIntegers(v, geometry.head_dim, GROUP), is_per_channel=False),
+            block_tokens=GROUP,
+        )
+        for k, v in WIDTHS
+    ]
+    return QuantisedCache("gear", geometry, codecs, budget)

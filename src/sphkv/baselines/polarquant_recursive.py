@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PolarQuant, recursive: radii pair up into radii, and only angles are coded.
+
+Han et al., 2025, "PolarQuant: Quantizing KV Caches with Polar Transformation". After a random
+rotation the channels are paired, each pair becomes a radius and an angle, the radii are paired
+again, four times over; one float16 radius per 16 channels is left. First-level angles take 4
+bits, the others 2, with levels optimal for the angles of a Gaussian vector: the first level is
+uniform, level ``l`` has density proportional to ``sin(2 x) ** (2 ** (l - 1) - 1)``.
+
+Deviations: levels are computed from that law instead of clustered on a sample (the paper offers
+both); head dims that are no multiple of 16 use fewer levels.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sphkv.baselines.bit_packing import pack_bits, unpack_bits
+from sphkv.baselines.coded_layer import PairCodec
+from sphkv.baselines.per_channel_int import as_float16
+from sphkv.baselines.quantised import QuantisedCache
+from sphkv.baselines.rotation_lloyd import random_rotation
+from sphkv.core.geometry import KVGeometry
+
+WIDTHS = ((8, 6), (6, 4), (5, 3), (4, 3), (4, 2), (3, 2), (3, 1), (2, 1))
+"""Bits of first-level angles and of the others, the best first; the paper's is (4, 2)."""
+
+_MOST_LEVELS = 4
+_GRID = 1 << 14
+_ITERATIONS = 200
+
+
+@functools.lru_cache(maxsize=64)
+def angle_levels(level: int, bits: int) -> Tensor:
+    """Levels ``[2**bits]`` float32 of an angle at a level from 2 on, in (0, pi / 2).
+
+    Cached and shared, so callers must not write to them.
+    """
+    with torch.inference_mode(False):
+        angle = (torch.arange(_GRID, dtype=torch.float64) + 0.5) * (math.pi / 2 / _GRID)
+        mass = (2 * angle).sin() ** (2 ** (level - 1) - 1)
+        count = 1 << bits
+        cdf = mass.cumsum(0) / mass.sum()
+        start = torch.arange(1, 2 * count, 2, dtype=torch.float64) / (2 * count)
+        levels = angle[torch.searchsorted(cdf, start)]
+        for _ in range(_ITERATIONS):
+            cell = torch.bucketize(angle, (levels[1:] + levels[:-1]) / 2)
+            weight = torch.zeros_like(levels).index_add_(0, cell, mass)
+            levels = torch.zeros_like(levels).index_add_(0, cell, mass * angle) / weight
+        return levels.float()
+
+
+def num_levels(head_dim: int) -> int:
+    """How often channels can be paired, at most four times."""
+    levels = 0
+    while levels < _MOST_LEVELS and head_dim % (2 ** (levels + 1)) == 0:
+        levels += 1
+    return levels
+
+
+@dataclass(frozen=True)
+class PolarTree:
+    """Radii of blocks of channels and the angles below them.
+
+    Attributes:
+        head_dim: Channels of a head; even.
+        first_bits: Width of first-level angles.
+        upper_bits: Width of all other angles.
+        seed: Seed of the rotation that all layers and heads share.
+    """
+
+    head_dim: int
+    first_bits: int
+    upper_bits: int
+    seed: int = 1
+
+    @property
+    def label(self) -> str:
+        """Bits of the first level and of the others."""
+        return f"{self.first_bits}/{self.upper_bits}"
+
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
+        """Angle codes of each level ``[heads, tokens, bytes]``, radii ``[heads, tokens, n]``."""
+        radius = x @ random_rotation(self.head_dim, self.seed).to(x.device)
+        tensors = {}
+        for level in range(1, num_levels(self.head_dim) + 1):
+            left, right = radius[..., 0::2], radius[..., 1::2]
+            codes = self._code(torch.atan2(right, left), level)
+            name = "codes" if level == 1 else f"level{level}"
+            tensors[name] = pack_bits(codes, bits=self._bits(level))
+            radius = torch.hypot(left, right)
+        return {**tensors, "radius": as_float16(radius, name="radius").half()}
+
+    def decode(self, tensors: dict[str, Tensor], num_tokens: int) -> Tensor:
+        """``[heads, tokens, head_dim]`` float32."""
+        radius = tensors["radius"].float()
+        for level in range(num_levels(self.head_dim), 0, -1):
+            packed = tensors["codes" if level == 1 else f"level{level}"]
+            codes = unpack_bits(packed, bits=self._bits(level), count=self.head_dim >> level)
+            angle = self._angle(codes, level)
+            pair = torch.stack([radius * angle.cos(), radius * angle.sin()], -1)
+            radius = pair.flatten(-2)
+        return radius @ random_rotation(self.head_dim, self.seed).to(radius.device).T
+
+    def _bits(self, level: int) -> int:
+        return self.first_bits if level == 1 else self.upper_bits
+
+    def _code(self, angle: Tensor, level: int) -> Tensor:
+        if level == 1:
+            count = 1 << self.first_bits
+            turn = angle * (count / (2 * math.pi))
+            return torch.remainder(turn.floor(), count).to(torch.uint8)
+        levels = angle_levels(level, self.upper_bits).to(angle.device)
+        return torch.bucketize(angle, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+
+    def _angle(self, codes: Tensor, level: int) -> Tensor:
+        if level == 1:
+            return (codes.float() + 0.5) * (2 * math.pi / (1 << self.first_bits))
+        return angle_levels(level, self.upper_bits).to(codes.device)[codes.int()]
+
+    def tables(self) -> list[Tensor]:
+        """The rotation and the levels."""
+        upper = range(2, num_levels(self.head_dim) + 1)
+        levels = [angle_levels(level, self.upper_bits) for level in upper]
+        return [random_rotation(self.head_dim, self.seed), *levels]
+
+
+def polarquant_recursive(geometry: KVGeometry, budget: float) -> QuantisedCache:
+    """Recursive PolarQuant for keys and values."""
+    parts = [PolarTree(geometry.head_dim, *widths) for widths in WIDTHS]
+    codecs = [PairCodec(part, part) for part in parts]
+    return QuantisedCache("polarquant_recursive", geometry, codecs, budget)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every baseline must satisfy: attention, bytes, budget and crop."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sphkv.attention.request import AttentionOptions
+from sphkv.baselines.held_states import HeldStates
+from sphkv.baselines.registry import BASELINES, Baseline, make_baseline
+from sphkv.codec.rope import RopeSpec
+from sphkv.core.geometry import KVGeometry
+
+GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=6, head_dim=32)
+ROPES = tuple(RopeSpec(32, 32, tuple(10_000.0 ** (-i / 16) for i in range(16))) for _ in range(2))
+OPTIONS = AttentionOptions(scale=32**-0.5)
+# a few tokens past a block, so that short steps code nothing more
+PROMPT = 520
+BUDGETS = {"dense": 1.0, "prefix_reuse": 1.0, "fp8": 0.6, "int4": 0.35, "int2": 0.25}
+# tokens are coded one by one, or kept whole
+DIVISIBLE = frozenset(
+    "dense offload prefix_reuse fp8 int4 int2 turboquant rotatekv polarquant_recursive".split()
+)
+
+
+def states(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, keys and values of one layer."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(6, tokens, 32, generator=generator)
+    keys = torch.randn(2, tokens, 32, generator=generator) * torch.linspace(0.5, 2, 32)
+    return query, keys, torch.randn(2, tokens, 32, generator=generator)
+
+
+def filled(name: str, tokens: int = PROMPT) -> Baseline:
+    method = make_baseline(name, GEOMETRY, ROPES, BUDGETS.get(name, 0.5))
+    for layer in range(GEOMETRY.num_layers):
+        query, keys, values = states(tokens, layer)
+        method.prefill(layer, keys, values, query=query)
+    return method
+
+
+def plain_attention(query: Tensor, held: HeldStates, first: int) -> Tensor:
+    """Softmax attention written out head by head, position by position."""
+    output = torch.empty_like(query)
+    for head in range(query.shape[0]):
+        keys, values = held.keys[head // 3], held.values[head // 3]
+        for index in range(query.shape[1]):
+            position = held.positions[head // 3]
+            seen = (position >= 0) & (position <= first + index)
+            weight = torch.softmax(keys[seen] @ query[head, index] * OPTIONS.scale, 0)
+            output[head, index] = weight @ values[seen]
+    return output
+
+
+def storage_bytes(method: Baseline) -> int:
+    """Bytes that the method's tensors really keep alive."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in method.tensors()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_attention_is_that_of_what_is_stored(name: str) -> None:
+    method = filled(name)
+    for layer in range(2):
+        query, keys, values = states(5, 10 + layer)
+        output = method.attend(layer, query, keys, values, OPTIONS)
+        held = method.read(layer)
+        assert torch.allclose(output, plain_attention(query, held, PROMPT), atol=1e-5)
+        assert method.num_tokens(layer) == PROMPT + 5
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_new_tokens_are_seen(name: str) -> None:
+    """A query equal to the newest key, both large, returns the newest value."""
+    method = filled(name)
+    _, keys, values = states(1, 20)
+    keys = keys / keys.norm(dim=-1, keepdim=True) * 30
+    output = method.attend(0, keys.repeat_interleave(3, 0), keys, values, OPTIONS)
+    # a one-bit-per-entry code is the coarsest that must still tell them apart
+    error = (output - values.repeat_interleave(3, 0)).norm() / values.norm()
+    assert error < 0.75
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_ledger_counts_every_live_tensor(name: str) -> None:
+    method = filled(name)
+    for steps in (0, 1, 40):
+        for layer in range(2):
+            query, keys, values = states(steps, 30 + steps)
+            method.attend(layer, query, keys, values, OPTIONS)
+        assert method.ledger().total == method.resident_bytes() == storage_bytes(method)
+        assert min(method.ledger().to_dict().values()) >= 0
+        assert method.peak_bytes() >= method.resident_bytes()
+
+
+@pytest.mark.parametrize("name", sorted(set(BASELINES) - {"dense", "prefix_reuse"}))
+def test_budget_holds_for_a_prompt(name: str) -> None:
+    method = filled(name)
+    dense = PROMPT * GEOMETRY.dense_bytes_per_token
+    assert method.ledger().total <= BUDGETS.get(name, 0.5) * dense
+    # a method that left most of what it may use would be compared unfairly
+    assert method.ledger().total > 0.3 * BUDGETS.get(name, 0.5) * dense
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_budget_too_small_says_what_is_needed(name: str) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        make_baseline(name, GEOMETRY, ROPES, 0.001, num_tokens=PROMPT)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_crop_forgets_new_tokens(name: str) -> None:
+    method = filled(name)
+    before = method.read(0)
+    query, keys, values = states(3, 40)
+    for layer in range(2):
+        method.attend(layer, query, keys, values, OPTIONS)
+    method.crop(PROMPT)
+    after = method.read(0)
+    assert method.num_tokens() == PROMPT
+    old, new = before.positions >= 0, after.positions >= 0
+    assert torch.equal(after.positions[new], before.positions[old])
+    assert torch.equal(after.keys[new], before.keys[old])
+    assert torch.equal(after.values[new], before.values[old])
+    assert method.ledger().total == storage_bytes(method)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_crop_into_the_prompt_works_or_is_refused(name: str) -> None:
+    method = filled(name)
+    if name not in DIVISIBLE:
+        with pytest.raises(ValueError, match="cannot crop to 333"):
+            method.crop(333)
+        assert method.num_tokens(1) == PROMPT
+        return
+    method.crop(333)
+    held = method.read(1)
+    assert held.positions[held.positions >= 0].max() == 332
+    assert method.ledger().total == storage_bytes(method)
+    query, keys, values = states(2, 41)
+    output = method.attend(1, query, keys, values, OPTIONS)
+    assert torch.allclose(output, plain_attention(query, method.read(1), 333), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_one_step_at_a_time_equals_a_chunk(name: str) -> None:
+    """Decoding token by token and a chunk at once see the same states."""
+    steps, chunk = filled(name, 764), filled(name, 764)
+    query, keys, values = states(37, 50)
+    whole = chunk.attend(0, query, keys, values, OPTIONS)
+    single = torch.cat(
+        [
+            steps.attend(0, query[:, i : i + 1], keys[:, i : i + 1], values[:, i : i + 1], OPTIONS)
+            for i in range(37)
+        ],
+        1,
+    )
+    assert torch.allclose(whole, single, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_bad_calls_are_named(name: str) -> None:
+    method = make_baseline(name, GEOMETRY, ROPES, BUDGETS.get(name, 0.5))
+    query, keys, values = states(PROMPT, 0)
+    with pytest.raises(ValueError, match="no prompt"):
+        method.attend(0, query, keys, values, OPTIONS)
+    with pytest.raises(ValueError, match="31"):
+        method.prefill(0, keys[..., :31], values, query=query)
+    with pytest.raises(ValueError, match="finite"):
+        method.prefill(0, keys * torch.nan, values, query=query)
+    method.prefill(0, keys, values, query=query)
+    with pytest.raises(ValueError, match="already"):
+        method.prefill(0, keys, values, query=query)
+
+
+def test_unknown_names_and_wrong_counts() -> None:
+    with pytest.raises(ValueError, match="'nonsense'"):
+        make_baseline("nonsense", GEOMETRY, ROPES, 0.5)
+    with pytest.raises(ValueError, match="1 rotary"):
+        make_baseline("kivi", GEOMETRY, ROPES[:1], 0.5)
+    with pytest.raises(ValueError, match="-1"):
+        make_baseline("kivi", GEOMETRY, ROPES, -1.0)
