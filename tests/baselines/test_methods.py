@@ -19,7 +19,17 @@ PROMPT = 520
 BUDGETS = {"dense": 1.0, "prefix_reuse": 1.0, "fp8": 0.6, "int4": 0.35, "int2": 0.25}
 # tokens are coded one by one, or kept whole
 DIVISIBLE = frozenset(
-    "dense offload prefix_reuse fp8 int4 int2 turboquant rotatekv polarquant_recursive".split()
+    [
+        "dense",
+        "offload",
+        "prefix_reuse",
+        "fp8",
+        "int4",
+        "int2",
+        "turboquant",
+        "rotatekv",
+        "polarquant_recursive",
+    ]
 )
 
 
