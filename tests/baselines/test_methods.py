@@ -8,6 +8,7 @@ from torch import Tensor
 from sphkv.attention.request import AttentionOptions
 from sphkv.baselines.held_states import HeldStates
 from sphkv.baselines.registry import BASELINES, Baseline, make_baseline
+from sphkv.cache.method import CacheMethod
 from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
 
@@ -181,6 +182,30 @@ def test_bad_calls_are_named(name: str) -> None:
     method.prefill(0, keys, values, query=query)
     with pytest.raises(ValueError, match="already"):
         method.prefill(0, keys, values, query=query)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_bfloat16_states_and_an_odd_head_dim(name: str) -> None:
+    """Twenty channels, twelve of them rotated, and states as a bfloat16 model gives them."""
+    geometry = KVGeometry(num_layers=1, num_kv_heads=3, num_query_heads=3, head_dim=20)
+    rope = RopeSpec(20, 12, tuple(10.0**-i for i in range(6)), layout="interleaved")
+    method: CacheMethod = make_baseline(name, geometry, [rope], 1.0)
+    states = torch.randn(3, 300, 20, generator=torch.Generator().manual_seed(0)).bfloat16()
+    method.prefill(0, states, states, query=states)
+    new = states[:, :2]
+    output = method.attend(0, new, new, new, AttentionOptions(scale=0.2))
+    assert output.dtype == torch.float32
+    assert bool(output.isfinite().all())
+    assert method.num_tokens() == 302
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_registry_says_what_the_method_is(name: str) -> None:
+    spec = BASELINES[name]
+    method = make_baseline(name, GEOMETRY, ROPES, BUDGETS.get(name, 0.5))
+    assert method.name == spec.name == name
+    assert method.realisation == spec.realisation
+    assert spec.paper
 
 
 def test_unknown_names_and_wrong_counts() -> None:
