@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sphkv report``: a sweep's records as one page, a table and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from sphkv.cli.frontier import add_record_flags
+from sphkv.cli.output import write_text
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the flags."""
+    parser = commands.add_parser(
+        "report", help="self-contained page of a sweep's records", allow_abbrev=False
+    )
+    add_record_flags(parser)
+    parser.add_argument("--out", required=True, help="folder for report.html, points.csv and PNG")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page and what lies beside it."""
+    from sphkv.evaluation.records import load_records
+    from sphkv.evaluation.report import draw_png, make_frontiers, points_csv, render_report
+
+    folder = Path(args.out)
+    records = load_records([Path(path) for path in args.records])
+    frontiers = make_frontiers(records, delta=args.delta, kl=args.kl, quality_field=args.quality)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = f"sphkv sweep ... ; sphkv report {' '.join(args.records)} --out {args.out}"
+    write_text(folder / "report.html", render_report(records, frontiers, command))
+    write_text(folder / "points.csv", points_csv(frontiers))
+    try:
+        draw_png(frontiers, folder / "frontier.png")
+    except ImportError:
+        print("no picture: sphkv[plots] is not installed", file=sys.stderr)
+    print(f"{len(records)} records, {len(frontiers)} panels: {folder / 'report.html'}")
+    return 0

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The witness-gated frontier: iso-quality set, Pareto envelope and what is read off it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sphkv.evaluation.metrics.statistics import paired_sign_flip
+from sphkv.evaluation.operating_points import OperatingPoint, Panel
+
+# Rounding of averages must not turn an equal score into a lost one.
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class MethodFrontier:
+    """What a method offers in a panel.
+
+    Attributes:
+        method: Its name.
+        retained: Points within the quality tolerance, the iso-quality set.
+        excluded: The others.
+        envelope: Undominated retained points, by rising ``b_kv``.
+        star: The representative point; None if nothing was retained.
+        gamma_s: Largest retained speed over dense speed; None if nothing was retained.
+        gamma_m: Least ``b_kv`` over dense among points at least as fast as dense, whatever their
+            quality, as the paper writes it; None if there is none.
+        gamma_m_iso: The same over retained points only.
+        g_iso_q: Best retained speed over dense's best retained speed.
+        r_iso_s: Dense ``b_kv`` over the least retained one at dense speed; None if there is none.
+        least_b_kv: Least retained ``b_kv``; None if nothing was retained.
+    """
+
+    method: str
+    retained: tuple[OperatingPoint, ...]
+    excluded: tuple[OperatingPoint, ...]
+    envelope: tuple[OperatingPoint, ...]
+    star: OperatingPoint | None
+    gamma_s: float | None
+    gamma_m: float | None
+    gamma_m_iso: float | None
+    g_iso_q: float | None
+    r_iso_s: float | None
+    least_b_kv: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PanelFrontier:
+    """A panel with the frontier of every method.
+
+    Attributes:
+        panel: The points.
+        dense: The reference point.
+        methods: One frontier per method, in the order of the sweep.
+    """
+
+    panel: Panel
+    dense: OperatingPoint
+    methods: tuple[MethodFrontier, ...]
+
+
+def is_dominated(point: OperatingPoint, others: Sequence[OperatingPoint]) -> bool:
+    """Whether another point is no larger and no slower, and better in one of the two."""
+    return any(
+        other.b_kv <= point.b_kv
+        and other.speed >= point.speed
+        and (other.b_kv < point.b_kv or other.speed > point.speed)
+        for other in others
+    )
+
+
+def pareto_envelope(points: Sequence[OperatingPoint]) -> tuple[OperatingPoint, ...]:
+    """Undominated points, by rising ``b_kv``."""
+    kept = [point for point in points if not is_dominated(point, points)]
+    return tuple(sorted(kept, key=lambda p: (p.b_kv, -p.speed, p.b_hbm, p.budget_index)))
+
+
+def choose_star(envelope: Sequence[OperatingPoint]) -> OperatingPoint | None:
+    """Most throughput per resident byte.
+
+    Ties go to the larger speed, then the smaller ``b_kv``, then the smaller ``b_hbm``, then the
+    earlier budget of the sweep.
+    """
+    if not envelope:
+        return None
+    return min(
+        envelope,
+        key=lambda p: (-p.speed / p.b_kv, -p.speed, p.b_kv, p.b_hbm, p.budget_index),
+    )
+
+
+def dense_reference(panel: Panel) -> OperatingPoint:
+    """The dense point of best quality.
+
+    Raises:
+        ValueError: The panel has none.
+    """
+    dense = [point for point in panel.points if point.is_dense]
+    if not dense:
+        raise ValueError(f"panel {panel.key} has no dense point to compare with")
+    return max(dense, key=lambda point: point.quality)
+
+
+def build_frontier(panel: Panel) -> PanelFrontier:
+    """Filter by quality and extract every method's envelope and summaries."""
+    dense = dense_reference(panel)
+    # KL is measured against the exact model, so the bound is absolute
+    best = 0.0 if panel.unit == "nats" else dense.quality
+    floor = best - panel.tolerance - _SLACK
+    names = list(dict.fromkeys(point.method for point in panel.points))
+    names += [m for m in dict.fromkeys(r[0] for r in panel.refused) if m not in names]
+    methods = tuple(
+        _method_frontier(
+            name, [point for point in panel.points if point.method == name], dense, floor
+        )
+        for name in names
+    )
+    return PanelFrontier(panel, dense, methods)
+
+
+def _method_frontier(
+    name: str, points: Sequence[OperatingPoint], dense: OperatingPoint, floor: float
+) -> MethodFrontier:
+    retained = tuple(point for point in points if point.quality >= floor)
+    fast = [point for point in points if point.speed >= dense.speed]
+    fast_retained = [point for point in retained if point.speed >= dense.speed]
+    envelope = pareto_envelope(retained)
+    top = max((point.speed for point in retained), default=None)
+    return MethodFrontier(
+        method=name,
+        retained=retained,
+        excluded=tuple(point for point in points if point.quality < floor),
+        envelope=envelope,
+        star=choose_star(envelope),
+        gamma_s=_ratio(top, dense.speed),
+        gamma_m=_ratio(min((p.b_kv for p in fast), default=None), dense.b_kv),
+        gamma_m_iso=_ratio(min((p.b_kv for p in fast_retained), default=None), dense.b_kv),
+        g_iso_q=_ratio(top, dense.speed),
+        r_iso_s=_ratio(dense.b_kv, min((p.b_kv for p in fast_retained), default=None)),
+        least_b_kv=min((point.b_kv for point in retained), default=None),
+    )
+
+
+def _ratio(top: float | None, bottom: float | None) -> float | None:
+    return None if top is None or not bottom else top / bottom
+
+
+def winner(frontier: PanelFrontier) -> tuple[str, float | None] | None:
+    """Method with the least retained ``b_kv`` and how far the next is behind it.
+
+    Returns:
+        Name and ratio of the second-best ``b_kv`` to the best; the ratio is None if no other
+        method retained a point, and all is None if only dense did.
+    """
+    found = sorted(
+        (method.least_b_kv, method.method)
+        for method in frontier.methods
+        if method.least_b_kv is not None and method.method != frontier.dense.method
+    )
+    if not found:
+        return None
+    return found[0][1], found[1][0] / found[0][0] if len(found) > 1 else None
+
+
+def psi(quality: float, speed: float, *, beta: float = 1.0) -> float:
+    """The paper's summary of a point, ``q + beta log s``.
+
+    Raises:
+        ValueError: The speed is not positive.
+    """
+    import math
+
+    if speed <= 0:
+        raise ValueError(f"speed must be positive, got {speed}")
+    return quality + beta * math.log(speed)
+
+
+def synergy_gap(joint: float, parts: Sequence[float]) -> float:
+    """How far the joint variant's Psi lies above the best of the others at one budget."""
+    if not parts:
+        raise ValueError("the synergy gap needs at least one other variant")
+    return joint - max(parts)
+
+
+def frontier_rows(frontier: PanelFrontier) -> list[dict[str, Any]]:
+    """One row per method for tables: the star and the summaries."""
+    rows = []
+    for method in frontier.methods:
+        star = method.star
+        rows.append(
+            {
+                "method": method.method,
+                "retained": f"{len(method.retained)}/{len(method.retained + method.excluded)}",
+                "least_b_kv": method.least_b_kv,
+                "share": _ratio(method.least_b_kv, frontier.dense.b_kv),
+                "star_budget": star.budget if star else None,
+                "star_b_kv": star.b_kv if star else None,
+                "star_b_hbm": star.b_hbm if star else None,
+                "star_tok_s": star.speed if star else None,
+                "star_quality": star.quality if star else None,
+                "gamma_s": method.gamma_s,
+                "gamma_m": method.gamma_m,
+                "gamma_m_iso": method.gamma_m_iso,
+                "g_iso_q": method.g_iso_q,
+                "r_iso_s": method.r_iso_s,
+                "p_value": _paired_p(star, frontier.dense),
+                "realisation": star.realisation if star else None,
+            }
+        )
+    return rows
+
+
+def _paired_p(star: OperatingPoint | None, dense: OperatingPoint) -> float | None:
+    """Two-sided p of the star's quality against dense over the same prompts."""
+    if star is None or star.is_dense or len(star.case_quality) < 2:
+        return None
+    cases = sorted(set(star.case_quality) & set(dense.case_quality))
+    return paired_sign_flip([star.case_quality[c] - dense.case_quality[c] for c in cases])

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way to keep a cache, by name: ours and the baselines, under one budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sphkv.attention.api import get_backend
+from sphkv.baselines.registry import make_baseline
+from sphkv.cache.method import CacheMethod
+from sphkv.cache.plan import CacheConfig, budget_tiers, plan_cache
+from sphkv.cache.retained import RetainedSequence
+from sphkv.cache.retained_config import RetainedConfig
+from sphkv.cache.sequence import SphericalSequence
+from sphkv.codec.calibration import Calibration
+from sphkv.codec.rope import RopeSpec
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.budget import ByteBudget
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.tiers import TierTable
+from sphkv.store.store import PageStore
+
+DENSE = "dense"
+UNIFORM = "spherical"
+JOINT = "joint"
+OUR_METHODS = (UNIFORM, JOINT)
+_REBUILT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelShape:
+    """What a method must know of a model.
+
+    Attributes:
+        geometry: Shape of the cache.
+        ropes: Rotary embedding of every layer.
+        windows: Sliding window of every layer; None for full attention.
+        max_tokens: Longest context; None if the model states none.
+    """
+
+    geometry: KVGeometry
+    ropes: tuple[RopeSpec, ...]
+    windows: tuple[int | None, ...]
+    max_tokens: int | None
+
+
+class MethodFactory:
+    """Makes fresh caches for one model."""
+
+    def __init__(self, shape: ModelShape, calibration: Calibration, *, backend: str) -> None:
+        """Take the codebooks and the decode backend that our methods use.
+
+        Args:
+            shape: The model's.
+            calibration: Codebooks of the angle codes.
+            backend: Name of a decode backend, or ``"auto"``.
+        """
+        self._shape = shape
+        self._codec = SphericalCodec(calibration)
+        self._backend = get_backend(backend)
+
+    @property
+    def backend_name(self) -> str:
+        """What runs the decode of our methods."""
+        return self._backend.name
+
+    def tiers(self) -> TierTable:
+        """Tiers that our methods choose from."""
+        return budget_tiers(self._shape.geometry.head_dim)
+
+    def make(self, name: str, budget: str, *, context: int) -> CacheMethod:
+        """An empty cache.
+
+        Args:
+            name: ``dense``, one of ours, or a baseline of the registry.
+            budget: Byte budget, such as ``"20%"``; ``dense`` ignores it.
+            context: Tokens at which the budget must hold.
+
+        Raises:
+            ValueError: There is no such method, or the budget is too small for it.
+        """
+        if name == DENSE:
+            return self._uniform("100%", context, tier="max")
+        if name == UNIFORM:
+            return self._uniform(budget, context, tier=None)
+        if name == JOINT:
+            return self._joint(budget)
+        return make_registered(name, self._shape, ByteBudget.parse(budget), num_tokens=context)
+
+    def _config(self, tier: str) -> CacheConfig:
+        shape = self._shape
+        tiers = budget_tiers(shape.geometry.head_dim)
+        return CacheConfig(shape.geometry, shape.ropes, shape.windows, tiers, tier)
+
+    def _uniform(self, budget: str, context: int, *, tier: str | None) -> CacheMethod:
+        config = self._config("max")
+        if tier is None:
+            config = plan_cache(config, ByteBudget.parse(budget), context)
+        store = PageStore(config.store_config(1), self._codec)
+        store.create(0)
+        return SphericalSequence(config, store, 0, self._backend)
+
+    def _joint(self, budget: str) -> CacheMethod:
+        """The controller's choice of what to keep at which tier."""
+        shape = self._shape
+        config = RetainedConfig(shape.geometry, shape.ropes, ByteBudget.parse(budget))
+        return RetainedSequence(config, self._codec, self._backend)
+
+
+def make_registered(
+    name: str, shape: ModelShape, budget: ByteBudget, *, num_tokens: int
+) -> CacheMethod:
+    """A baseline of ``sphkv.baselines`` for a prompt of so many tokens."""
+    geometry = shape.geometry
+    share = budget.resolve(geometry, num_tokens) / (geometry.dense_bytes_per_token * num_tokens)
+    return make_baseline(name, geometry, shape.ropes, share, num_tokens=num_tokens)
+
+
+def realisation_of(method: CacheMethod) -> str:
+    """``kernel-realized`` if decode reads what is stored, ``format-only`` if it rebuilds it."""
+    stated = getattr(method, "realisation", None)
+    return "kernel-realized" if stated is None else str(stated)
+
+
+def setting_of(method: CacheMethod) -> str:
+    """The setting a method chose under its budget: a tier, bits, or nothing."""
+    return str(getattr(method, "setting", "") or getattr(method, "tier_name", ""))
+
+
+def decode_bytes(method: CacheMethod, geometry: KVGeometry) -> int:
+    """Bytes that one decode step moves, counted and not profiled.
+
+    Everything stored is read once. A method that rebuilds its states also writes and reads them
+    in float32.
+    """
+    ledger = method.ledger()
+    moved = ledger.total - ledger.frag
+    if realisation_of(method) == "format-only":
+        rebuilt = 2 * _REBUILT_BYTES * geometry.head_dim * geometry.num_kv_heads
+        moved += 2 * rebuilt * geometry.num_layers * method.num_tokens()
+    return moved

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a method changes how a model behaves, beside how well it scores."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from sphkv.evaluation.metrics.throughput import quantile
+
+Failure = Literal[
+    "refusal flip", "tool corruption", "structured output", "derailment", "termination"
+]
+FAILURES: tuple[Failure, ...] = (
+    "refusal flip",
+    "tool corruption",
+    "structured output",
+    "derailment",
+    "termination",
+)
+
+_REFUSALS = (
+    "i can't", "i cannot", "i can not", "i'm sorry", "i am sorry", "i won't", "unable to help",
+    "not able to help", "can't assist", "cannot assist", "i must decline",
+)  # fmt: skip
+
+
+def trajectory_sensitivity(scores: Mapping[str, Sequence[float]]) -> float:
+    """``S_traj``: variance of a score over seeds, averaged over prompts.
+
+    Args:
+        scores: Of each prompt, one score per seed.
+    """
+    if not scores:
+        raise ValueError("S_traj needs at least one prompt")
+    for prompt, values in scores.items():
+        if not values:
+            raise ValueError(f"prompt {prompt!r} has no score")
+    return statistics.fmean(statistics.pvariance(values) for values in scores.values())
+
+
+def length_drift(ours: Sequence[int], dense: Sequence[int]) -> float:
+    """``Delta T``: mean absolute difference of output lengths."""
+    if len(ours) != len(dense) or not ours:
+        raise ValueError(f"{len(ours)} lengths against {len(dense)} of dense")
+    return statistics.fmean(abs(a - b) for a, b in zip(ours, dense, strict=True))
+
+
+def disagreement(ours: Sequence[object], dense: Sequence[object]) -> float:
+    """``Disagree``: share of episodes whose trajectory differs from dense's."""
+    if len(ours) != len(dense) or not ours:
+        raise ValueError(f"{len(ours)} trajectories against {len(dense)} of dense")
+    return sum(a != b for a, b in zip(ours, dense, strict=True)) / len(ours)
+
+
+def failure_rate(failures: Sequence[Sequence[Failure]]) -> float:
+    """``R_fail``: share of episodes with at least one failure."""
+    if not failures:
+        raise ValueError("R_fail needs at least one episode")
+    return sum(bool(found) for found in failures) / len(failures)
+
+
+def count_failures(failures: Sequence[Sequence[Failure]]) -> dict[str, int]:
+    """Episodes with each category of failure."""
+    return {name: sum(name in found for found in failures) for name in FAILURES}
+
+
+def is_refusal(text: str) -> bool:
+    """Whether a reply declines, judged by its beginning."""
+    start = text.lower().replace("\u2019", "'")[:120]
+    return any(phrase in start for phrase in _REFUSALS)
+
+
+def is_looping(token_ids: Sequence[int], *, period: int = 16, times: int = 4) -> bool:
+    """Whether the end of a text repeats a piece of at most ``period`` tokens so many times."""
+    for size in range(1, period + 1):
+        tail = list(token_ids[-size * times :])
+        if len(tail) == size * times and tail == tail[:size] * times:
+            return True
+    return False
+
+
+def drift_summary(drifts: Sequence[float], *, bound: float) -> dict[str, float]:
+    """Mean, quantiles and tail of absolute drifts.
+
+    Args:
+        drifts: Signed or absolute.
+        bound: The tail is the share above this.
+    """
+    if not drifts:
+        raise ValueError("there are no drifts to summarise")
+    sizes = [abs(value) for value in drifts]
+    return {
+        "mean": statistics.fmean(sizes),
+        "p50": quantile(sizes, 0.5),
+        "p95": quantile(sizes, 0.95),
+        "p99": quantile(sizes, 0.99),
+        "max": max(sizes),
+        "tail": sum(size > bound for size in sizes) / len(sizes),
+    }

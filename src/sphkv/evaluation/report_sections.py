@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the report, each from records."""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sphkv.evaluation.frontier import PanelFrontier, frontier_rows, winner
+from sphkv.evaluation.operating_points import OperatingPoint, record_quality
+from sphkv.evaluation.report_charts import Mark, Series, number_text, scatter, stacked_bars
+
+Record = Mapping[str, Any]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """An HTML table; numbers are set right."""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    body = []
+    for row in rows:
+        cells = []
+        for cell in row:
+            is_number = isinstance(cell, (int, float)) and not isinstance(cell, bool)
+            text = number_text(float(cell)) if is_number else html.escape(str(cell))  # type: ignore[arg-type]
+            cells.append(f"<td{' class=number' if is_number else ''}>{text}</td>")
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<div class='scroll'><table><tr>{head}</tr>{''.join(body)}</table></div>"
+
+
+def panel_title(frontier: PanelFrontier) -> str:
+    """Model, workload and context."""
+    key = frontier.panel.key
+    return f"{key.model}, {key.workload}, {key.context:,} tokens"
+
+
+def frontier_panels(frontiers: Sequence[PanelFrontier]) -> str:
+    """Bytes against speed: excluded points grey, envelopes as lines, a star for each method."""
+    charts = []
+    for frontier in frontiers:
+        series = []
+        for method in frontier.methods:
+            marks = [
+                Mark(p.b_kv, p.speed, _label(p, frontier), is_star=p is method.star)
+                for p in method.retained
+            ]
+            marks += [
+                Mark(p.b_kv, p.speed, _label(p, frontier), is_excluded=True)
+                for p in method.excluded
+            ]
+            line = tuple((p.b_kv, p.speed) for p in method.envelope)
+            series.append(Series(method.method, tuple(marks), line))
+        charts.append(
+            scatter(
+                panel_title(frontier), "KV bytes per token", "decode tokens/s", series,
+                log_x=True, log_y=False,
+            )
+        )  # fmt: skip
+    return f"<div class='panels'>{''.join(charts)}</div>"
+
+
+def _label(point: OperatingPoint, frontier: PanelFrontier) -> str:
+    gap = frontier.dense.quality - point.quality
+    return (
+        f"{point.method} {point.budget}: {point.b_kv:,.0f} B/token, {point.speed:.2f} tok/s, "
+        f"quality {point.quality:.4g} ({gap:.3g} {frontier.panel.unit} below dense), "
+        f"{point.realisation}"
+    )
+
+
+def budget_curves(frontiers: Sequence[PanelFrontier]) -> str:
+    """Degradation curves ``Q(T, B)``: quality against bytes, one chart per workload and context."""
+    charts = []
+    for frontier in frontiers:
+        is_nats = frontier.panel.unit == "nats"
+        series = []
+        for method in frontier.methods:
+            points = sorted(method.retained + method.excluded, key=lambda p: p.b_kv)
+            marks = tuple(
+                Mark(p.b_kv, abs(p.quality) if is_nats else p.quality, _label(p, frontier))
+                for p in points
+            )
+            series.append(Series(method.method, marks, tuple((m.x, m.y) for m in marks)))
+        name = "KL to dense, nats" if is_nats else "score, points"
+        charts.append(
+            scatter(
+                panel_title(frontier), "KV bytes per token", name, series,
+                log_x=True, log_y=is_nats,
+            )
+        )  # fmt: skip
+    return f"<div class='panels'>{''.join(charts)}</div>"
+
+
+def facet_table(records: Sequence[Record], workload: str, facet: str) -> str:
+    """Quality by depth or answer position, a row per method and budget."""
+    found: dict[tuple[str, str], dict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
+    values: set[Any] = set()
+    for record in records:
+        if record["workload"] != workload or record["status"] != "measured":
+            continue
+        if facet not in record["facets"]:
+            continue
+        value = record["facets"][facet]
+        values.add(value)
+        found[record["method"], record["budget"]][value].append(record_quality(record))
+    if not found:
+        return ""
+    order = sorted(values, key=lambda v: ("early", "middle", "late").index(v) if v in
+                   ("early", "middle", "late") else v)  # fmt: skip
+    rows = [
+        [method, budget, *(statistics.fmean(cell[v]) if cell.get(v) else "-" for v in order)]
+        for (method, budget), cell in found.items()
+    ]
+    header = ["method", "budget", *(f"{facet} {value}" for value in order)]
+    return table(header, rows)
+
+
+def behaviour_table(records: Sequence[Record]) -> str:
+    """Length drift, disagreement and failures of answered workloads, by budget."""
+    groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        if record["status"] == "measured" and "length_drift" in record["quality"]:
+            groups[record["workload"], record["method"], record["budget"]].append(record)
+    if not groups:
+        return ""
+    rows = []
+    for (workload, method, budget), group in groups.items():
+        quality = [record["quality"] for record in group]
+        rows.append(
+            [
+                workload,
+                method,
+                budget,
+                statistics.fmean(abs(q["length_drift"]) for q in quality),
+                100 * statistics.fmean(1.0 - q.get("is_same", 1.0) for q in quality),
+                100 * statistics.fmean(float(_has_failed(q)) for q in quality),
+                statistics.fmean(q["kl"] for q in quality),
+            ]
+        )
+    header = ("workload", "method", "budget", "Delta T, tokens", "Disagree, %", "R_fail, %", "KL")
+    return table(header, rows)
+
+
+def _has_failed(quality: Mapping[str, Any]) -> bool:
+    """Whether an answer that dense got right was lost, or it stopped ending."""
+    was_right = quality.get("f1_reference", 0.0) > 0.0
+    lost = was_right and quality.get("f1", 0.0) == 0.0
+    return bool(lost or quality["length_drift"] > 8)
+
+
+def time_bars(records: Sequence[Record], frontiers: Sequence[PanelFrontier]) -> str:
+    """Where the time of each method's star went, in every panel."""
+
+    def parts(times: Mapping[str, Any]) -> list[tuple[str, float]]:
+        return [
+            ("allocate/write", times["t_allocate_write_s"]),
+            ("decode of the window", times.get("t_decode_s") or 0.0),
+        ]
+
+    return _bars(records, frontiers, "times", parts, "seconds after prefill", "s")
+
+
+def byte_bars(records: Sequence[Record], frontiers: Sequence[PanelFrontier]) -> str:
+    """The ledger of each method's star, in every panel."""
+
+    def parts(memory: Mapping[str, Any]) -> list[tuple[str, float]]:
+        ledger = memory.get("ledger", {})
+        tokens = memory.get("active_tokens", 1)
+        return [
+            (kind, size / tokens)
+            for kind, size in ledger.items()
+            if kind not in ("payload", "total") and size
+        ]
+
+    return _bars(records, frontiers, "memory", parts, "bytes per token by kind", "B")
+
+
+def _bars(
+    records: Sequence[Record],
+    frontiers: Sequence[PanelFrontier],
+    field: str,
+    parts: Callable[[Mapping[str, Any]], list[tuple[str, float]]],
+    name: str,
+    unit: str,
+) -> str:
+    charts = []
+    for frontier in frontiers:
+        rows = []
+        for method in frontier.methods:
+            if method.star is None:
+                continue
+            members = [
+                record
+                for record in records
+                if record["method"] == method.method
+                and record["budget"] == method.star.budget
+                and record["case"] in method.star.case_quality
+            ]
+            sums: dict[str, float] = defaultdict(float)
+            for record in members:
+                for part, size in parts(record[field]):
+                    sums[part] += size / len(members)
+            if method.method != frontier.dense.method or field == "times":
+                rows.append((f"{method.method} {method.star.budget}", list(sums.items())))
+        if rows:
+            charts.append(stacked_bars(f"{panel_title(frontier)}: {name}", unit, rows))
+    return "".join(charts)
+
+
+def readoff_tables(frontiers: Sequence[PanelFrontier]) -> str:
+    """The matched-quality read-off of every panel."""
+    columns = (
+        ("method", "method"), ("retained", "points retained"), ("least_b_kv", "least b_KV"),
+        ("share", "of dense"), ("star_budget", "star"), ("star_b_kv", "b_KV"),
+        ("star_b_hbm", "b_HBM (counted)"), ("star_tok_s", "tok/s"), ("star_quality", "Q"),
+        ("gamma_s", "Gamma_s"), ("gamma_m", "Gamma_m"), ("gamma_m_iso", "Gamma_m, iso-quality"),
+        ("g_iso_q", "G_isoQ"), ("r_iso_s", "R_isoS"), ("p_value", "p against dense"),
+        ("realisation", "decode"),
+    )  # fmt: skip
+    parts = []
+    for frontier in frontiers:
+        rows = [
+            ["-" if row[key] is None else row[key] for key, _ in columns]
+            for row in frontier_rows(frontier)
+        ]
+        best = winner(frontier)
+        said = "No method but dense kept the quality."
+        if best is not None:
+            next_best = (
+                "no other method did" if best[1] is None else f"the next needs {best[1]:.2f}x"
+            )
+            said = f"Fewest bytes at equal quality: <b>{html.escape(best[0])}</b>; {next_best}."
+        parts.append(
+            f"<h3>{html.escape(panel_title(frontier))}</h3><p>Within "
+            f"{frontier.panel.tolerance:g} {frontier.panel.unit} of dense. {said}</p>"
+            + table([name for _, name in columns], rows)
+        )
+        if frontier.panel.refused:
+            refusals = [list(refusal) for refusal in frontier.panel.refused]
+            parts.append(
+                "<details><summary>Points that could not be made</summary>"
+                + table(("method", "budget", "reason"), refusals)
+                + "</details>"
+            )
+    return "".join(parts)

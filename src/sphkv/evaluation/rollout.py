@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounded tool episodes over a cache method, and how they differ from dense ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sphkv.cache.method import CacheMethod
+from sphkv.evaluation.continuation import decode_greedily
+from sphkv.evaluation.metrics.stability import (
+    Failure,
+    count_failures,
+    disagreement,
+    failure_rate,
+    is_looping,
+    length_drift,
+)
+from sphkv.evaluation.workloads.tools import MAX_STEPS, ToolTask, run_statement
+from sphkv.integrations.prompt_states import continue_prompt
+
+_MOST_REPLY = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What happened.
+
+    Attributes:
+        actions: Statements the model wrote, in order: the trajectory.
+        is_solved: Whether one of them solved the task; the episode ends there.
+        num_valid: Statements that ran.
+        num_tokens: Tokens the model wrote.
+        is_ended: Whether every statement was ended by the model and not by the limit.
+        is_looping: Whether a statement ran in circles.
+    """
+
+    actions: tuple[str, ...]
+    is_solved: bool
+    num_valid: int
+    num_tokens: int
+    is_ended: bool
+    is_looping: bool
+
+
+def run_episode(
+    model: Any,
+    tokenizer: Any,
+    task: ToolTask,
+    method: CacheMethod,
+    last: Tensor,
+    *,
+    max_new_tokens: int = 48,
+    max_steps: int = MAX_STEPS,
+) -> Episode:
+    """Let the model write statements and read replies until it solves the task or gives out.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        task: The task, whose prompt the method holds.
+        method: The cache; grows with the episode.
+        last: ``[1, width]`` final hidden state of the prompt's last token.
+        max_new_tokens: Most tokens of a statement.
+        max_steps: Most statements.
+    """
+    stops = _line_ends(tokenizer)
+    actions: list[str] = []
+    solved, valid, tokens, ended, looping = False, 0, 0, True, False
+    for _ in range(max_steps):
+        got = decode_greedily(model, method, last, max_new_tokens, stops)
+        text = str(tokenizer.decode(got.token_ids, skip_special_tokens=True)).strip()
+        actions.append(text)
+        tokens += len(got.token_ids)
+        ended &= got.is_ended
+        looping |= is_looping(got.token_ids)
+        reply = run_statement(task, text)
+        valid += reply.is_valid
+        solved = reply.is_solved
+        if solved:
+            break
+        said = f"\nResult: {reply.text[:_MOST_REPLY]}\nThat is not right. Try again.\nSQL:"
+        ids = tokenizer(said, add_special_tokens=False).input_ids
+        last = continue_prompt(model, method, torch.tensor([ids]))[-1:]
+    return Episode(tuple(actions), solved, valid, tokens, ended, looping)
+
+
+def _line_ends(tokenizer: Any) -> frozenset[int]:
+    found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    for text in ("\n", "\n\n", ";\n"):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) == 1:
+            found.add(int(ids[0]))
+    return frozenset(found)
+
+
+def episode_failures(ours: Episode, dense: Episode) -> list[Failure]:
+    """What went wrong that did not with dense."""
+    found: list[Failure] = []
+    if ours.num_valid < len(ours.actions) and dense.num_valid == len(dense.actions):
+        found.append("tool corruption")
+    if ours.is_looping and not dense.is_looping:
+        found.append("derailment")
+    if dense.is_ended and not ours.is_ended:
+        found.append("termination")
+    return found
+
+
+def summarise_episodes(ours: Sequence[Episode], dense: Sequence[Episode]) -> dict[str, Any]:
+    """Success, validity and the stability figures of some episodes."""
+    if len(ours) != len(dense) or not ours:
+        raise ValueError(f"{len(ours)} episodes against {len(dense)} of dense")
+    failures = [episode_failures(a, b) for a, b in zip(ours, dense, strict=True)]
+    num_actions = sum(len(episode.actions) for episode in ours)
+    return {
+        "num_episodes": len(ours),
+        "success": sum(episode.is_solved for episode in ours) / len(ours),
+        "dense_success": sum(episode.is_solved for episode in dense) / len(dense),
+        "schema_validity": sum(episode.num_valid for episode in ours) / num_actions,
+        "disagree": disagreement([e.actions for e in ours], [e.actions for e in dense]),
+        "delta_t": length_drift([e.num_tokens for e in ours], [e.num_tokens for e in dense]),
+        "r_fail": failure_rate(failures),
+        "failures": count_failures(failures),
+    }

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with its codebooks, ready to be measured with any method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sphkv.codec.calibration import Calibration
+from sphkv.codec.calibration_file import load_calibration, save_calibration
+from sphkv.evaluation.continuation import PromptReader
+from sphkv.evaluation.methods import MethodFactory, ModelShape
+from sphkv.evaluation.records import content_id
+from sphkv.evaluation.workloads.filler import made_up_text
+from sphkv.integrations.models import load_model
+from sphkv.integrations.transformers.architecture import describe_model
+from sphkv.integrations.transformers.calibrate import calibrate_model
+
+
+class Session:
+    """Everything that is loaded once.
+
+    Attributes:
+        name: The model as it was asked for.
+        model: The model, in float32 on the CPU.
+        tokenizer: Its tokenizer.
+        shape: What methods must know of it.
+        factory: Makes caches.
+        reader: Reads prompts.
+        calibration_id: Names the codebooks by what they were fitted on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        calibration_text: Path | None = None,
+        calibration_tokens: int = 2048,
+        keep: Path | None = None,
+        backend: str = "auto",
+    ) -> None:
+        """Load the model and calibrate it.
+
+        Args:
+            name: ``smollm2``, a local folder, or a hub name.
+            calibration_text: Text to calibrate on; made up if None.
+            calibration_tokens: Tokens of it.
+            keep: Folder that keeps the calibration for the next time; None keeps none.
+            backend: Decode backend of our methods.
+        """
+        self.name = name
+        model, tokenizer = load_model(name, torch.float32)
+        self.model: Any = model
+        self.tokenizer: Any = tokenizer
+        layout = describe_model(model)
+        self.shape = ModelShape(layout.geometry, layout.ropes, layout.windows, layout.max_tokens)
+        calibration, self.calibration_id = self._calibrate(
+            calibration_text, calibration_tokens, keep
+        )
+        self.factory = MethodFactory(self.shape, calibration, backend=backend)
+        self.reader = PromptReader(self.model, self.tokenizer)
+
+    def _calibrate(
+        self, source: Path | None, num_tokens: int, keep: Path | None
+    ) -> tuple[Calibration, str]:
+        if source is None:
+            text = made_up_text(8 * num_tokens, seed=1)
+        else:
+            text = source.read_text(encoding="utf-8")
+        ids = self.tokenizer(text[: 16 * num_tokens]).input_ids[:num_tokens]
+        name = content_id({"model": self.name, "ids": ids})
+        file = None if keep is None else keep / f"calibration-{name}.safetensors"
+        if file is not None and file.is_file():
+            shape = self.shape
+            return load_calibration(file, geometry=shape.geometry, ropes=shape.ropes), name
+        made = calibrate_model(self.model, torch.tensor([ids]), model_id=self.name)
+        if file is not None:
+            save_calibration(made, file)
+        return made, name

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a grid of methods and budgets over prompts; every finished point is kept.
+
+Prompts are the outer loop, because reading one costs more than measuring a point on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from sphkv.core.configs import config_to_dict
+from sphkv.core.errors import BudgetExceeded
+from sphkv.evaluation.continuation import ReadCase, measure_case
+from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.records import content_id
+from sphkv.evaluation.session import Session
+from sphkv.evaluation.sweep_config import SweepConfig
+from sphkv.evaluation.workloads.case import Case
+from sphkv.retention.allocate import InfeasibleBudget
+
+Tell = Callable[[str], None]
+
+
+class PointSink(Protocol):
+    """Where points go."""
+
+    done: set[str]
+
+    def begin_run(self, setup: Mapping[str, Any]) -> str:
+        """Say what the next points are measured with."""
+        ...
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Keep a point."""
+        ...
+
+
+class PointList:
+    """Keeps points in memory.
+
+    Attributes:
+        done: Ids of the points.
+        records: The points, each with its setup.
+    """
+
+    def __init__(self) -> None:
+        self.done: set[str] = set()
+        self.records: list[dict[str, Any]] = []
+        self._setup: Mapping[str, Any] = {}
+
+    def begin_run(self, setup: Mapping[str, Any]) -> str:
+        """Remember the setup."""
+        self._setup = setup
+        return content_id(setup)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Keep a point."""
+        self.done.add(record["id"])
+        self.records.append({**record, "setup": self._setup})
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSummary:
+    """What a run did.
+
+    Attributes:
+        num_measured: Points measured now.
+        num_refused: Of these, refused because the budget is too small for the method.
+        num_known: Points that were there already.
+        seconds: How long it took.
+    """
+
+    num_measured: int
+    num_refused: int
+    num_known: int
+    seconds: float
+
+
+class SweepRunner:
+    """Holds the model and measures points until none is left."""
+
+    def __init__(self, config: SweepConfig, *, keep: Path | None, tell: Tell) -> None:
+        """Load the model and its calibration.
+
+        Args:
+            config: The grid.
+            keep: Folder for the calibration, so that a resumed sweep need not fit it again; None
+                keeps none.
+            tell: Takes lines of progress.
+        """
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        self._config = config
+        self._tell = tell
+        self._session = Session(
+            config.model,
+            calibration_text=None if config.calibration_text is None else _find_text(config),
+            calibration_tokens=config.calibration_tokens,
+            keep=keep,
+            backend=config.backend,
+        )
+        self._cases = config.cases(self._session.tokenizer, self._session.shape.max_tokens)
+
+    def _setup(self) -> dict[str, Any]:
+        """The hardware and runtime table and the replication checklist of every record."""
+        config, geometry = self._config, self._session.shape.geometry
+        tiers = self._session.factory.tiers()
+        return {
+            "model": config.model,
+            "model_shape": config_to_dict(geometry),
+            "dense_bytes_per_token": geometry.dense_bytes_per_token,
+            "seed": config.seed,
+            "window": config_to_dict(config.window),
+            "decode": {"rule": "greedy", "temperature": 0.0, "top_p": 1.0, "batch": 1},
+            "substrate": {
+                "pages": "paged, ragged, one sequence",
+                "page_tokens": {tier.name: tier.page_tokens for tier in tiers},
+                "device": "cpu",
+                "dtype": "float32 compute, bfloat16 dense pages",
+                "backend": self._session.factory.backend_name,
+            },
+            "tiers": [config_to_dict(tier) for tier in tiers],
+            "calibration": {
+                "id": self._session.calibration_id,
+                "text": config.calibration_text,
+                "tokens": config.calibration_tokens,
+            },
+            "timing": {"clock": "perf_counter", "prefill": "one dense pass shared by all methods"},
+            "environment": describe_environment(),
+        }
+
+    def run(self, sink: PointSink) -> SweepSummary:
+        """Measure every point the sink does not have."""
+        began = time.perf_counter()
+        sink.begin_run(self._setup())
+        todo = [
+            (
+                case,
+                [point for point in self._config.grid() if self._id(case, *point) not in sink.done],
+            )
+            for case in self._cases
+        ]
+        progress = _Progress(sum(c.context * len(p) for c, p in todo), self._tell)
+        num_all = len(self._cases) * len(self._config.grid())
+        measured = refused = 0
+        for case, points in todo:
+            if not points:
+                continue
+            read = self._session.reader.read(case)
+            self._tell(f"read {case.case_id}: {case.context} tokens in {read.prefill_s:.1f} s")
+            for method, budget in points:
+                record = self._measure(read, method, budget)
+                sink.append(record)
+                measured += 1
+                refused += record["status"] == "refused"
+                progress.step(case.context, record)
+        return SweepSummary(measured, refused, num_all - measured, time.perf_counter() - began)
+
+    def _identity(self, case: Case, method: str, budget: str) -> dict[str, Any]:
+        """What makes a point this point and no other."""
+        config = self._config
+        return {
+            "model": config.model,
+            "workload": case.workload,
+            "case": case.case_id,
+            "prompt": hashlib.sha256(repr(case.prompt_ids).encode()).hexdigest()[:16],
+            "context": case.context,
+            "num_following": len(case.following_ids),
+            "max_new_tokens": case.max_new_tokens,
+            "window": config_to_dict(config.window),
+            "seed": config.seed,
+            "calibration": self._session.calibration_id,
+            "method": method,
+            "budget": budget,
+        }
+
+    def _id(self, case: Case, method: str, budget: str) -> str:
+        return content_id(self._identity(case, method, budget))
+
+    def _measure(self, read: ReadCase, method: str, budget: str) -> dict[str, Any]:
+        case = read.case
+        identity = self._identity(case, method, budget)
+        record: dict[str, Any] = {
+            "id": content_id(identity),
+            **identity,
+            "facets": dict(case.facets),
+            "status": "measured",
+            "reason": "",
+            "quality": None,
+            "memory": None,
+            "times": None,
+        }
+        end = case.context + max(len(case.following_ids), case.max_new_tokens)
+        try:
+            cache = self._session.factory.make(method, budget, context=end)
+        except ValueError as error:
+            return {**record, "status": "refused", "reason": str(error)}
+        try:
+            session = self._session
+            result = measure_case(
+                session.model, session.tokenizer, read, cache, self._config.window
+            )
+        except (BudgetExceeded, InfeasibleBudget) as error:
+            return {**record, "status": "refused", "reason": str(error)}
+        return {**record, **result}
+
+
+def _find_text(config: SweepConfig) -> Path:
+    """The calibration text: inside the data folder, or a path of its own."""
+    assert config.calibration_text is not None
+    places = [Path(config.calibration_text)]
+    if config.data is not None:
+        places.insert(0, config.data / config.calibration_text)
+    for place in places:
+        if place.is_file():
+            return place
+    raise FileNotFoundError(f"no calibration text at {' or '.join(str(p) for p in places)}")
+
+
+class _Progress:
+    """Says how far a sweep is, judging by tokens stored."""
+
+    def __init__(self, total: int, tell: Tell) -> None:
+        self._total, self._tell = total, tell
+        self._done = 0
+        self._began = time.perf_counter()
+
+    def step(self, weight: int, record: Mapping[str, Any]) -> None:
+        """A point was measured."""
+        self._done += weight
+        passed = time.perf_counter() - self._began
+        left = passed * (self._total - self._done) / self._done
+        quality = record["quality"]
+        said = record["reason"][:60]
+        if quality is not None:
+            name = {"lm": "kl", "qa": "f1", "needle": "found"}.get(record["workload"], "kl")
+            said = f"{name} {quality[name]:.4f}, {record['memory']['b_kv']:.0f} B/token"
+        self._tell(
+            f"{100 * self._done / self._total:5.1f}%  {left / 60:5.1f} min left  "
+            f"{record['case']} {record['method']} {record['budget']}: {said}"
+        )

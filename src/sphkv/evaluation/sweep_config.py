@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sweep measures: workloads, methods and budgets, read from a TOML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sphkv.core.budget import ByteBudget
+from sphkv.evaluation.continuation import DecodeWindow
+from sphkv.evaluation.methods import DENSE
+from sphkv.evaluation.workloads.case import Case, check_context
+from sphkv.evaluation.workloads.lm import lm_cases
+from sphkv.evaluation.workloads.needles import needle_cases
+from sphkv.evaluation.workloads.qa import DATASETS, qa_cases
+
+DENSE_BUDGET = "100%"
+
+
+@dataclass(frozen=True, slots=True)
+class LMWorkload:
+    """W1: prompts of books and the tokens after them.
+
+    Attributes:
+        context: Tokens of a prompt.
+        num_following: Tokens to predict.
+        num_prompts: How many prompts.
+        stride: Tokens between prompts of one book; 0 for ``num_following``.
+    """
+
+    context: int
+    num_following: int = 64
+    num_prompts: int = 1
+    stride: int = 0
+
+    def cases(
+        self, tokenizer: Any, data: Path | None, *, seed: int, limit: int | None
+    ) -> list[Case]:
+        """Its prompts; texts do not depend on the seed."""
+        check_context(self.context, limit, extra=self.num_following)
+        return lm_cases(
+            tokenizer,
+            data=data,
+            context=self.context,
+            num_following=self.num_following,
+            num_prompts=self.num_prompts,
+            stride=self.stride,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class QAWorkload:
+    """W2: questions over many passages.
+
+    Attributes:
+        context: Most tokens of a prompt.
+        num_questions: How many questions, over all datasets.
+        datasets: Which datasets.
+        num_distractors: Exactly so many in each prompt; None fills the context.
+        max_new_tokens: Most tokens of an answer.
+    """
+
+    context: int
+    num_questions: int = 6
+    datasets: tuple[str, ...] = DATASETS
+    num_distractors: int | None = None
+    max_new_tokens: int = 24
+
+    def cases(
+        self, tokenizer: Any, data: Path | None, *, seed: int, limit: int | None
+    ) -> list[Case]:
+        """Its prompts; questions do not depend on the seed."""
+        check_context(self.context, limit, extra=self.max_new_tokens)
+        return qa_cases(
+            tokenizer,
+            data=data,
+            datasets=self.datasets,
+            context=self.context,
+            num_questions=self.num_questions,
+            num_distractors=self.num_distractors,
+            max_new_tokens=self.max_new_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NeedleWorkload:
+    """Hidden sentences at chosen depths.
+
+    Attributes:
+        context: Most tokens of a prompt.
+        depths: Depth of each needle of a document; one depth is a pass-key test.
+        num_documents: How many documents.
+        max_new_tokens: Most tokens of an answer.
+    """
+
+    context: int
+    depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
+    num_documents: int = 1
+    max_new_tokens: int = 8
+
+    def cases(
+        self, tokenizer: Any, data: Path | None, *, seed: int, limit: int | None
+    ) -> list[Case]:
+        """Its prompts."""
+        check_context(self.context, limit, extra=self.max_new_tokens)
+        return needle_cases(
+            tokenizer,
+            data=data,
+            context=self.context,
+            depths=self.depths,
+            num_documents=self.num_documents,
+            seed=seed,
+            max_new_tokens=self.max_new_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SweepConfig:
+    """A grid of points.
+
+    Attributes:
+        model: ``smollm2``, a local folder, or a hub name.
+        methods: Names of methods; ``dense`` is measured once, at 100%.
+        budgets: Byte budgets of the others.
+        data: Data folder; None uses made-up texts.
+        lm: W1 parts.
+        qa: W2 parts.
+        needle: Needle parts.
+        window: How decoding is timed.
+        seed: Draws what is drawn.
+        calibration_text: Text to calibrate on, inside the data folder or a path of its own; None
+            calibrates on made-up text.
+        calibration_tokens: Tokens of it.
+        backend: Decode backend of our methods.
+        num_threads: Threads of torch; 0 leaves its default.
+    """
+
+    model: str
+    methods: tuple[str, ...]
+    budgets: tuple[str, ...]
+    data: Path | None = None
+    lm: tuple[LMWorkload, ...] = ()
+    qa: tuple[QAWorkload, ...] = ()
+    needle: tuple[NeedleWorkload, ...] = ()
+    window: DecodeWindow = field(default_factory=DecodeWindow)
+    seed: int = 0
+    calibration_text: str | None = None
+    calibration_tokens: int = 2048
+    backend: str = "auto"
+    num_threads: int = 0
+
+    def __post_init__(self) -> None:
+        """Reject an empty grid, a method or budget named twice, and budgets that do not parse."""
+        if not self.methods or not self.budgets:
+            raise ValueError("a sweep needs at least one method and one budget")
+        if not (self.lm or self.qa or self.needle):
+            raise ValueError("a sweep needs at least one of lm, qa and needle")
+        for name, values in (("methods", self.methods), ("budgets", self.budgets)):
+            if len(set(values)) != len(values):
+                raise ValueError(f"{name} must differ, got {values}")
+        for budget in self.budgets:
+            ByteBudget.parse(budget)
+
+    def grid(self) -> list[tuple[str, str]]:
+        """(method, budget) of every point of a case, in order."""
+        points = []
+        for method in self.methods:
+            budgets = (DENSE_BUDGET,) if method == DENSE else self.budgets
+            points += [(method, budget) for budget in budgets]
+        return points
+
+    def cases(self, tokenizer: Any, limit: int | None) -> list[Case]:
+        """Every prompt, in order.
+
+        Raises:
+            ValueError: A context is longer than the model's, or two cases have the same name.
+        """
+        found: list[Case] = []
+        parts: list[LMWorkload | QAWorkload | NeedleWorkload] = []
+        parts += [*self.lm, *self.needle, *self.qa]
+        for part in parts:
+            found += part.cases(tokenizer, self.data, seed=self.seed, limit=limit)
+        names = [case.case_id for case in found]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"cases {', '.join(twice)} are there twice")
+        return found

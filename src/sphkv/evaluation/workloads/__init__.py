@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workloads: language modelling, multi-document questions, needles, tool rollouts."""

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""W2: questions over many passages, of which a few hold the answer.
+
+A prompt is instructions, passages under separators, and the question. It is fitted to a context by
+leaving out whole distractors; supporting passages are never cut.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sphkv.evaluation.workloads.case import Case
+from sphkv.evaluation.workloads.filler import made_up_text
+
+AnswerPosition = Literal["early", "middle", "late"]
+ANSWER_POSITIONS: tuple[AnswerPosition, ...] = ("early", "middle", "late")
+DATASETS = ("hotpotqa", "2wikimqa")
+
+_BEFORE = (
+    "Read the passages below and answer the question that follows them. Reply with the answer "
+    "alone, in a few words.\n\n"
+)
+_AFTER = "\n\nUse only the passages above.\n\nQuestion: {question}\nAnswer:"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question with its passages.
+
+    Attributes:
+        question_id: Unique within its dataset.
+        text: The question.
+        answers: Any of these is right.
+        supporting: Passages that are needed, as (title, text).
+        distractors: Passages that are not, nearest in topic first.
+    """
+
+    question_id: str
+    text: str
+    answers: tuple[str, ...]
+    supporting: tuple[tuple[str, str], ...]
+    distractors: tuple[tuple[str, str], ...]
+
+
+def read_questions(data: Path, dataset: str, limit: int) -> list[Question]:
+    """The first questions of ``longbench/<dataset>.jsonl``, each with distractors of the pool.
+
+    A pool passage that holds an answer is left out for that question.
+    """
+    if dataset not in DATASETS:
+        raise ValueError(f"dataset must be one of {', '.join(DATASETS)}, got {dataset!r}")
+    pool = [
+        (record["title"], record["text"])
+        for record in _read_lines(data / "longbench" / f"{dataset}_distractors.jsonl")
+    ]
+    questions = []
+    for number, record in enumerate(_read_lines(data / "longbench" / f"{dataset}.jsonl")):
+        if number == limit:
+            break
+        passages = record["paragraphs"]
+        answers = tuple(record["answers"])
+        own = [(p["title"], p["text"]) for p in passages if not p["supporting"]]
+        draw = random.Random(f"distractors {dataset} {number}")
+        others = [
+            passage
+            for passage in draw.sample(pool, min(len(pool), 120))
+            if not any(answer.lower() in passage[1].lower() for answer in answers)
+        ]
+        questions.append(
+            Question(
+                question_id=f"{dataset}-{number}",
+                text=record["input"],
+                answers=answers,
+                supporting=tuple((p["title"], p["text"]) for p in passages if p["supporting"]),
+                distractors=(*own, *others),
+            )
+        )
+    return questions
+
+
+def _read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    if not file.is_file():
+        raise FileNotFoundError(f"no file {file}; the data folder must hold longbench/*.jsonl")
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+_TOWNS = ("Ostrava Bay", "Merrow", "Tansy Cross", "Willowfen", "Northgate", "Saltley")
+_BUILDERS = ("Edda Lorne", "Ruben Ash", "Cora Finch", "Milo Drake", "Hester Vane", "Ivo Quill")
+_WORKS = ("the Harp Bridge", "the Glass Mill", "the Moon Tower", "the Reed Hall", "the Iron Stair")
+
+
+def made_up_questions(limit: int) -> list[Question]:
+    """Two-hop questions about invented buildings, for runs without data."""
+    questions = []
+    for number in range(limit):
+        draw = random.Random(f"questions {number}")
+        work, (builder, other) = draw.choice(_WORKS), draw.sample(_BUILDERS, 2)
+        town, elsewhere = draw.sample(_TOWNS, 2)
+        supporting = (
+            (work, f"{work[0].upper()}{work[1:]} was built by {builder} in {1700 + number}."),
+            (builder, f"{builder} was an engineer who was born in {town}."),
+        )
+        text = made_up_text(60_000, seed=1000 + number).split("\n\n")
+        distractors = [(other, f"{other} was a painter who was born in {elsewhere}.")]
+        distractors += [(f"Chronicle, part {part}", passage) for part, passage in enumerate(text)]
+        questions.append(
+            Question(
+                question_id=f"made-up-{number}",
+                text=f"In which town was the builder of {work} born?",
+                answers=(town,),
+                supporting=supporting,
+                distractors=tuple(distractors),
+            )
+        )
+    return questions
+
+
+def order_passages(
+    question: Question, num_distractors: int, position: AnswerPosition
+) -> list[tuple[str, str]]:
+    """Passages in prompt order, the supporting ones together at an early, middle or late place."""
+    if position not in ANSWER_POSITIONS:
+        raise ValueError(f"position must be one of {', '.join(ANSWER_POSITIONS)}, got {position!r}")
+    kept = list(question.distractors[:num_distractors])
+    at = {"early": 0, "middle": len(kept) // 2, "late": len(kept)}[position]
+    return [*kept[:at], *question.supporting, *kept[at:]]
+
+
+def format_prompt(question: Question, passages: list[tuple[str, str]]) -> str:
+    """Instructions, numbered passages, question."""
+    body = "\n\n".join(
+        f"Passage {number}: {title}\n{text}" for number, (title, text) in enumerate(passages, 1)
+    )
+    return _BEFORE + body + _AFTER.format(question=question.text)
+
+
+def fit_prompt(
+    tokenizer: Any,
+    question: Question,
+    position: AnswerPosition,
+    *,
+    context: int,
+    num_distractors: int | None = None,
+) -> tuple[list[int], int]:
+    """Token ids of a prompt of at most ``context`` tokens and the distractors it holds.
+
+    Raises:
+        ValueError: Not even the supporting passages fit, or fewer distractors than asked for.
+    """
+    most = len(question.distractors) if num_distractors is None else num_distractors
+    low, high = -1, min(most, len(question.distractors))
+    best: list[int] = []
+    while low < high:
+        middle = (low + high + 1) // 2
+        prompt = format_prompt(question, order_passages(question, middle, position))
+        ids = tokenizer(prompt).input_ids
+        if len(ids) <= context:
+            low, best = middle, ids
+        else:
+            high = middle - 1
+    if low < 0:
+        raise ValueError(f"question {question.question_id!r} does not fit into {context} tokens")
+    if num_distractors is not None and low < num_distractors:
+        raise ValueError(
+            f"{num_distractors} distractors do not fit into {context} tokens with question "
+            f"{question.question_id!r}; {low} do"
+        )
+    return best, low
+
+
+def qa_cases(
+    tokenizer: Any,
+    *,
+    data: Path | None,
+    datasets: tuple[str, ...],
+    context: int,
+    num_questions: int,
+    num_distractors: int | None = None,
+    max_new_tokens: int = 32,
+) -> list[Case]:
+    """Questions of each dataset in turn, answer positions in turn.
+
+    Args:
+        tokenizer: Of the model.
+        data: Folder with ``longbench/*.jsonl``; None makes questions up.
+        datasets: Names of ``DATASETS``.
+        context: Most tokens of a prompt.
+        num_questions: Over all datasets.
+        num_distractors: Exactly so many; None fills the context.
+        max_new_tokens: Most tokens of an answer.
+    """
+    if data is None:
+        pools = [made_up_questions(num_questions)]
+    else:
+        each = -(-num_questions // len(datasets))
+        pools = [read_questions(data, dataset, each) for dataset in datasets]
+    cases = []
+    for index in range(num_questions):
+        question = pools[index % len(pools)][index // len(pools)]
+        position = ANSWER_POSITIONS[index % len(ANSWER_POSITIONS)]
+        ids, used = fit_prompt(
+            tokenizer, question, position, context=context, num_distractors=num_distractors
+        )
+        name = f"qa-{context}-{question.question_id}-{position}"
+        cases.append(
+            Case(
+                case_id=name,
+                workload="qa",
+                group=name,
+                prompt_ids=tuple(ids),
+                answers=question.answers,
+                max_new_tokens=max_new_tokens,
+                facets={"position": position, "num_distractors": used},
+            )
+        )
+    return cases

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from sphkv.evaluation.metrics.answers import (
+    begins_with_answer,
+    best_f1,
+    exact_match,
+    normalise_answer,
+    token_f1,
+)
+from sphkv.evaluation.metrics.stability import (
+    Failure,
+    count_failures,
+    disagreement,
+    drift_summary,
+    failure_rate,
+    is_looping,
+    is_refusal,
+    length_drift,
+    trajectory_sensitivity,
+)
+from sphkv.evaluation.metrics.throughput import DecodeTimes, quantile
+
+
+def test_answers_by_hand():
+    assert normalise_answer("The  Cat's,  a hat!") == "cats hat"
+    # 2 of 3 words right, 2 of 2 found: P = 2/3, R = 1
+    assert token_f1("New York City", "new york") == pytest.approx(0.8)
+    # a word counts as often as it stands in both
+    assert token_f1("go go go", "go go stop") == pytest.approx(2 / 3)
+    assert token_f1("", "x") == 0.0
+    assert token_f1("the", "the") == 0.0
+    assert best_f1("paris", ["london", "Paris."]) == 1.0
+    assert exact_match("The Paris", ["paris"]) == 1.0
+    assert exact_match("Paris, France", ["paris"]) == 0.0
+    assert begins_with_answer(" 12345. And", ["12345"]) == 1.0
+    assert begins_with_answer("123456", ["12345"]) == 0.0
+    assert begins_with_answer("", ["12345"]) == 0.0
+    for score in (best_f1, exact_match, begins_with_answer):
+        with pytest.raises(ValueError, match="at least one truth"):
+            score("x", [])
+
+
+def test_stability_by_hand():
+    # variances 0 and 0.25
+    assert trajectory_sensitivity({"a": [1.0, 1.0], "b": [0.0, 1.0]}) == pytest.approx(0.125)
+    assert length_drift([10, 4], [8, 5]) == pytest.approx(1.5)
+    assert disagreement([("a",), ("b",)], [("a",), ("c",)]) == 0.5
+    episodes: list[list[Failure]] = [["termination"], [], ["termination", "derailment"], []]
+    assert failure_rate(episodes) == 0.5
+    assert count_failures(episodes)["termination"] == 2
+    assert count_failures(episodes)["tool corruption"] == 0
+    assert is_refusal("I\u2019m sorry, but I can't do that")
+    assert not is_refusal("Sure, here is the recipe")
+    assert is_looping([9, 1, 2, 1, 2, 1, 2, 1, 2])
+    assert not is_looping([1, 2, 3, 4, 5, 6, 7, 8])
+    summary = drift_summary([-1.0, 1.0, 3.0], bound=2.0)
+    assert summary["mean"] == pytest.approx(5 / 3)
+    assert summary["p50"] == 1.0
+    assert summary["tail"] == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match="2 lengths against 1"):
+        length_drift([1, 2], [1])
+    with pytest.raises(ValueError, match="'b' has no score"):
+        trajectory_sensitivity({"b": []})
+
+
+def test_times_by_hand():
+    times = DecodeTimes(2.0, 1.0, (9.0, 0.5, 0.25, 0.25), num_warm=1).to_dict()
+    assert times["tok_s"] == pytest.approx(3.0)
+    assert times["num_measured"] == 3
+    assert times["step_p50_s"] == 0.25
+    assert times["ttft_s"] == pytest.approx(12.0)
+    assert times["t_decode_s"] == pytest.approx(10.0)
+    assert DecodeTimes(1.0, 1.0, (0.5,), num_warm=1).to_dict()["tok_s"] is None
+    assert quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.5
+    with pytest.raises(ValueError, match="share must lie"):
+        quantile([1.0], 2.0)

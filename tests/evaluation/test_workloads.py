@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from sphkv.evaluation.workloads.case import Case, check_context
+from sphkv.evaluation.workloads.filler import made_up_text
+from sphkv.evaluation.workloads.lm import lm_cases
+from sphkv.evaluation.workloads.needles import hide_needles, make_needles, needle_cases
+from sphkv.evaluation.workloads.qa import (
+    Question,
+    fit_prompt,
+    made_up_questions,
+    order_passages,
+    qa_cases,
+    read_questions,
+)
+
+
+def words(text, **_):
+    """A tokenizer of words: ids are their hashes, and the text can be found again."""
+    return SimpleNamespace(input_ids=[hash(word) for word in text.split()])
+
+
+def letters(text, **_):
+    return SimpleNamespace(input_ids=[ord(letter) for letter in text])
+
+
+def test_a_case_asks_for_exactly_one_thing():
+    with pytest.raises(ValueError, match="following tokens or an answer"):
+        Case("c", "lm", "g", (1, 2))
+    with pytest.raises(ValueError, match="following tokens or an answer"):
+        Case("c", "lm", "g", (1, 2), following_ids=(3,), max_new_tokens=4)
+    with pytest.raises(ValueError, match="shares 3 of 2"):
+        Case("c", "qa", "g", (1, 2), num_shared=3, max_new_tokens=4)
+    with pytest.raises(ValueError, match="no prompt"):
+        Case("c", "qa", "g", (), max_new_tokens=4)
+
+
+def test_a_context_is_refused_and_never_cut():
+    check_context(90, 100, extra=10)
+    check_context(10**6, None, extra=10)
+    with pytest.raises(ValueError, match="more than the model's 100"):
+        check_context(91, 100, extra=10)
+
+
+def test_made_up_text_is_the_same_every_time():
+    assert made_up_text(500, 3) == made_up_text(500, 3)
+    assert made_up_text(500, 3) != made_up_text(500, 4)
+    assert len(made_up_text(500, 3)) >= 500
+
+
+def test_strided_prompts_follow_the_text(tmp_path):
+    (tmp_path / "pg19").mkdir()
+    for book in range(8):
+        text = "".join(chr(97 + (i * (book + 1)) % 26) for i in range(2000))
+        (tmp_path / "pg19" / f"{book}.txt").write_text(text)
+    cases = lm_cases(letters, data=tmp_path, context=50, num_following=10, num_prompts=9, stride=20)
+    first, again = cases[0], cases[8]
+    assert [first.facets["text"], again.facets["text"]] == ["0", "0"]
+    assert first.prompt_ids[20:] == again.prompt_ids[:30]
+    assert first.following_ids == again.prompt_ids[30:40]
+    assert len({case.case_id for case in cases}) == 9
+    with pytest.raises(FileNotFoundError, match="no books"):
+        lm_cases(letters, data=tmp_path / "x", context=5, num_following=2, num_prompts=1)
+
+
+def test_needles_lie_at_their_depths():
+    needles = make_needles((0.0, 0.5, 1.0), seed=3)
+    text = hide_needles(["p" * 100] * 10, needles)
+    places = [text.index(needle.sentence) / len(text) for needle in needles]
+    assert places[0] == 0
+    assert places[1] == pytest.approx(0.5, abs=0.1)
+    assert text.endswith(needles[2].sentence)
+    assert len({needle.answer for needle in needles}) == 3
+    assert "pass key" in make_needles((0.5,), seed=3)[0].question
+    with pytest.raises(ValueError, match=r"got 1\.5"):
+        make_needles((1.5,), seed=0)
+
+
+def test_needle_cases_share_their_document():
+    cases = needle_cases(
+        letters, data=None, context=3000, depths=(0.2, 0.7), num_documents=2, seed=1
+    )
+    assert [case.facets["depth"] for case in cases] == [0.2, 0.7] * 2
+    one, two, other, _ = cases
+    assert one.group == two.group != other.group
+    assert one.prompt_ids[: one.num_shared] == two.prompt_ids[: two.num_shared]
+    document = "".join(map(chr, one.prompt_ids[: one.num_shared]))
+    for case in (one, two):
+        assert case.context <= 3000
+        assert case.answers[0] in document
+        question = "".join(map(chr, case.prompt_ids[case.num_shared :]))
+        assert case.answers[0] not in question
+    with pytest.raises(ValueError, match="at least 64"):
+        needle_cases(letters, data=None, context=180, depths=(0.5, 0.6), num_documents=1, seed=0)
+
+
+QUESTION = Question("q", "Where?", ("here",), (("s", "support"),), tuple(
+    (f"d{i}", "word " * 20) for i in range(9)
+))  # fmt: skip
+
+
+def test_supporting_passages_move_with_the_position():
+    places = [
+        [title for title, _ in order_passages(QUESTION, 4, position)].index("s")
+        for position in ("early", "middle", "late")
+    ]
+    assert places == [0, 2, 4]
+    with pytest.raises(ValueError, match="'nowhere'"):
+        order_passages(QUESTION, 4, "nowhere")  # type: ignore[arg-type]
+
+
+def test_prompts_lose_whole_distractors_only():
+    whole, most = fit_prompt(words, QUESTION, "middle", context=10_000)
+    assert most == 9
+    ids, used = fit_prompt(words, QUESTION, "middle", context=len(whole) - 1)
+    assert used == 8
+    assert len(ids) == len(whole) - 23
+    assert hash("support") in ids
+    assert fit_prompt(words, QUESTION, "late", context=10_000, num_distractors=2)[1] == 2
+    with pytest.raises(ValueError, match="does not fit into 10"):
+        fit_prompt(words, QUESTION, "late", context=10)
+    with pytest.raises(ValueError, match="9 distractors do not fit"):
+        fit_prompt(words, QUESTION, "late", context=len(whole) - 1, num_distractors=9)
+
+
+def test_made_up_questions_can_be_answered():
+    for question in made_up_questions(6):
+        assert question.answers[0] in question.supporting[1][1]
+        assert not any(question.answers[0] in text for _, text in question.distractors)
+    cases = qa_cases(words, data=None, datasets=(), context=900, num_questions=4)
+    assert [case.facets["position"] for case in cases] == ["early", "middle", "late", "early"]
+    assert all(700 < case.context <= 900 for case in cases)
+
+
+def test_pool_passages_with_the_answer_are_left_out(tmp_path):
+    folder = tmp_path / "longbench"
+    folder.mkdir()
+    record = {
+        "input": "Who?",
+        "answers": ["Ada"],
+        "paragraphs": [
+            {"title": "s", "text": "It was Ada.", "supporting": True},
+            {"title": "d", "text": "Not this.", "supporting": False},
+        ],
+    }
+    pool = [{"title": "bad", "text": "ada again"}, {"title": "good", "text": "nothing"}]
+    (folder / "hotpotqa.jsonl").write_text(json.dumps(record) + "\n")
+    (folder / "hotpotqa_distractors.jsonl").write_text("\n".join(map(json.dumps, pool)) + "\n")
+    (question,) = read_questions(tmp_path, "hotpotqa", 5)
+    assert [title for title, _ in question.distractors] == ["d", "good"]
+    with pytest.raises(ValueError, match="'squad'"):
+        read_questions(tmp_path, "squad", 1)
+    with pytest.raises(FileNotFoundError, match="2wikimqa_distractors"):
+        read_questions(tmp_path, "2wikimqa", 1)
