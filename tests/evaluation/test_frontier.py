@@ -98,6 +98,13 @@ def test_ties_of_the_star():
     assert choose_star([]) is None
 
 
+def test_a_panel_in_which_dense_scores_nothing_has_no_winner():
+    points = (point("dense", "100%", 1000.0, 10.0, 0.0), point("a", "1%", 10.0, 10.0, 0.0))
+    frontier = build_frontier(panel(points))
+    assert not frontier.is_informative
+    assert winner(frontier) is None
+
+
 def test_a_panel_needs_dense():
     with pytest.raises(ValueError, match="no dense point"):
         build_frontier(panel(POINTS[1:]))

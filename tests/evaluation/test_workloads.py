@@ -135,6 +135,23 @@ def test_made_up_questions_can_be_answered():
     assert all(700 < case.context <= 900 for case in cases)
 
 
+def test_questions_can_be_named():
+    names = ("made-up-3", "made-up-1")
+    cases = qa_cases(
+        words, data=None, datasets=(), context=900, num_questions=9, question_ids=names
+    )
+    assert [case.case_id for case in cases] == ["qa-900-made-up-3-early", "qa-900-made-up-1-middle"]
+    with pytest.raises(ValueError, match="no question 'hotpotqa-2'"):
+        qa_cases(
+            words,
+            data=None,
+            datasets=(),
+            context=900,
+            num_questions=1,
+            question_ids=("hotpotqa-2",),
+        )
+
+
 def test_pool_passages_with_the_answer_are_left_out(tmp_path):
     folder = tmp_path / "longbench"
     folder.mkdir()

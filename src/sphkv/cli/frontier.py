@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"\n{key.model}, {key.workload}, {key.context} tokens: ", end="")
             print(f"within {panel.tolerance:g} {panel.unit} of dense")
             print(format_table(COLUMNS, rows))
+            if not frontier.is_informative:
+                print("dense itself scores nothing here: no method can be told from another")
             if best is not None:
                 margin = "no other retained" if best[1] is None else f"next needs {best[1]:.2f}x"
                 print(f"least bytes at equal quality: {best[0]} ({margin})")

@@ -60,6 +60,11 @@ class PanelFrontier:
     dense: OperatingPoint
     methods: tuple[MethodFrontier, ...]
 
+    @property
+    def is_informative(self) -> bool:
+        """Whether dense scores anything that could be lost."""
+        return self.panel.unit == "nats" or self.dense.quality > 0.0
+
 
 def is_dominated(point: OperatingPoint, others: Sequence[OperatingPoint]) -> bool:
     """Whether another point is no larger and no slower, and better in one of the two."""
@@ -152,8 +157,11 @@ def winner(frontier: PanelFrontier) -> tuple[str, float | None] | None:
 
     Returns:
         Name and ratio of the second-best ``b_kv`` to the best; the ratio is None if no other
-        method retained a point, and all is None if only dense did.
+        method retained a point, and all is None if only dense did or dense itself scores
+        nothing, for then equal quality says nothing.
     """
+    if not frontier.is_informative:
+        return None
     found = sorted(
         (method.least_b_kv, method.method)
         for method in frontier.methods

@@ -91,9 +91,14 @@ class Panel:
     unit: str
 
 
+def quality_name(workload: str, field: str | None) -> str:
+    """Field of ``quality`` that a workload is judged by; answers may be judged by another."""
+    return field if field is not None and workload != _NATS else QUALITY_FIELD[workload]
+
+
 def record_quality(record: Mapping[str, Any], *, field: str | None = None) -> float:
     """Higher is better: minus the KL, or points of 100."""
-    name = field or QUALITY_FIELD[record["workload"]]
+    name = quality_name(record["workload"], field)
     value = float(record["quality"][name])
     return -value if name == "kl" else 100.0 * value
 
@@ -146,7 +151,7 @@ def build_panels(
         records: As ``load_records`` returns them.
         delta: Points of 100 that a score may lose against dense.
         kl: Nats per token of divergence that language modelling may have.
-        quality_field: Judge by this field of ``quality`` instead of the workload's own.
+        quality_field: Judge answers by this field of ``quality`` instead of their own.
 
     Raises:
         UnfairComparison: As ``check_fair``, or a point was not measured on every prompt of its
@@ -159,8 +164,7 @@ def build_panels(
     panels = []
     for (model, workload, _), members in groups.items():
         check_fair(members)
-        name = quality_field or QUALITY_FIELD[workload]
-        is_nats = name == "kl"
+        is_nats = quality_name(workload, quality_field) == "kl"
         points, refused = _average(members, quality_field)
         panels.append(
             Panel(

@@ -135,11 +135,15 @@ def behaviour_table(records: Sequence[Record]) -> str:
                 budget,
                 statistics.fmean(abs(q["length_drift"]) for q in quality),
                 100 * statistics.fmean(1.0 - q.get("is_same", 1.0) for q in quality),
+                100 * statistics.fmean(q.get("agreement_f1", 0.0) for q in quality),
                 100 * statistics.fmean(float(_has_failed(q)) for q in quality),
                 statistics.fmean(q["kl"] for q in quality),
             ]
         )
-    header = ("workload", "method", "budget", "Delta T, tokens", "Disagree, %", "R_fail, %", "KL")
+    header = (
+        "workload", "method", "budget", "Delta T, tokens", "Disagree, %",
+        "F1 against dense's answer", "R_fail, %", "KL",
+    )  # fmt: skip
     return table(header, rows)
 
 
@@ -227,6 +231,8 @@ def readoff_tables(frontiers: Sequence[PanelFrontier]) -> str:
         ]
         best = winner(frontier)
         said = "No method but dense kept the quality."
+        if not frontier.is_informative:
+            said = "Dense itself scores nothing here, so equal quality says nothing."
         if best is not None:
             next_best = (
                 "no other method did" if best[1] is None else f"the next needs {best[1]:.2f}x"

@@ -57,6 +57,7 @@ class QAWorkload:
         context: Most tokens of a prompt.
         num_questions: How many questions, over all datasets.
         datasets: Which datasets.
+        question_ids: These questions instead of the first ones, such as ``hotpotqa-3``.
         num_distractors: Exactly so many in each prompt; None fills the context.
         max_new_tokens: Most tokens of an answer.
     """
@@ -64,6 +65,7 @@ class QAWorkload:
     context: int
     num_questions: int = 6
     datasets: tuple[str, ...] = DATASETS
+    question_ids: tuple[str, ...] = ()
     num_distractors: int | None = None
     max_new_tokens: int = 24
 
@@ -78,6 +80,7 @@ class QAWorkload:
             datasets=self.datasets,
             context=self.context,
             num_questions=self.num_questions,
+            question_ids=self.question_ids,
             num_distractors=self.num_distractors,
             max_new_tokens=self.max_new_tokens,
         )

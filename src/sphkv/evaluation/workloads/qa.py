@@ -175,6 +175,29 @@ def fit_prompt(
     return best, low
 
 
+def _choose_questions(
+    data: Path | None, datasets: tuple[str, ...], count: int, question_ids: tuple[str, ...]
+) -> list[Question]:
+    """The named questions, or the first ones of each dataset in turn."""
+    if question_ids:
+        wanted = [name.rpartition("-") for name in question_ids]
+        most = 1 + max(int(number) for _, _, number in wanted)
+        names = sorted({dataset for dataset, _, _ in wanted})
+        found = made_up_questions(most) if data is None else []
+        if data is not None:
+            found = [q for name in names for q in read_questions(data, name, most)]
+        by_id = {question.question_id: question for question in found}
+        missing = [name for name in question_ids if name not in by_id]
+        if missing:
+            raise ValueError(f"there is no question {missing[0]!r}")
+        return [by_id[name] for name in question_ids]
+    if data is None:
+        return made_up_questions(count)
+    each = -(-count // len(datasets))
+    pools = [read_questions(data, dataset, each) for dataset in datasets]
+    return [pools[index % len(pools)][index // len(pools)] for index in range(count)]
+
+
 def qa_cases(
     tokenizer: Any,
     *,
@@ -182,6 +205,7 @@ def qa_cases(
     datasets: tuple[str, ...],
     context: int,
     num_questions: int,
+    question_ids: tuple[str, ...] = (),
     num_distractors: int | None = None,
     max_new_tokens: int = 32,
 ) -> list[Case]:
@@ -193,17 +217,13 @@ def qa_cases(
         datasets: Names of ``DATASETS``.
         context: Most tokens of a prompt.
         num_questions: Over all datasets.
+        question_ids: These questions instead, such as ``hotpotqa-3``.
         num_distractors: Exactly so many; None fills the context.
         max_new_tokens: Most tokens of an answer.
     """
-    if data is None:
-        pools = [made_up_questions(num_questions)]
-    else:
-        each = -(-num_questions // len(datasets))
-        pools = [read_questions(data, dataset, each) for dataset in datasets]
     cases = []
-    for index in range(num_questions):
-        question = pools[index % len(pools)][index // len(pools)]
+    chosen = _choose_questions(data, datasets, num_questions, question_ids)
+    for index, question in enumerate(chosen):
         position = ANSWER_POSITIONS[index % len(ANSWER_POSITIONS)]
         ids, used = fit_prompt(
             tokenizer, question, position, context=context, num_distractors=num_distractors
