@@ -18,6 +18,7 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
+from sphkv.retention.policy import RetentionPolicy
 from sphkv.store.store import PageStore
 
 DENSE = "dense"
@@ -47,14 +48,23 @@ class ModelShape:
 class MethodFactory:
     """Makes fresh caches for one model."""
 
-    def __init__(self, shape: ModelShape, calibration: Calibration, *, backend: str) -> None:
-        """Take the codebooks and the decode backend that our methods use.
+    def __init__(
+        self,
+        shape: ModelShape,
+        calibration: Calibration,
+        *,
+        backend: str,
+        policy: RetentionPolicy | None = None,
+    ) -> None:
+        """Take what our methods use.
 
         Args:
             shape: The model's.
             calibration: Codebooks of the angle codes.
             backend: Name of a decode backend, or ``"auto"``.
+            policy: The controller's weights; the fixed recipe if None.
         """
+        self._policy = policy or RetentionPolicy()
         self._shape = shape
         self._codec = SphericalCodec(calibration)
         self._backend = get_backend(backend)
@@ -103,7 +113,9 @@ class MethodFactory:
     def _joint(self, budget: str) -> CacheMethod:
         """The controller's choice of what to keep at which tier."""
         shape = self._shape
-        config = RetainedConfig(shape.geometry, shape.ropes, ByteBudget.parse(budget))
+        config = RetainedConfig(
+            shape.geometry, shape.ropes, ByteBudget.parse(budget), policy=self._policy
+        )
         return RetainedSequence(config, self._codec, self._backend)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sphkv.evaluation.workloads.filler import made_up_text
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import describe_model
 from sphkv.integrations.transformers.calibrate import calibrate_model
+from sphkv.retention.policy import RetentionPolicy, load_policy
 
 
 class Session:
@@ -30,6 +32,7 @@ class Session:
         factory: Makes caches.
         reader: Reads prompts.
         calibration_id: Names the codebooks by what they were fitted on.
+        policy_id: Names the controller's weights.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Session:
         calibration_tokens: int = 2048,
         keep: Path | None = None,
         backend: str = "auto",
+        policy: Path | None = None,
     ) -> None:
         """Load the model and calibrate it.
 
@@ -49,6 +53,7 @@ class Session:
             calibration_tokens: Tokens of it.
             keep: Folder that keeps the calibration for the next time; None keeps none.
             backend: Decode backend of our methods.
+            policy: File with the controller's weights; the fixed recipe if None.
         """
         self.name = name
         model, tokenizer = load_model(name, torch.float32)
@@ -59,7 +64,9 @@ class Session:
         calibration, self.calibration_id = self._calibrate(
             calibration_text, calibration_tokens, keep
         )
-        self.factory = MethodFactory(self.shape, calibration, backend=backend)
+        weights = RetentionPolicy() if policy is None else load_policy(policy)
+        self.policy_id = content_id(asdict(weights))
+        self.factory = MethodFactory(self.shape, calibration, backend=backend, policy=weights)
         self.reader = PromptReader(self.model, self.tokenizer)
 
     def _calibrate(

@@ -19,6 +19,7 @@ from sphkv.core.configs import config_to_dict
 from sphkv.core.errors import BudgetExceeded
 from sphkv.evaluation.continuation import ReadCase, measure_case
 from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.methods import JOINT
 from sphkv.evaluation.records import content_id
 from sphkv.evaluation.session import Session
 from sphkv.evaluation.sweep_config import SweepConfig
@@ -105,6 +106,7 @@ class SweepRunner:
             calibration_tokens=config.calibration_tokens,
             keep=keep,
             backend=config.backend,
+            policy=config.policy,
         )
         self._cases = config.cases(self._session.tokenizer, self._session.shape.max_tokens)
 
@@ -179,6 +181,8 @@ class SweepRunner:
             "calibration": self._session.calibration_id,
             "method": method,
             "budget": budget,
+            # another policy makes another point, of the controller only
+            "policy": self._session.policy_id if method == JOINT else "",
         }
 
     def _id(self, case: Case, method: str, budget: str) -> str:

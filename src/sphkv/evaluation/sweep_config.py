@@ -135,6 +135,7 @@ class SweepConfig:
         calibration_text: Text to calibrate on, inside the data folder or a path of its own; None
             calibrates on made-up text.
         calibration_tokens: Tokens of it.
+        policy: File with the controller's weights; None takes the fixed recipe.
         backend: Decode backend of our methods.
         num_threads: Threads of torch; 0 leaves its default.
     """
@@ -150,6 +151,7 @@ class SweepConfig:
     seed: int = 0
     calibration_text: str | None = None
     calibration_tokens: int = 2048
+    policy: Path | None = None
     backend: str = "auto"
     num_threads: int = 0
 
