@@ -13,7 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sphkv.retention.choices import TierChoices
 from sphkv.retention.repair import climb_hulls, fill_budget, solve_core
+
+__all__ = ["SOLVERS", "Allocation", "InfeasibleBudget", "Solver", "TierChoices", "allocate_tiers"]
 
 Solver = Literal["lagrangian", "value-per-byte", "one-shot"]
 SOLVERS: tuple[Solver, ...] = ("lagrangian", "value-per-byte", "one-shot")
@@ -22,7 +25,7 @@ _BISECTIONS = 60
 # Units examined at once: bounds the memory of a pass over tens of millions of them.
 _CHUNK_UNITS = 1 << 20
 # Few units leave a large last gap, so there the contested ones are decided exactly.
-_CORE_PROBLEM_UNITS = 4096
+_CORE_PROBLEM_UNITS = 512
 
 
 class InfeasibleBudget(ValueError):  # noqa: N818
@@ -40,85 +43,6 @@ class InfeasibleBudget(ValueError):  # noqa: N818
             f"protected states and fixed parts exceed the budget of {budget} bytes by "
             f"{missing} bytes"
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TierChoices:
-    """Units, and what every tier would cost and lose for each.
-
-    Attributes:
-        distortion: ``[units, tiers]`` float32, not negative; tier 0 drops the unit.
-        cost: ``[tiers]`` or ``[units, tiers]`` int64 bytes, rising with the tier.
-        floor: ``[units]`` int64 lowest tier allowed; None allows dropping every unit.
-        ceiling: ``[units]`` int64 highest tier allowed; None allows the last.
-    """
-
-    distortion: Tensor
-    cost: Tensor
-    floor: Tensor | None = None
-    ceiling: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        """Reject shapes that do not fit and distortions that are not finite."""
-        if self.distortion.dim() != 2:
-            raise ValueError(
-                f"distortion must be [units, tiers], got {tuple(self.distortion.shape)}"
-            )
-        units, tiers = self.distortion.shape
-        if tuple(self.cost.shape) not in ((tiers,), (units, tiers)):
-            raise ValueError(
-                f"cost must be [{tiers}] or [{units}, {tiers}], got {tuple(self.cost.shape)}"
-            )
-        if bool((self.cost.diff(dim=-1) < 0).any()):
-            raise ValueError("cost must not fall from a tier to the next")
-        if not bool(torch.isfinite(self.distortion).all()):
-            raise ValueError("distortion holds values that are not finite")
-        for name in ("floor", "ceiling"):
-            bound = getattr(self, name)
-            if bound is not None and tuple(bound.shape) != (units,):
-                raise ValueError(f"{name} must be [{units}], got {tuple(bound.shape)}")
-
-    @property
-    def num_units(self) -> int:
-        """Units to decide about."""
-        return self.distortion.shape[0]
-
-    def part(self, at: slice) -> TierChoices:
-        """Some of the units."""
-        return TierChoices(
-            self.distortion[at],
-            self.cost if self.cost.dim() == 1 else self.cost[at],
-            None if self.floor is None else self.floor[at],
-            None if self.ceiling is None else self.ceiling[at],
-        )
-
-    def lowest(self) -> Tensor:
-        """``[units]`` int64 cheapest tier of each unit."""
-        if self.floor is not None:
-            return self.floor
-        return torch.zeros(self.num_units, dtype=torch.int64, device=self.distortion.device)
-
-    def allowed(self) -> Tensor | None:
-        """``[units, tiers]`` bool, or None if everything is."""
-        tier = torch.arange(self.distortion.shape[1], device=self.distortion.device)
-        mask = None
-        if self.floor is not None:
-            mask = tier >= self.floor[:, None]
-        if self.ceiling is not None:
-            below = tier <= self.ceiling[:, None]
-            mask = below if mask is None else mask & below
-        return mask
-
-    def bytes_of(self, tier_id: Tensor) -> int:
-        """Bytes of a decision ``[units]``."""
-        if self.cost.dim() == 1:
-            counts = torch.bincount(tier_id, minlength=self.cost.shape[0])
-            return int((counts * self.cost).sum())
-        return int(self.cost.gather(1, tier_id[:, None]).sum())
-
-    def loss_of(self, tier_id: Tensor) -> float:
-        """Distortion of a decision ``[units]``."""
-        return float(self.distortion.gather(1, tier_id[:, None]).double().sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from sphkv.retention.choices import TierChoices
 
 # Upgrades looked at in one round, most valuable first.
 _ROUND_STEPS = 1 << 16
@@ -16,22 +17,7 @@ _CORE_UNITS = 48
 _CORE_STEPS = 1 << 16
 
 
-class Choices(Protocol):
-    """What repair reads of ``TierChoices``."""
-
-    distortion: Tensor
-    cost: Tensor
-
-    def allowed(self) -> Tensor | None:
-        """``[units, tiers]`` bool, or None if everything is."""
-        ...
-
-    def bytes_of(self, tier_id: Tensor) -> int:
-        """Bytes of a decision."""
-        ...
-
-
-def climb_hulls(choices: Choices, tier_id: Tensor, budget: int) -> Tensor:
+def climb_hulls(choices: TierChoices, tier_id: Tensor, budget: int) -> Tensor:
     """Upgrade along lower hulls, steepest step of all units first, until one is too big.
 
     Args:
@@ -56,7 +42,7 @@ def climb_hulls(choices: Choices, tier_id: Tensor, budget: int) -> Tensor:
     return tier_id.scatter_reduce(0, unit[order], tier[order], "amax")
 
 
-def fill_budget(choices: Choices, tier_id: Tensor, budget: int) -> Tensor:
+def fill_budget(choices: TierChoices, tier_id: Tensor, budget: int) -> Tensor:
     """Upgrade units along their lower hulls, most loss saved per byte first, while bytes last.
 
     Args:
@@ -84,7 +70,7 @@ def fill_budget(choices: Choices, tier_id: Tensor, budget: int) -> Tensor:
 
 
 def _next_steps(
-    choices: Choices, tier_id: Tensor, left: int
+    choices: TierChoices, tier_id: Tensor, left: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The best affordable upgrade of each unit: unit, tier, bytes and loss saved per byte."""
     loss, cost = choices.distortion, choices.cost.expand_as(choices.distortion)
@@ -102,7 +88,7 @@ def _next_steps(
     return unit, tier, extra[unit, tier], best[unit]
 
 
-def solve_core(choices: Choices, tier_id: Tensor, budget: int, price: float) -> Tensor:
+def solve_core(choices: TierChoices, tier_id: Tensor, budget: int, price: float) -> Tensor:
     """Decide the most contested units exactly, by dynamic programming over bytes.
 
     A unit is contested if its best two tiers are nearly as good at the price of the budget;

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Share of a decode step that the controller takes: tiers for new pages, rebalancing.
+
+python benchmarks/retention_decode.py --model smollm2 --text book.txt --budget 10%
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from sphkv.attention.api import get_backend
+from sphkv.cache.retained import RetainedSequence
+from sphkv.cache.retained_config import RetainedConfig
+from sphkv.codec.calibration_file import load_calibration
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.budget import ByteBudget
+from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.text import read_tokens
+from sphkv.integrations.models import load_model
+from sphkv.integrations.prompt_states import continue_prompt, read_prompt, store_prompt
+from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--budget", default="10%")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    model, tokenizer = load_model(args.model)
+    geometry, ropes = model_geometry(model), model_ropes(model)
+    ids = read_tokens(tokenizer, args.text, args.context + args.steps, offset=40_000)
+    began = time.perf_counter()
+    states = read_prompt(model, ids[:, : args.context])
+    dense_s = time.perf_counter() - began
+    codec = SphericalCodec(load_calibration(args.calibration, geometry=geometry, ropes=ropes))
+    config = RetainedConfig(geometry, ropes, ByteBudget.parse(args.budget))
+    sequence = RetainedSequence(config, codec, get_backend("auto"))
+    began = time.perf_counter()
+    store_prompt(sequence, states)
+    store_s = time.perf_counter() - began
+    settle, spent = sequence.refresher.settle, []
+
+    def timed() -> None:
+        start = time.perf_counter()
+        settle()
+        spent.append(time.perf_counter() - start)
+
+    sequence.refresher.settle = timed  # type: ignore[method-assign]
+    began, over = time.perf_counter(), 0
+    for at in range(args.context, args.context + args.steps):
+        continue_prompt(model, sequence, ids[:, at : at + 1])
+        over = max(over, sequence.resident_bytes() - sequence.limit_bytes())
+    total = time.perf_counter() - began
+    record = {
+        "prefill_s": dense_s,
+        "store_s": store_s,
+        "steps": args.steps,
+        "step_ms": 1000 * total / args.steps,
+        "controller_share": sum(spent) / total,
+        "bytes_over_budget": max(0, over),
+        "rebalances": sequence.refresher.num_rebalances,
+        "budget": args.budget,
+        "context": args.context,
+        "environment": describe_environment(),
+    }
+    text = json.dumps(record, indent=2)
+    if args.out:
+        args.out.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resident bytes of a contract before anything is encoded, by the store's own bookkeeping."""
+
+from __future__ import annotations
+
+import torch
+
+from sphkv.core.contract import WriteContract
+from sphkv.store.allocator import PoolKey, slab_bytes
+from sphkv.store.config import StoreConfig
+from sphkv.store.layout import PageLayout
+from sphkv.store.paging import PositionMode, plan_pages, select_states
+from sphkv.store.pointers import PointerTable
+
+# The allocator makes a slab at least this part of its pool.
+GROWTH_SHARE = 16
+
+
+def contract_bytes(config: StoreConfig, contract: WriteContract, num_tokens: int) -> int:
+    """Bytes of pages, free pages and tables once the layers are written one after another.
+
+    Args:
+        config: The store.
+        contract: Decision of all layers; only its first ``num_tokens`` are written.
+        num_tokens: Tokens that the contract writes; one dense page per head is sealed after.
+
+    Returns:
+        Exactly what the store's live tensors will take, open tails included.
+    """
+    twin = _StoreTwin(config)
+    for layer in range(contract.tier_id.shape[0]):
+        twin.write(contract, layer, num_tokens)
+    heads, layers = config.geometry.num_kv_heads, config.geometry.num_layers
+    tail = heads * config.tail_capacity * config.geometry.dense_state_bytes
+    return twin.num_bytes + layers * tail
+
+
+class _StoreTwin:
+    """Pages and tables counted as a store's allocator would make them."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        self._config = config
+        # pages made and pages free of every pool
+        self._pools: dict[PoolKey, tuple[int, int]] = {}
+        self._table_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        total = self._table_bytes
+        for (tier_id, mode), (made, _) in self._pools.items():
+            tier = self._config.tiers[tier_id]
+            layout = PageLayout(tier_id, tier, self._config.geometry.head_dim, mode)
+            total += slab_bytes(layout, made)
+        return total
+
+    def write(self, contract: WriteContract, layer: int, num_tokens: int) -> None:
+        decision = contract.layer(layer)
+        tier_id = decision.tier_id[:, :num_tokens]
+        protected = decision.protected[:, :num_tokens]
+        positions = torch.arange(num_tokens)
+        heads = tier_id.shape[0]
+        per_head = torch.zeros(heads, dtype=torch.int64)
+        requests: dict[PoolKey, int] = {}
+        for tier, spec in enumerate(self._config.tiers):
+            if spec.kind == "drop":
+                continue
+            states = select_states(tier_id, protected, positions, tier)
+            for batch in plan_pages(states, tier_id=tier, page_tokens=spec.page_tokens):
+                key = (batch.tier_id, batch.position_mode)
+                requests[key] = requests.get(key, 0) + batch.num_pages
+                per_head += batch.head_ids.bincount(minlength=heads)
+        for key, wanted in requests.items():
+            self._take(key, wanted)
+        # the store makes room for all pages of a write at once, then for those it seals
+        table = PointerTable(heads)
+        table.reserve(per_head)
+        table.num_pages += per_head
+        self._take((self._config.tiers.dense_id, PositionMode.CONTIGUOUS), heads)
+        table.reserve(torch.ones(heads, dtype=torch.int64))
+        self._table_bytes += table.nbytes
+
+    def _take(self, key: PoolKey, wanted: int) -> None:
+        """Take pages of a pool, making slabs as ``PageAllocator`` does."""
+        made, free = self._pools.get(key, (0, 0))
+        most = self._config.max_slab_pages
+        while free < wanted:
+            missing = wanted - free
+            if made // GROWTH_SHARE >= most:
+                size = -(-missing // most) * most
+            else:
+                size = min(most, max(missing, made // GROWTH_SHARE))
+            made, free = made + size, free + size
+        self._pools[key] = (made, free - wanted)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of a layer as one list that a controller can choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from sphkv.store.layout import PageLayout, PageView
+from sphkv.store.paging import PositionMode
+from sphkv.store.sequence import PageGroup
+from sphkv.store.store import PageStore
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageList:
+    """Pages with what a decision about them needs; all tensors are on the CPU.
+
+    Attributes:
+        layer_ids: ``[pages]`` int64.
+        page_ids: ``[pages]`` int64 ids in the store.
+        head_ids: ``[pages]`` int64.
+        tier_ids: ``[pages]`` int64.
+        positions: ``[pages, states]`` int64; those of slack mean nothing.
+        live: ``[pages, states]`` bool.
+        has_protected: ``[pages]`` bool.
+    """
+
+    layer_ids: Tensor
+    page_ids: Tensor
+    head_ids: Tensor
+    tier_ids: Tensor
+    positions: Tensor
+    live: Tensor
+    has_protected: Tensor
+
+    @property
+    def num_pages(self) -> int:
+        """Pages listed."""
+        return self.page_ids.shape[0]
+
+    @property
+    def first_positions(self) -> Tensor:
+        """``[pages]`` int64 position of each page's first state."""
+        return self.positions[:, 0]
+
+    def within(self, first: int, stop: int) -> Tensor:
+        """``[pages]`` bool: pages whose states all lie in ``first..stop - 1``."""
+        inside = (self.positions >= first) & (self.positions < stop)
+        return (inside | ~self.live).all(1)
+
+    def select(self, index: Tensor) -> PageList:
+        """The pages that a mask or an index names."""
+        return PageList(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    @classmethod
+    def join(cls, parts: Sequence[PageList]) -> PageList:
+        """Several lists in one."""
+        return cls(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)))
+
+    def dense_states(self, store: PageStore) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[states, head_dim]`` of sealed dense pages, by head, then position."""
+        order = (self.head_ids * (1 << 40) + self.first_positions).argsort()
+        layout = PageLayout(
+            store.config.tiers.dense_id,
+            store.config.tiers[store.config.tiers.dense_id],
+            store.config.geometry.head_dim,
+            PositionMode.CONTIGUOUS,
+        )
+        view = PageView(layout, store.allocator.gather(self.page_ids[order]))
+        return view.dense_keys().flatten(0, 1), view.dense_values().flatten(0, 1)
+
+
+def list_pages(store: PageStore, sequence: int, layer: int) -> PageList:
+    """Every page of a layer."""
+    groups = store.pages(sequence, layer)
+    width = max((group.layout.page_tokens for group in groups), default=1)
+    return PageList.join([_list_group(store, group, layer, width) for group in groups])
+
+
+def _list_group(store: PageStore, group: PageGroup, layer: int, width: int) -> PageList:
+    view = store.view(group)
+    rows = view.rows()
+    padding = (0, width - group.layout.page_tokens)
+    pages = rows.counts.shape[0]
+    return PageList(
+        torch.full((pages,), layer),
+        group.flat_ids().cpu(),
+        group.head_ids().cpu(),
+        torch.full((pages,), group.layout.tier_id),
+        torch.nn.functional.pad(rows.positions, padding).cpu(),
+        torch.nn.functional.pad(rows.live(), padding).cpu(),
+        rows.flags.any(1).cpu(),
+    )

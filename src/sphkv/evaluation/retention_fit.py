@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fitting the controller's weights: how sensitive a model is to each head, and to each error.
+
+Sensitivities are the diagonal of the Fisher information of attention outputs: half its trace per
+channel is the KL that a unit squared move of a head's output causes. One backward pass of a short
+text gives them. The weights of angle, radius, value and drop terms are then regressed on measured
+KL of probes. Derivation: docs/math/retention.md, section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sphkv.attention.request import AttentionOptions
+from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.retention_probes import Probe, measure_probes, rank_correlation
+from sphkv.evaluation.retention_study import StudyConfig, StudyRunner, recorded_config
+from sphkv.evaluation.text import read_tokens
+from sphkv.integrations.prompt_states import PromptStates, attending, read_prompt
+from sphkv.retention.policy import RetentionPolicy, save_policy
+
+# Leading tokens see so little context that their gradients say nothing about long prompts.
+_SKIPPED_TOKENS = 64
+_TEXT_OFFSET = 60_000
+_PROMPT_OFFSET = 140_000
+
+
+class _GradientProbe:
+    """Plain causal attention whose outputs can be differentiated with respect to."""
+
+    name = "gradient-probe"
+
+    def __init__(self) -> None:
+        self.moves: dict[int, Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        options: AttentionOptions,
+        *,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        group = query.shape[0] // keys.shape[0]
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query[None],
+            keys[None].repeat_interleave(group, 1),
+            values[None].repeat_interleave(group, 1),
+            is_causal=True,
+            scale=options.scale,
+        )[0]
+        self.moves[layer] = torch.zeros_like(output, requires_grad=True)
+        return output + self.moves[layer]
+
+
+def head_sensitivity(model: Any, input_ids: Tensor, *, seed: int = 0) -> Tensor:
+    """KL per squared move of each query head's output.
+
+    Args:
+        model: A decoder whose attention goes through the attention interface.
+        input_ids: ``[1, tokens]`` of any text.
+        seed: Of the tokens drawn from the model's own predictions.
+
+    Returns:
+        ``[layers, query_heads]`` float32.
+    """
+    if input_ids.shape[1] <= 2 * _SKIPPED_TOKENS:
+        raise ValueError(
+            f"sensitivity needs more than {2 * _SKIPPED_TOKENS} tokens, got {input_ids.shape[1]}"
+        )
+    probe = _GradientProbe()
+    positions = torch.arange(input_ids.shape[1])[None]
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    try:
+        with torch.enable_grad(), attending(model, probe):  # type: ignore[arg-type]
+            hidden = model.base_model(
+                input_ids=input_ids, position_ids=positions, use_cache=False
+            ).last_hidden_state[0]
+            logits = model.get_output_embeddings()(hidden[_SKIPPED_TOKENS:]).float()
+            log_p = torch.log_softmax(logits, -1)
+            drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
+            log_p.gather(1, drawn).sum().backward()
+    finally:
+        for parameter, needs in zip(model.parameters(), wanted, strict=True):
+            parameter.requires_grad_(needs)
+    rows = []
+    for layer in range(len(probe.moves)):
+        gradient = probe.moves[layer].grad
+        assert gradient is not None
+        # the last tokens have too few successors to move
+        part = gradient[:, _SKIPPED_TOKENS:-_SKIPPED_TOKENS]
+        rows.append(part.square().sum(-1).mean(1) / (2 * part.shape[-1]))
+    return torch.stack(rows)
+
+
+def with_sensitivity(
+    policy: RetentionPolicy, sensitivity: Tensor, model_id: str
+) -> RetentionPolicy:
+    """The policy with measured sensitivities ``[layers, query_heads]``."""
+    rows = tuple(tuple(float(value) for value in row) for row in sensitivity.tolist())
+    return replace(policy, sensitivity=rows, model_id=model_id)
+
+
+def fit_on_books(
+    config: StudyConfig,
+    policy_out: str,
+    *,
+    text_tokens: int,
+    report: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Fit a policy on ``pg19/calibration``, write it, and return the record of the fit."""
+    runner = StudyRunner(config, report)
+    books = sorted((Path(config.data) / "pg19" / "calibration").glob("*.txt"))
+    if not books:
+        raise FileNotFoundError(f"no books in {config.data}/pg19/calibration")
+    texts = [
+        read_tokens(runner.tokenizer, str(book), text_tokens, offset=_TEXT_OFFSET) for book in books
+    ]
+    ids = read_tokens(
+        runner.tokenizer,
+        str(books[-1]),
+        config.context + config.num_following,
+        offset=_PROMPT_OFFSET,
+    )
+    prompt = read_prompt(runner.model, ids, num_following=config.num_following)
+    policy, record = fit_policy(runner, texts, prompt, report)
+    save_policy(policy, policy_out)
+    return {**record, "config": recorded_config(config), "environment": describe_environment()}
+
+
+def fit_policy(
+    runner: StudyRunner,
+    texts: Sequence[Tensor],
+    prompt: PromptStates,
+    report: Callable[[str], None] = lambda _: None,
+) -> tuple[RetentionPolicy, dict[str, Any]]:
+    """Fit a policy on calibration texts and say how well it predicts measured loss.
+
+    Args:
+        runner: Model and codebooks.
+        texts: Token ids ``[1, tokens]`` for the sensitivities.
+        prompt: A prompt with following tokens, on which probes are measured.
+        report: Told about progress.
+
+    Returns:
+        The policy, and a record with the calibration curve and rank correlations.
+    """
+    found = torch.stack(
+        [head_sensitivity(runner.model, ids, seed=at) for at, ids in enumerate(texts)]
+    )
+    policy = with_sensitivity(runner.policy, found.mean(0), runner.config.model)
+    report("sensitivities measured")
+    probes = measure_probes(runner, policy, prompt, report)
+    alphas = _regress(probes)
+    policy = replace(
+        policy,
+        alpha_theta=alphas["alpha_theta"],
+        alpha_r=alphas["alpha_r"],
+        alpha_value=alphas["alpha_value"],
+        alpha_drop=alphas["alpha_drop"],
+    )
+    return policy, describe_fit(probes, alphas)
+
+
+def _regress(probes: Sequence[Probe]) -> dict[str, float]:
+    """Non-negative weights of the distortion's terms that predict measured KL best.
+
+    Errors are relative, so that small and large probes count alike.
+    """
+    names = ("alpha_theta", "alpha_value", "alpha_drop")
+    terms = torch.tensor([probe.terms for probe in probes], dtype=torch.float64)
+    measured = torch.tensor([probe.kl for probe in probes], dtype=torch.float64)
+    scaled = terms / measured[:, None]
+    weights = torch.ones(len(names), dtype=torch.float64)
+    # multiplicative updates keep weights positive and converge on so small a problem
+    gram, target = scaled.T @ scaled, scaled.sum(0)
+    for _ in range(2000):
+        weights = weights * target / (gram @ weights).clamp(min=1e-300)
+    found = dict(zip(names, weights.tolist(), strict=True))
+    return {**found, "alpha_r": found["alpha_theta"]}
+
+
+def describe_fit(probes: Sequence[Probe], alphas: dict[str, float]) -> dict[str, Any]:
+    """Calibration curve and rank correlations of the fit and of simpler scores."""
+    weights = torch.tensor(
+        [alphas["alpha_theta"], alphas["alpha_value"], alphas["alpha_drop"]], dtype=torch.float64
+    )
+    terms = torch.tensor([probe.terms for probe in probes], dtype=torch.float64)
+    predicted = (terms @ weights).tolist()
+    measured = [probe.kl for probe in probes]
+    tokens = [at for at, probe in enumerate(probes) if probe.kind == "drop"]
+    rankings = {
+        "fit": predicted,
+        "age": [probe.by_age for probe in probes],
+        "votes": [probe.by_votes for probe in probes],
+    }
+    return {
+        "alphas": alphas,
+        "curve": [
+            {"probe": probe.name, "kind": probe.kind, "measured": kl, "predicted": guess}
+            for probe, kl, guess in zip(probes, measured, predicted, strict=True)
+        ],
+        "rank_correlation": {
+            name: rank_correlation(scores, measured) for name, scores in rankings.items()
+        },
+        "rank_correlation_drops": {
+            name: rank_correlation([scores[at] for at in tokens], [measured[at] for at in tokens])
+            for name, scores in rankings.items()
+        },
+    }

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probes of a distortion model: small changes of a prompt's states, predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sphkv.attention.request import AttentionOptions
+from sphkv.cache.retained_errors import measure_tier_errors, sample_positions
+from sphkv.core.tiers import TierTable
+from sphkv.integrations.prompt_states import PromptStates, continue_prompt
+from sphkv.retention.distortion import TierErrors
+from sphkv.retention.features import (
+    AttentionRows,
+    TokenFeatures,
+    drop_losses,
+    expected_rows,
+    measure_features,
+    mix_rows,
+    window_rows,
+)
+from sphkv.retention.policy import RetentionPolicy
+from sphkv.store.ledger import ByteLedger
+
+if TYPE_CHECKING:
+    from sphkv.evaluation.retention_study import StudyRunner
+
+_PARTS = 6
+_HORIZON = (8, 32, 96)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One change of some layers, what was foretold and what happened.
+
+    Attributes:
+        name: Layers and change.
+        kind: ``"tier"`` or ``"drop"``.
+        terms: Foretold angle, value and drop terms, unweighted.
+        by_age: What age alone foretells: the sum of 1 / age over dropped states, and bits lost.
+        by_votes: The same with attention votes.
+        kl: Measured KL.
+    """
+
+    name: str
+    kind: str
+    terms: tuple[float, float, float]
+    by_age: float
+    by_votes: float
+    kl: float
+
+
+class ChangedStates:
+    """Dense states of which some are changed or gone; a ``CacheMethod`` for measurements."""
+
+    name = "changed"
+
+    def __init__(self, states: PromptStates) -> None:
+        self._tokens = states.num_tokens
+        self.layers = [
+            (part.keys, part.values, torch.ones(part.keys.shape[:2], dtype=torch.bool))
+            for part in states.layers
+        ]
+
+    def num_tokens(self, layer: int = 0) -> int:
+        """Tokens of the prompt; what follows is not kept."""
+        return self._tokens
+
+    def prefill(
+        self, layer: int, keys: Tensor, values: Tensor, *, query: Tensor | None = None
+    ) -> None:
+        """Replace a layer."""
+        self.layers[layer] = (keys, values, torch.ones(keys.shape[:2], dtype=torch.bool))
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        options: AttentionOptions,
+        *,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Attend densely to what is kept."""
+        old_keys, old_values, kept = self.layers[layer]
+        count, group = query.shape[1], query.shape[0] // keys.shape[0]
+        causal = torch.ones(count, count, dtype=torch.bool).tril()
+        mask = torch.cat(
+            [kept[:, None].expand(-1, count, -1), causal.expand(keys.shape[0], -1, -1)], 2
+        )
+        return torch.nn.functional.scaled_dot_product_attention(
+            query,
+            torch.cat([old_keys, keys], 1).repeat_interleave(group, 0),
+            torch.cat([old_values, values], 1).repeat_interleave(group, 0),
+            attn_mask=mask.repeat_interleave(group, 0),
+            scale=options.scale,
+        )
+
+    def crop(self, num_tokens: int) -> None:
+        """Nothing that follows the prompt is kept."""
+
+    def resident_bytes(self) -> int:
+        """Bytes of the dense states."""
+        return sum(keys.nbytes + values.nbytes for keys, values, _ in self.layers)
+
+    def ledger(self) -> ByteLedger:
+        """All bytes are keys and values."""
+        half = self.resident_bytes() // 2
+        return ByteLedger(half, 0, half, 0, 0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    rows: AttentionRows
+    features: TokenFeatures
+    errors: TierErrors
+
+
+def measure_probes(
+    runner: StudyRunner,
+    policy: RetentionPolicy,
+    prompt: PromptStates,
+    report: Callable[[str], None],
+) -> list[Probe]:
+    """Change a few layers at a time by every tier and by dropping tokens, and measure KL."""
+    from sphkv.cache.retained_config import retention_tiers
+
+    tiers = retention_tiers()
+    layers = [
+        _measure_layer(runner, policy, prompt, tiers, layer) for layer in range(len(prompt.layers))
+    ]
+    probes = []
+    count = len(layers)
+    for part in range(_PARTS):
+        chosen = range(part * count // _PARTS, (part + 1) * count // _PARTS)
+        for tier in (1, 3):
+            probes.append(_tier_probe(runner, prompt, layers, chosen, tiers, tier))
+        for number in range(3):
+            probes.append(_drop_probe(runner, prompt, layers, chosen, number))
+        report(f"layers {chosen[0]}..{chosen[-1]} probed")
+    return probes
+
+
+def _measure_layer(
+    runner: StudyRunner,
+    policy: RetentionPolicy,
+    prompt: PromptStates,
+    tiers: TierTable,
+    layer: int,
+) -> _Layer:
+    states, tokens = prompt.layers[layer], prompt.num_tokens
+    scale = runner.geometry.head_dim**-0.5
+    span = min(tokens, policy.window * policy.window_stride)
+    window = torch.arange(tokens - 1, tokens - 1 - span, -policy.window_stride).flip(0)
+    assert policy.sensitivity is not None
+    share = torch.tensor(policy.sensitivity[layer])
+    rope = runner.ropes[layer]
+    votes = window_rows(states.query[:, window], window, states.keys, scale=scale, share=share)
+    expected = expected_rows(
+        rope.unrotate(rope.to_planes(states.query[:, window].float()), window),
+        rope.unrotate(rope.to_planes(states.keys.float()), torch.arange(tokens)),
+        rope.frequencies(),
+        scale=scale,
+        horizon=_HORIZON,
+        share=share,
+    )
+    rows = mix_rows(votes, expected, policy.attention_mix)
+    at = sample_positions(0, tokens, 128)
+    errors = measure_tier_errors(
+        runner.codec,
+        layer,
+        tiers,
+        (states.query[:, window], states.keys[:, at], states.values[:, at]),
+        at,
+        scale=scale,
+    )
+    features = measure_features(rows, states.keys, states.values, sinks=16, recent=16)
+    return _Layer(rows, features, errors)
+
+
+def _kl(runner: StudyRunner, prompt: PromptStates, method: ChangedStates) -> float:
+    from sphkv.evaluation.retention_study import compare
+
+    hidden = continue_prompt(runner.model, method, prompt.following)
+    return max(float(compare(runner.model, prompt.hidden[1:], hidden)["kl"]), 1e-12)
+
+
+def _tier_probe(
+    runner: StudyRunner,
+    prompt: PromptStates,
+    layers: Sequence[_Layer],
+    chosen: range,
+    tiers: TierTable,
+    tier: int,
+) -> Probe:
+    """Code all states of some layers at one tier."""
+    method = ChangedStates(prompt)
+    angle = value = votes = age = 0.0
+    tokens = prompt.num_tokens
+    spec = tiers[tier]
+    for layer in chosen:
+        part, found = prompt.layers[layer], layers[layer]
+        at = torch.arange(tokens).expand(part.keys.shape[0], -1)
+        encoded = runner.codec.encode(layer, spec, part.keys, part.values, at)
+        keys, values = runner.codec.decode(layer, spec, encoded, at)
+        method.prefill(layer, keys, values)
+        f, e = found.features, found.errors
+        angle += float(((f.shift * f.radius.square()).sum(1) * (e.angle + e.radius)[:, tier]).sum())
+        value += float(((f.energy * f.value_norm.square()).sum(1) * e.value[:, tier]).sum())
+        lost = e.angle[:, tier] + e.value[:, tier]
+        votes += float((f.mass.sum(1) * lost).sum())
+        age += float(lost.sum()) * float((1 / torch.arange(1, tokens + 1)).sum())
+    kl = _kl(runner, prompt, method)
+    name = f"{spec.name} in layers {chosen[0]}..{chosen[-1]}"
+    return Probe(name, "tier", (angle, value, 0.0), age, votes, kl)
+
+
+def _drop_probe(
+    runner: StudyRunner,
+    prompt: PromptStates,
+    layers: Sequence[_Layer],
+    chosen: range,
+    number: int,
+) -> Probe:
+    """Drop a third of the older tokens: the least pulling, the oldest, or an arbitrary one."""
+    method = ChangedStates(prompt)
+    tokens = prompt.num_tokens
+    middle = torch.arange(16, tokens - 64)
+    drop = votes = age = 0.0
+    for layer in chosen:
+        part, found = prompt.layers[layer], layers[layer]
+        kept = torch.ones(part.keys.shape[:2], dtype=torch.bool)
+        for head in range(part.keys.shape[0]):
+            order = {
+                0: found.features.shift[head, middle].argsort(),
+                1: torch.arange(middle.numel()),
+                2: torch.randperm(
+                    middle.numel(), generator=torch.Generator().manual_seed(layer * 100 + head)
+                ),
+            }[number]
+            gone = middle[order[: middle.numel() // 3]]
+            kept[head, gone] = False
+            drop += float(drop_losses(found.rows, part.values, gone[None], head)[-1])
+            votes += float(found.features.mass[head, gone].sum())
+            age += float((1 / (tokens - gone).float()).sum())
+        method.layers[layer] = (part.keys, part.values, kept)
+    kl = _kl(runner, prompt, method)
+    label = ("least pulling", "oldest", "arbitrary")[number]
+    name = f"{label} third dropped in layers {chosen[0]}..{chosen[-1]}"
+    return Probe(name, "drop", (0.0, 0.0, drop), age, votes, kl)
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's rank correlation; ties share their mean rank."""
+    if len(first) != len(second) or len(first) < 2:
+        raise ValueError(f"need two lists of equal length, got {len(first)} and {len(second)}")
+    a, b = (_ranks(torch.tensor(x, dtype=torch.float64)) for x in (first, second))
+    a, b = a - a.mean(), b - b.mean()
+    return float((a @ b) / (a.norm() * b.norm()).clamp(min=1e-300))
+
+
+def _ranks(values: Tensor) -> Tensor:
+    below = (values[None] < values[:, None]).sum(1)
+    equal = (values[None] == values[:, None]).sum(1)
+    return below + (equal - 1) / 2.0

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score, allocate, write: from the layers of a prompt and a byte budget to a contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sphkv.core.contract import WriteContract
+from sphkv.retention.allocate import InfeasibleBudget, Solver
+from sphkv.retention.blocks import (
+    BlockShape,
+    HeadBlocks,
+    PageCosts,
+    convex_steps,
+    rank_blocks,
+    sum_blocks,
+)
+from sphkv.retention.distortion import TierErrors, segment_weight, state_distortion
+from sphkv.retention.features import AttentionRows, TokenFeatures, drop_losses
+from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.protection import widen_to_runs
+from sphkv.retention.variants import decide_blocks
+
+Variant = Literal["joint", "keepdrop", "quant", "decoupled"]
+VARIANTS: tuple[Variant, ...] = ("joint", "keepdrop", "quant", "decoupled")
+
+# Each round corrects the solver's byte estimate by the error of the last.
+_ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class ControlOptions:
+    """How states are decided about, and which parts of the controller are switched off.
+
+    Attributes:
+        variant: ``"joint"`` decides keep/drop and tier together; ``"keepdrop"``, ``"quant"`` and
+            ``"decoupled"`` are the paper's ablations A2.
+        shapes: Block shapes a head may use, the best one being chosen for it.
+        solver: See ``allocate_tiers``.
+        uniform_heads: Give every head the same tiers (A3, Uniform-head).
+        use_segments: Weigh tokens by their segment; off is NoSeg (A4).
+        fixed_tier: Tier of what KeepDrop keeps; None takes the one with the least predicted loss.
+        keep_share: States that Decoupled keeps.
+    """
+
+    variant: Variant = "joint"
+    shapes: tuple[BlockShape, ...] = (BlockShape.WHOLE, BlockShape.RUNS)
+    solver: Solver = "lagrangian"
+    uniform_heads: bool = False
+    use_segments: bool = True
+    fixed_tier: str | None = None
+    keep_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Reject unknown variants and an empty choice of shapes."""
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
+        if not self.shapes:
+            raise ValueError("shapes must not be empty")
+        if not 0 < self.keep_share <= 1:
+            raise ValueError(f"keep_share must be in (0, 1], got {self.keep_share!r}")
+
+    @property
+    def granularity(self) -> int:
+        """Tokens per decision of the contract."""
+        return min(shape.granularity for shape in self.shapes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInput:
+    """What the controller needs of one layer.
+
+    Attributes:
+        features: Measured features.
+        errors: Error models.
+        rows: Foretold attention, for the loss of dropping; not kept.
+        values: ``[heads, tokens, head_dim]``.
+        protected: ``[heads, tokens]`` bool.
+    """
+
+    features: TokenFeatures
+    errors: TierErrors
+    rows: AttentionRows
+    values: Tensor
+    protected: Tensor
+
+
+class RetentionController:
+    """Collects the layers of a prompt, then decides about all of them at once.
+
+    Attributes:
+        costs: Bytes of pages.
+        policy: Weights.
+        options: What is decided, and how.
+        price: Loss a byte is worth at the decision; 0 before it.
+        loss: Foretold loss of the decision; in nats per token if the policy is fitted.
+    """
+
+    def __init__(
+        self,
+        costs: PageCosts,
+        *,
+        policy: RetentionPolicy | None = None,
+        options: ControlOptions | None = None,
+        segments: Tensor | None = None,
+    ) -> None:
+        """Start without layers.
+
+        Args:
+            costs: Bytes of pages.
+            policy: Weights; the fixed recipe if None.
+            options: What is decided, and how.
+            segments: ``[tokens]`` segment of every token; None if the prompt has none.
+        """
+        self.costs = costs
+        self.policy = policy or RetentionPolicy()
+        self.options = options or ControlOptions()
+        self.price = 0.0
+        self.loss = 0.0
+        self._segments = segments if self.options.use_segments else None
+        self._heads: list[dict[BlockShape, HeadBlocks]] = []
+        self._protected: list[Tensor] = []
+
+    def add_layer(self, layer: LayerInput) -> None:
+        """Rank the states of the next layer and price their blocks."""
+        protected = layer.protected
+        if self.options.granularity > 1:
+            protected = widen_to_runs(protected)
+        self._protected.append(protected)
+        scale = 1.0
+        if self.policy.sensitivity is None:
+            # outputs of layers differ in size and only the relative move matters
+            scale = 1.0 / max(float(layer.features.output_energy.sum()), 1e-30)
+        for head in range(protected.shape[0]):
+            loss = scale * state_distortion(
+                layer.features, layer.errors, self.policy, head=head, segments=self._segments
+            )
+            self._heads.append(
+                {
+                    shape: self._price(layer, head, loss, ~protected[head], shape, scale)
+                    for shape in self.options.shapes
+                }
+            )
+
+    def _price(
+        self,
+        layer: LayerInput,
+        head: int,
+        loss: Tensor,
+        is_free: Tensor,
+        shape: BlockShape,
+        scale: float,
+    ) -> HeadBlocks:
+        score = self._score(layer.features, head, loss)
+        size = self.costs.block_tokens
+        if shape is BlockShape.WHOLE:
+            tokens = is_free.nonzero().reshape(1, -1)[:, : is_free.numel()]
+            tokens = tokens if tokens.numel() else tokens.new_empty((0, 1))
+        else:
+            tokens = rank_blocks(score, is_free, block_tokens=size, granularity=shape.granularity)
+        distortion = sum_blocks(loss, tokens)
+        drops = self.policy.alpha_drop * scale * drop_losses(layer.rows, layer.values, tokens, head)
+        # tokens that few rows speak for count as much as the others
+        weight = 1 / layer.rows.coverage()[head]
+        if self._segments is not None:
+            weight = weight * segment_weight(self.policy, self._segments)
+        mean = sum_blocks(weight[:, None], tokens)[:, 0] / (tokens >= 0).sum(1).clamp(min=1)
+        distortion[:, 0] = convex_steps(drops).flip(0).to(distortion.device) * mean
+        counts = (tokens >= 0).sum(1).tolist()
+        cost = torch.tensor(
+            [self.costs.block_cost(count, shape) for count in counts], dtype=torch.int64
+        ).reshape(len(counts), len(self.costs.tiers))
+        return HeadBlocks(shape, tokens, distortion, cost)
+
+    def _score(self, features: TokenFeatures, head: int, loss: Tensor) -> Tensor:
+        if self.options.variant == "decoupled":
+            # a separate first stage knows attention votes only
+            return features.mass[head]
+        return loss[:, 0]
+
+    def decide(self, budget: int, exact_bytes: Callable[[WriteContract], int]) -> WriteContract:
+        """Choose the tier of every state.
+
+        Args:
+            budget: Bytes for everything that stays resident.
+            exact_bytes: Resident bytes of a contract, everything included.
+
+        Raises:
+            InfeasibleBudget: Protected states and fixed parts alone exceed the budget.
+        """
+        empty = self._contract(None)
+        fixed = exact_bytes(empty)
+        if fixed > budget:
+            raise InfeasibleBudget(fixed - budget, budget)
+        best, best_bytes, room = empty, fixed, budget - fixed
+        for _ in range(_ROUNDS):
+            try:
+                decision, price = decide_blocks(self._heads, room, self.costs.tiers, self.options)
+            except InfeasibleBudget:
+                if best is empty and self.options.variant == "quant":
+                    raise
+                break
+            contract = self._contract(decision)
+            used = exact_bytes(contract)
+            if best_bytes < used <= budget:
+                best, best_bytes, self.price = contract, used, price
+                self.loss = sum(
+                    float(blocks.distortion.gather(1, tier[:, None]).sum())
+                    for blocks, tier in decision
+                )
+            # the estimate leaves out unequal heads and free pages; correct by the difference
+            slack = budget - used
+            if 0 <= slack < budget // 250:
+                break
+            room = max(0, room + slack)
+        return best
+
+    def _contract(self, decision: list[tuple[HeadBlocks, Tensor]] | None) -> WriteContract:
+        protected = torch.stack(self._protected)
+        dense = self.costs.tiers.dense_id
+        tier_id = torch.where(protected, dense, self.costs.tiers.drop_id).to(torch.uint8)
+        if decision is not None:
+            flat = tier_id.flatten(0, 1)
+            for head, (blocks, chosen) in enumerate(decision):
+                blocks.spread(chosen, flat[head])
+        return WriteContract(tier_id, protected, self.options.granularity)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the controller learns from a prompt, one layer at a time, keeping no attention matrix.
+
+Future attention is foretold by rows of weights: what the queries of an observation window gave
+to every token, and what queries with the head's mean and spread would give a little later, in
+closed form. Derivation: docs/math/retention.md, sections 1 and 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_TINY = torch.finfo(torch.float32).tiny
+# Sums of weights in float32 are no better than this.
+_LEAST_MASS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionRows:
+    """Foretold attention of one KV head group.
+
+    Attributes:
+        weight: ``[heads, rows, tokens]`` float32, each row a softmax over what it sees.
+        share: ``[heads, rows]`` float32 importance of each row.
+        is_apt: ``[rows, tokens]`` bool: whether the row stands as far from the token as later
+            queries will; a row next to a token says nothing about them.
+    """
+
+    weight: Tensor
+    share: Tensor
+    is_apt: Tensor
+
+    def coverage(self) -> Tensor:
+        """``[heads, tokens]`` part of the importance that is apt for each token."""
+        total = self.share.sum(1, keepdim=True).clamp(min=_TINY)
+        return (self.share @ self.is_apt.to(self.share.dtype) / total).clamp(min=_TINY)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenFeatures:
+    """What one layer of a prompt told the controller.
+
+    Attributes:
+        mass: ``[heads, tokens]`` expected attention weight, the observation-window vote.
+        energy: ``[heads, tokens]`` expected squared weight.
+        shift: ``[heads, tokens]`` expected squared move of the output if the state were gone.
+        radius: ``[heads, tokens]`` key norms.
+        value_norm: ``[heads, tokens]`` value norms.
+        reuse: ``[heads]`` share of the attention that goes beyond sinks and recent tokens, u_lh.
+        stability: ``[heads]`` in [0, 1): how clear the first choice of attention is, s_lh.
+        output_energy: ``[heads]`` mean squared norm of the head's output.
+    """
+
+    mass: Tensor
+    energy: Tensor
+    shift: Tensor
+    radius: Tensor
+    value_norm: Tensor
+    reuse: Tensor
+    stability: Tensor
+    output_energy: Tensor
+
+
+def window_rows(
+    query: Tensor, positions: Tensor, keys: Tensor, *, scale: float, share: Tensor | None = None
+) -> AttentionRows:
+    """Weights that the queries of an observation window gave.
+
+    A query counts for a token if it stands at least half as far from it as the prompt's end.
+
+    Args:
+        query: ``[query_heads, window, head_dim]`` after RoPE.
+        positions: ``[window]`` int64 positions of the queries.
+        keys: ``[heads, tokens, head_dim]`` after RoPE, at positions 0, 1, ...
+        scale: Factor on the dot product.
+        share: ``[query_heads]`` importance of each query head; equal if None.
+    """
+    heads, tokens, _ = keys.shape
+    window = query.shape[1]
+    grouped = query.float().reshape(heads, -1, query.shape[2])
+    index = torch.arange(tokens, device=keys.device)
+    distance = positions[:, None] - index
+    is_apt = 2 * distance >= tokens - index
+    # the newest tokens have no such query; take what the last one gave them
+    is_apt[-1] |= ~is_apt.any(0)
+    repeats = grouped.shape[1] // window
+    is_apt, is_visible = is_apt.repeat(repeats, 1), (distance >= 0).repeat(repeats, 1)
+    logits = scale * grouped @ keys.float().transpose(1, 2)
+    weight = logits.masked_fill_(~is_visible, -torch.inf).softmax(-1)
+    return AttentionRows(weight, _row_share(share, heads, grouped.shape[1], window), is_apt)
+
+
+def _row_share(share: Tensor | None, heads: int, rows: int, repeats: int) -> Tensor:
+    if share is None:
+        return torch.full((heads, rows), 1.0 / rows)
+    spread = share.float().reshape(heads, -1).repeat_interleave(repeats, 1)
+    return spread / repeats
+
+
+def expected_rows(
+    query_planes: Tensor,
+    key_planes: Tensor,
+    frequencies: Tensor,
+    *,
+    scale: float,
+    horizon: tuple[int, ...],
+    share: Tensor | None = None,
+) -> AttentionRows:
+    """Weights that queries like those seen would give ``horizon`` tokens after the prompt.
+
+    In angle coordinates a query ``D`` tokens after a key meets it turned by ``w D``. With queries
+    of mean ``m`` and covariance ``S`` before rotation the expected exponential of a logit is that
+    of its mean plus half its variance.
+
+    Args:
+        query_planes: ``[query_heads, samples, planes, 2]`` queries before RoPE.
+        key_planes: ``[heads, tokens, planes, 2]`` keys before RoPE.
+        frequencies: ``[planes]`` radians per position.
+        scale: Factor on the dot product.
+        horizon: Tokens after the prompt's last at which to look.
+        share: ``[query_heads]`` importance of each query head; equal if None.
+    """
+    heads, tokens, planes, _ = key_planes.shape
+    mean = query_planes.float().mean(1).reshape(heads, -1, planes, 2)
+    # the isotropic part of the spread, which no rotation changes
+    spread = query_planes.float().var(1, unbiased=False).sum(-1) / 2
+    spread = spread.reshape(heads, -1, planes)
+    energy = key_planes.float().square().sum(-1)  # [heads, tokens, planes]
+    variance = scale**2 * spread @ energy.transpose(1, 2)  # [heads, group, tokens]
+    last = torch.arange(tokens, device=key_planes.device)
+    x, y = key_planes.float().unbind(-1)
+    rows = []
+    for ahead in horizon:
+        angle = (tokens - 1 + ahead - last)[:, None] * frequencies.float()
+        cos, sin = angle.cos(), angle.sin()
+        # the key turned back by the distance, seen by the query before its rotation
+        turned = torch.stack([x * cos + y * sin, y * cos - x * sin], -1).flatten(2)
+        logits = scale * mean.flatten(2) @ turned.transpose(1, 2) + variance / 2
+        rows.append(logits.softmax(-1))
+    weight = torch.stack(rows, 2).flatten(1, 2)  # [heads, group * horizon, tokens]
+    is_apt = torch.ones(weight.shape[1:], dtype=torch.bool, device=weight.device)
+    return AttentionRows(weight, _row_share(share, heads, weight.shape[1], len(horizon)), is_apt)
+
+
+def mix_rows(votes: AttentionRows, expected: AttentionRows | None, mix: float) -> AttentionRows:
+    """Both kinds of rows; the expected ones get the part ``mix`` of the importance."""
+    if expected is None or mix == 0:
+        return votes
+    return AttentionRows(
+        torch.cat([votes.weight, expected.weight], 1),
+        torch.cat([(1 - mix) * votes.share, mix * expected.share], 1),
+        torch.cat([votes.is_apt, expected.is_apt]),
+    )
+
+
+def measure_features(
+    rows: AttentionRows, keys: Tensor, values: Tensor, *, sinks: int, recent: int
+) -> TokenFeatures:
+    """Features of every state of a layer.
+
+    Args:
+        rows: Foretold attention.
+        keys: ``[heads, tokens, head_dim]``.
+        values: ``[heads, tokens, head_dim]``.
+        sinks: First tokens that do not count as reuse.
+        recent: Newest tokens that do not count as reuse.
+    """
+    values = values.float()
+    output = rows.weight @ values  # [heads, rows, dim]
+    norm = values.square().sum(-1)
+    apart = output.square().sum(-1, keepdim=True) + norm[:, None]
+    apart = (apart - 2 * output @ values.transpose(1, 2)).clamp_(min=0)
+    coverage = rows.coverage()
+    share = rows.share[..., None] * rows.is_apt
+    mass = (share * rows.weight).sum(1) / coverage
+    square = rows.weight.square().mul_(share)
+    tokens = keys.shape[1]
+    far = rows.weight[..., sinks : max(sinks, tokens - recent)].sum(-1)
+    total = rows.share.sum(1).clamp(min=_TINY)
+    top = rows.weight.topk(min(2, tokens), dim=-1).values
+    margin = (top[..., 0] / top[..., -1].clamp(min=_TINY)).log()
+    return TokenFeatures(
+        mass=mass,
+        energy=square.sum(1) / coverage,
+        shift=(square * apart).sum(1) / coverage,
+        radius=keys.float().norm(dim=-1),
+        value_norm=norm.sqrt(),
+        reuse=(rows.share * far).sum(1) / total,
+        stability=(rows.share * (margin / (1 + margin))).sum(1) / total,
+        output_energy=(rows.share * output.square().sum(-1)).sum(1) / total,
+    )
+
+
+def drop_losses(rows: AttentionRows, values: Tensor, blocks: Tensor, head: int) -> Tensor:
+    """Loss of dropping ever more blocks of one head, measured on the rows.
+
+    The last block goes first. What is left is renormalised, as softmax does. A row takes no notice
+    of tokens it is not apt for.
+
+    Args:
+        rows: Foretold attention.
+        values: ``[heads, tokens, head_dim]``.
+        blocks: ``[blocks, states]`` int64 tokens of each block, padded with -1.
+        head: The head.
+
+    Returns:
+        ``[blocks + 1]`` float32 expected squared move of the output when the last 0, 1, ...
+        blocks are gone.
+    """
+    weight, value = rows.weight[head], values[head].float()
+    output = weight @ value
+    weight = weight * rows.is_apt
+    index = blocks.clamp(min=0)
+    live = (blocks >= 0).to(weight.dtype)
+    part = weight[:, index] * live  # [rows, blocks, states]
+    moved = torch.einsum("rbs,bsd->rbd", part, value[index])
+    gone = part.sum(-1).flip(1).cumsum(1)
+    moved = moved.flip(1).cumsum(1) - gone[..., None] * output[:, None]
+    # a head that keeps next to nothing shows what is left at full weight
+    move = moved.square().sum(-1) / (1 - gone).clamp(min=_LEAST_MASS).square()
+    loss = (rows.share[head, :, None] * move).sum(0)
+    return torch.cat([loss.new_zeros(1), loss])

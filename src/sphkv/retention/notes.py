@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the controller remembers of a layer once the prompt's attention is gone.
+
+Importance of every run of 16 tokens and head in half precision, how much of it each tier loses,
+and the head's mean query, which foretells the importance of tokens to come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sphkv.core.tiers import RUN_TOKENS
+
+# Importances span many decades; their logarithm is what half precision keeps well.
+_LEAST = 1e-30
+
+
+@dataclass(slots=True, eq=False)
+class QueryStatistics:
+    """Queries of a layer, averaged over each KV head's group, before RoPE.
+
+    Attributes:
+        mean: ``[heads, planes, 2]`` float16.
+        spread: ``[heads, planes]`` float16 variance per channel.
+        offset: ``[heads]`` float32 log-sum of expected exponentials over the prompt.
+        output: ``[heads, head_dim]`` float16 mean output.
+    """
+
+    mean: Tensor
+    spread: Tensor
+    offset: Tensor
+    output: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that is kept alive."""
+        return self.mean, self.spread, self.offset, self.output
+
+    @classmethod
+    def of(cls, query_planes: Tensor, heads: int, output: Tensor) -> QueryStatistics:
+        """Statistics of ``[query_heads, samples, planes, 2]`` queries, offset still zero."""
+        grouped = query_planes.float().unflatten(0, (heads, -1)).flatten(1, 2)
+        return cls(
+            grouped.mean(1).half(),
+            (grouped.var(1, unbiased=False).sum(-1) / 2).half(),
+            torch.zeros(heads, device=query_planes.device),
+            output.half(),
+        )
+
+    def log_weight(
+        self, key_planes: Tensor, distance: Tensor, frequencies: Tensor, *, scale: float
+    ) -> Tensor:
+        """Logarithm of the attention to expect, ``[heads, tokens]``.
+
+        Args:
+            key_planes: ``[heads, tokens, planes, 2]`` keys before RoPE.
+            distance: ``[tokens]`` how far the queries to come are from each key.
+            frequencies: ``[planes]`` radians per position.
+            scale: Factor on the dot product.
+        """
+        x, y = key_planes.float().unbind(-1)
+        angle = distance[:, None].float() * frequencies.float()
+        cos, sin = angle.cos(), angle.sin()
+        mean = self.mean.float()
+        first, second = x * cos + y * sin, y * cos - x * sin
+        logits = first @ mean[..., 0, None] + second @ mean[..., 1, None]
+        variance = key_planes.float().square().sum(-1) @ self.spread.float()[..., None]
+        total = scale * logits + scale**2 * variance / 2
+        return total[..., 0] - self.offset[:, None]
+
+
+@dataclass(slots=True, eq=False)
+class LayerNotes:
+    """Importance of a layer's runs, and what tiers lose of it.
+
+    Attributes:
+        log_importance: ``[heads, runs]`` float16 log of the mean loss of a state of the run.
+        tier_ratio: ``[heads, tiers]`` float32 loss of a tier over the importance; tier 0 is
+            the loss of dropping.
+        queries: What foretells new tokens.
+        gain: ``[heads]`` float32: importance over foretold importance, on the prompt.
+    """
+
+    log_importance: Tensor
+    tier_ratio: Tensor
+    queries: QueryStatistics
+    gain: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that is kept alive."""
+        return self.log_importance, self.tier_ratio, self.gain, *self.queries.tensors()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def importance(self, head_ids: Tensor, positions: Tensor, live: Tensor) -> Tensor:
+        """Importance of pages: the sum over their live states.
+
+        Args:
+            head_ids: ``[pages]`` int64.
+            positions: ``[pages, states]`` int64.
+            live: ``[pages, states]`` bool.
+        """
+        run = (positions // RUN_TOKENS).clamp(max=self.log_importance.shape[1] - 1)
+        each = self.log_importance[head_ids[:, None], run].float().exp()
+        return (each * live).sum(1)
+
+    def extend(self, importance: Tensor) -> None:
+        """Note runs that follow, ``[heads, runs]`` mean importance of a state."""
+        added = importance.clamp(min=_LEAST).log().half()
+        self.log_importance = torch.cat([self.log_importance, added], 1)
+
+    def crop(self, num_tokens: int) -> None:
+        """Forget runs that begin at ``num_tokens`` or later."""
+        runs = -(-num_tokens // RUN_TOKENS)
+        self.log_importance = self.log_importance[:, :runs].clone()
+
+
+def run_importance(per_state: Tensor) -> Tensor:
+    """Mean over whole runs of 16: ``[heads, tokens]`` to ``[heads, runs]``."""
+    runs = per_state.shape[1] // RUN_TOKENS
+    whole: Tensor = per_state[:, : runs * RUN_TOKENS].unflatten(1, (runs, RUN_TOKENS))
+    return whole.mean(2)
+
+
+def log_runs(per_state: Tensor) -> Tensor:
+    """``run_importance`` as notes keep it."""
+    return run_importance(per_state).clamp(min=_LEAST).log().half()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller's weights: the paper's fixed recipe by default, fitted ones after calibration."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """Weights of the distortion of a state.
+
+    Attributes:
+        alpha_theta: Weight of the angle error of a key.
+        alpha_r: Weight of its radius error.
+        alpha_value: Weight of the error of a value.
+        alpha_drop: Weight of the loss of a state.
+        segment_weights: Weight of prefix, retrieved and recent tokens.
+        attention_mix: Part of the attention estimate that is expected in closed form; the rest
+            are votes of the observation window.
+        window: Queries of the observation window.
+        window_stride: Every how manyth of the newest queries belongs to it.
+        sensitivity: Loss per squared move of a head's output, ``[layers][query heads]``; None
+            takes every layer's outputs relative to their own energy.
+        model_id: Model the weights were fitted on; empty for the fixed recipe.
+    """
+
+    alpha_theta: float = 1.0
+    alpha_r: float = 1.0
+    alpha_value: float = 1.0
+    alpha_drop: float = 1.0
+    segment_weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    attention_mix: float = 0.3
+    window: int = 64
+    window_stride: int = 4
+    sensitivity: tuple[tuple[float, ...], ...] | None = None
+    model_id: str = ""
+
+    def __post_init__(self) -> None:
+        """Reject weights that are negative or not finite."""
+        weights = {
+            name: getattr(self, name)
+            for name in ("alpha_theta", "alpha_r", "alpha_value", "alpha_drop")
+        }
+        for at, value in enumerate(self.segment_weights):
+            weights[f"segment_weights[{at}]"] = value
+        for layer, row in enumerate(self.sensitivity or ()):
+            weights |= {f"sensitivity[{layer}][{head}]": value for head, value in enumerate(row)}
+        for name, value in weights.items():
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name} must be finite and not negative, got {value!r}")
+        if not 0 <= self.attention_mix <= 1:
+            raise ValueError(f"attention_mix must be in 0..1, got {self.attention_mix!r}")
+        for name in ("window", "window_stride"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name} must be a positive integer, got {count!r}")
+
+    def check_shape(self, num_layers: int, num_query_heads: int) -> None:
+        """Raise if the sensitivities belong to another model."""
+        if self.sensitivity is None:
+            return
+        if len(self.sensitivity) != num_layers or any(
+            len(row) != num_query_heads for row in self.sensitivity
+        ):
+            raise ValueError(
+                f"policy of {self.model_id!r} has sensitivities for {len(self.sensitivity)} "
+                f"layers, the model has {num_layers} of {num_query_heads} query heads"
+            )
+
+
+def save_policy(policy: RetentionPolicy, path: Path | str) -> None:
+    """Write a policy as JSON."""
+    text = json.dumps(asdict(policy), indent=1, sort_keys=True)
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def load_policy(path: Path | str) -> RetentionPolicy:
+    """Read a policy that ``save_policy`` wrote.
+
+    Raises:
+        ValueError: The file is no policy.
+    """
+    try:
+        data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no policy file: {error}") from error
+    known = {field.name for field in fields(RetentionPolicy)}
+    if not isinstance(data, dict) or set(data) - known:
+        raise ValueError(f"{path} is no policy file: unknown keys {sorted(set(data) - known)}")
+    if data.get("sensitivity") is not None:
+        data["sensitivity"] = tuple(tuple(map(float, row)) for row in data["sensitivity"])
+    if "segment_weights" in data:
+        data["segment_weights"] = tuple(map(float, data["segment_weights"]))
+    try:
+        return RetentionPolicy(**data)
+    except TypeError as error:
+        raise ValueError(f"{path} is no policy file: {error}") from error

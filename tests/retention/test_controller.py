@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sphkv.core.contract import WriteContract
+from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.retention.allocate import SOLVERS, InfeasibleBudget
+from sphkv.retention.blocks import BlockShape, PageCosts
+from sphkv.retention.controller import (
+    VARIANTS,
+    ControlOptions,
+    LayerInput,
+    RetentionController,
+)
+from sphkv.retention.distortion import TierErrors, recipe_distortion, state_distortion
+from sphkv.retention.features import measure_features, window_rows
+from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.segments import Segment
+
+HEADS, TOKENS, DIM, LAYERS = 2, 400, 16, 2
+TIERS = TierTable(
+    (
+        TierSpec("drop", "drop", 0.0, 0, 0),
+        coded_tier(1, 2, page_tokens=32),
+        coded_tier(2, 2, page_tokens=32),
+        coded_tier(3, 4, page_tokens=32),
+        TierSpec("max", "dense", 16.0, 16, 16),
+    )
+)
+SIZES = (0, 300, 400, 600, 1100)
+COSTS = PageCosts(
+    TIERS,
+    {
+        BlockShape.WHOLE: SIZES,
+        BlockShape.RUNS: tuple(size and size + 8 for size in SIZES),
+        BlockShape.TOKENS: tuple(size and size + 128 for size in SIZES),
+    },
+)
+BOTH = (BlockShape.WHOLE, BlockShape.RUNS)
+
+
+def make_layer(seed: int) -> LayerInput:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(HEADS, TOKENS, DIM, generator=generator)
+    # a few tokens draw most of the attention of the first head
+    keys[0, 100:120] += 2
+    values = torch.randn(HEADS, TOKENS, DIM, generator=generator)
+    window = torch.arange(TOKENS - 32, TOKENS)
+    query = torch.randn(HEADS, 32, DIM, generator=generator) + 1
+    rows = window_rows(query, window, keys, scale=0.5)
+    falls = torch.tensor([0.0, 2e-3, 6e-4, 1e-4, 0.0]).expand(HEADS, -1)
+    errors = TierErrors(falls, 0.1 * falls, 50 * falls)
+    protected = torch.zeros(HEADS, TOKENS, dtype=torch.bool)
+    protected[:, :16] = protected[:, -16:] = True
+    features = measure_features(rows, keys, values, sinks=16, recent=16)
+    return LayerInput(features, errors, rows, values, protected)
+
+
+def used_bytes(contract: WriteContract) -> int:
+    """Pages of the shape that runs need; the store's own count is tested elsewhere."""
+    counts = contract.state_counts(len(TIERS))
+    sizes = torch.tensor(COSTS.page_bytes[BlockShape.RUNS])
+    pages = torch.tensor([1, 32, 32, 32, 16])
+    return int((-(-counts // pages) * sizes).sum())
+
+
+def decide(budget: int, options: ControlOptions, segments: torch.Tensor | None = None):
+    controller = RetentionController(COSTS, options=options, segments=segments)
+    for layer in range(LAYERS):
+        controller.add_layer(make_layer(layer))
+    return controller, controller.decide(budget, used_bytes)
+
+
+def foretold_loss(contract: WriteContract) -> float:
+    """Loss of coded states by the model, and of drops by what is really gone."""
+    total = 0.0
+    for layer in range(LAYERS):
+        part = make_layer(layer)
+        for head in range(HEADS):
+            each = state_distortion(part.features, part.errors, RetentionPolicy(), head=head)
+            tier = contract.tier_id[layer, head].long()
+            coded = each.gather(1, tier[:, None])[:, 0]
+            scale = 1 / float(part.features.output_energy.sum())
+            total += scale * float(coded[tier > 0].sum())
+            weight = part.rows.weight[head] * (tier > 0)
+            left = weight / weight.sum(1, keepdim=True)
+            move = (left - part.rows.weight[head]) @ part.values[head]
+            total += scale * float(move.square().sum(1).mean())
+    return total
+
+
+@pytest.mark.parametrize("budget", [26_000, 34_000, 50_000])
+def test_joint_control_loses_least(budget):
+    losses = {}
+    for variant in VARIANTS:
+        try:
+            _, contract = decide(budget, ControlOptions(variant=variant, shapes=BOTH))
+        except InfeasibleBudget:
+            assert variant == "quant"
+            continue
+        assert used_bytes(contract) <= budget
+        losses[variant] = foretold_loss(contract)
+    assert losses["joint"] <= 1.02 * min(losses.values())
+    assert losses["joint"] < 0.9 * losses["decoupled"]
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("shapes", [BOTH, (BlockShape.RUNS,), (BlockShape.TOKENS,)])
+def test_contract_fits_and_protects(solver, shapes):
+    options = ControlOptions(solver=solver, shapes=shapes)
+    _, contract = decide(30_000, options)
+    contract.layer(0)
+    assert used_bytes(contract) <= 30_000
+    assert bool((contract.tier_id[contract.protected] == TIERS.dense_id).all())
+    assert contract.granularity == (1 if BlockShape.TOKENS in shapes else 16)
+
+
+def test_quant_drops_nothing_and_keepdrop_has_one_tier():
+    _, quant = decide(40_000, ControlOptions(variant="quant", shapes=BOTH))
+    assert int(quant.tier_id.min()) > 0
+    options = ControlOptions(variant="keepdrop", shapes=BOTH, fixed_tier="k2v2")
+    _, keep = decide(24_000, options)
+    free = keep.tier_id[~keep.protected]
+    assert set(free.tolist()) == {0, 2}
+    _, half = decide(30_000, ControlOptions(variant="decoupled", shapes=BOTH))
+    kept = (half.tier_id[~half.protected] > 0).float().mean()
+    assert 0.4 < float(kept) < 0.6
+
+
+def test_uniform_heads_get_the_same_counts():
+    options = ControlOptions(shapes=(BlockShape.RUNS,), uniform_heads=True)
+    _, contract = decide(34_000, options)
+    counts = contract.state_counts(len(TIERS)).flatten(0, 1)
+    assert bool((counts == counts[0]).all())
+    _, adaptive = decide(34_000, replace(options, uniform_heads=False))
+    assert foretold_loss(adaptive) <= foretold_loss(contract)
+
+
+def test_heavier_segments_keep_more():
+    segments = torch.full((TOKENS,), Segment.PREFIX, dtype=torch.uint8)
+    segments[200:300] = Segment.RETRIEVED
+    kept = []
+    for weight in (1.0, 30.0):
+        policy = RetentionPolicy(segment_weights=(1.0, weight, 1.0))
+        controller = RetentionController(COSTS, policy=policy, segments=segments)
+        for layer in range(LAYERS):
+            controller.add_layer(make_layer(layer))
+        contract = controller.decide(18_000, used_bytes)
+        kept.append(float((contract.tier_id[..., 208:288] > 0).float().mean()))
+    assert kept[1] > kept[0]
+
+
+def test_missing_bytes_of_protection_are_named():
+    with pytest.raises(InfeasibleBudget) as error:
+        decide(1000, ControlOptions(shapes=BOTH))
+    # two dense pages in each of two layers of two heads, 1108 bytes each
+    assert error.value.missing == 8 * 1108 - 1000
+
+
+def test_price_falls_as_the_budget_grows():
+    prices = [decide(budget, ControlOptions(shapes=BOTH))[0].price for budget in (24_000, 44_000)]
+    assert prices[0] > prices[1] > 0
+
+
+def test_fixed_recipe_ranks_tiers_and_segments():
+    part = make_layer(0)
+    segments = torch.zeros(TOKENS, dtype=torch.uint8)
+    segments[:10] = Segment.RETRIEVED
+    policy = RetentionPolicy(segment_weights=(1.0, 2.0, 1.0))
+    found = recipe_distortion(part.features, part.errors, policy, segments)
+    assert bool((found.diff(dim=2) <= 0).all())
+    assert torch.allclose(found[:, 0], 2 * found[:, 20])
+
+
+def test_unknown_variant_is_refused():
+    with pytest.raises(ValueError, match="'half'"):
+        ControlOptions(variant="half")  # type: ignore[arg-type]

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import pytest
+import torch
+
+from sphkv.core.tiers import default_tiers
+from sphkv.retention.blocks import BlockShape, PageCosts, convex_steps, rank_blocks, sum_blocks
+from sphkv.retention.features import (
+    AttentionRows,
+    drop_losses,
+    expected_rows,
+    measure_features,
+    mix_rows,
+    window_rows,
+)
+
+HEADS, TOKENS, DIM = 2, 96, 16
+
+
+def make_layer(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(2 * HEADS, TOKENS, DIM, generator=generator)
+    keys = torch.randn(HEADS, TOKENS, DIM, generator=generator)
+    values = torch.randn(HEADS, TOKENS, DIM, generator=generator)
+    return query, keys, values
+
+
+def make_rows(seed: int = 0) -> AttentionRows:
+    query, keys, _ = make_layer(seed)
+    window = torch.arange(TOKENS - 8, TOKENS)
+    return window_rows(query[:, window], window, keys, scale=DIM**-0.5)
+
+
+def test_window_rows_are_the_models_own_attention():
+    query, keys, values = make_layer()
+    rows = make_rows()
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        query, keys.repeat_interleave(2, 0), values.repeat_interleave(2, 0), is_causal=True
+    )[:, -8:]
+    assert torch.allclose((rows.weight @ values).reshape(exact.shape), exact, atol=1e-5)
+
+
+def test_rows_next_to_a_token_do_not_speak_for_later_queries():
+    rows = make_rows()
+    # token 90 is 6 from the end: only queries 93 and later stand half as far
+    assert rows.is_apt[:8, 90].tolist() == [False] * 5 + [True] * 3
+    assert bool(rows.is_apt[:, 0].all())
+    assert bool((rows.coverage() > 0).all())
+
+
+def test_shift_is_the_move_of_the_output_without_the_state():
+    _, keys, values = make_layer()
+    rows = make_rows()
+    found = measure_features(rows, keys, values, sinks=4, recent=8)
+    token, head = 7, 1
+    output = rows.weight[head] @ values[head]
+    weight = rows.weight[head, :, token]
+    moved = weight[:, None] * (values[head, token] - output)
+    assert float(found.shift[head, token]) == pytest.approx(
+        float(moved.square().sum(1).mean()), rel=1e-4
+    )
+    assert float(found.mass[head, token]) == pytest.approx(float(weight.mean()), rel=1e-4)
+
+
+def test_dropping_is_measured_with_renormalised_weights():
+    _, _, values = make_layer()
+    rows = make_rows()
+    rows = AttentionRows(rows.weight, rows.share, torch.ones_like(rows.is_apt))
+    blocks = torch.arange(64).reshape(8, 8)
+    losses = drop_losses(rows, values, blocks, 0)
+    assert float(losses[0]) == 0
+    kept = torch.ones(TOKENS, dtype=torch.bool)
+    kept[blocks[-3:].flatten()] = False
+    left = rows.weight[0][:, kept]
+    left = left / left.sum(1, keepdim=True)
+    move = left @ values[0, kept] - rows.weight[0] @ values[0]
+    assert float(losses[3]) == pytest.approx(float(move.square().sum(1).mean()), rel=1e-4)
+
+
+def test_expected_attention_is_exact_for_queries_without_spread():
+    generator = torch.Generator().manual_seed(2)
+    planes = DIM // 2
+    frequencies = torch.tensor([1.0 / 3**at for at in range(planes)])
+    one = torch.randn(2 * HEADS, 1, planes, 2, generator=generator)
+    keys = torch.randn(HEADS, TOKENS, planes, 2, generator=generator)
+    rows = expected_rows(one.expand(-1, 5, -1, -1), keys, frequencies, scale=0.3, horizon=(10,))
+
+    def turned(z: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        phase = torch.polar(torch.ones(()), position[:, None] * frequencies)
+        return torch.view_as_complex(z.contiguous()) * phase
+
+    query = turned(one[3:4, 0], torch.tensor([TOKENS - 1 + 10]))  # last head of group 1
+    logits = 0.3 * (turned(keys[1], torch.arange(TOKENS)) * query.conj()).real.sum(-1)
+    assert torch.allclose(rows.weight[1, 1], logits.softmax(0), atol=1e-5)
+
+
+def test_spread_of_queries_favours_long_keys():
+    generator = torch.Generator().manual_seed(3)
+    planes = DIM // 2
+    keys = torch.randn(1, TOKENS, planes, 2, generator=generator)
+    keys[0, 5] *= 3
+    query = torch.randn(1, 4000, planes, 2, generator=generator)
+    rows = expected_rows(query, keys, torch.zeros(planes), scale=0.5, horizon=(1,))
+    exact = (0.5 * query[0].flatten(1) @ keys[0].flatten(1).T).exp().mean(0)
+    assert int(rows.weight[0, 0].argmax()) == int(exact.argmax()) == 5
+
+
+def test_mixed_rows_keep_the_total_importance():
+    rows = make_rows()
+    mixed = mix_rows(rows, rows, 0.25)
+    assert torch.allclose(mixed.share.sum(1), torch.ones(HEADS))
+    assert mix_rows(rows, None, 0.25) is rows
+
+
+def test_blocks_hold_like_states_and_every_free_one_once():
+    score = torch.rand(96, generator=torch.Generator().manual_seed(0))
+    free = torch.ones(96, dtype=torch.bool)
+    free[:16] = False
+    single = rank_blocks(score, free, block_tokens=32, granularity=1)
+    live = single[single >= 0]
+    assert sorted(live.tolist()) == list(range(16, 96))
+    assert float(score[single[0]].min()) >= float(score[single[1]].max())
+    runs = rank_blocks(score, free, block_tokens=32, granularity=16)
+    for run in runs.reshape(-1, 16).tolist():
+        if run[0] >= 0:
+            assert run == list(range(run[0], run[0] + 16))
+            assert run[0] % 16 == 0
+
+
+def test_sums_leave_padding_out():
+    blocks = torch.tensor([[0, 2], [1, -1]])
+    assert sum_blocks(torch.tensor([[1.0], [2.0], [4.0]]), blocks).tolist() == [[5.0], [2.0]]
+
+
+def test_convex_steps_rise_and_keep_the_total():
+    losses = torch.tensor([0.0, 1.0, 1.5, 1.6, 5.0, 6.0])
+    steps = convex_steps(losses)
+    assert bool((steps.diff() >= -1e-6).all())
+    assert float(steps.sum()) == pytest.approx(6.0)
+    assert float(steps[0]) == pytest.approx(1.6 / 3)
+
+
+def test_costs_round_up_to_pages():
+    tiers = default_tiers()
+    sizes = tuple(100 * tier for tier in range(len(tiers)))
+    costs = PageCosts(tiers, dict.fromkeys(BlockShape, sizes))
+    assert costs.block_tokens == 128
+    assert costs.block_cost(129, BlockShape.RUNS)[:2] == [0, 200]
+    assert costs.block_cost(129, BlockShape.RUNS)[-1] == math.ceil(129 / 16) * sizes[-1]
+    with pytest.raises(ValueError, match="'tokens'"):
+        PageCosts(tiers, {BlockShape.WHOLE: sizes, BlockShape.RUNS: sizes})

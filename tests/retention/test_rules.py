@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sphkv.retention.gate import GateOptions, StabilityGate, danger_score, logit_drift_bound
+from sphkv.retention.policy import RetentionPolicy, load_policy, save_policy
+from sphkv.retention.protection import ProtectionRule, widen_to_runs
+from sphkv.retention.segments import Segment, SegmentSpans, find_segments
+from sphkv.retention.statistics import head_spread, segment_spread
+
+
+def test_protection_marks_sinks_spans_suffix_and_outliers():
+    radius = torch.ones(2, 100)
+    radius[1, 50] = 10
+    rule = ProtectionRule(sink_tokens=4, suffix_tokens=3, spans=((20, 22),))
+    mask = rule.state_mask(radius)
+    everywhere = {0, 1, 2, 3, 20, 21, 97, 98, 99}
+    assert set(mask[0].nonzero()[:, 0].tolist()) == everywhere
+    assert set(mask[1].nonzero()[:, 0].tolist()) == everywhere | {50}
+
+
+def test_outliers_are_bounded():
+    radius = torch.ones(1, 100)
+    radius[0, :30] = torch.arange(30) + 10.0
+    mask = ProtectionRule(sink_tokens=0, max_outliers=5).state_mask(radius)
+    assert mask[0].nonzero()[:, 0].tolist() == [25, 26, 27, 28, 29]
+
+
+def test_runs_are_protected_whole():
+    mask = torch.zeros(1, 40, dtype=torch.bool)
+    mask[0, 20] = mask[0, 39] = True
+    assert widen_to_runs(mask)[0].nonzero()[:, 0].tolist() == list(range(16, 40))
+
+
+def test_a_span_outside_the_prompt_is_refused():
+    with pytest.raises(ValueError, match=r"\(90, 120\).*100 tokens"):
+        ProtectionRule(spans=((90, 120),)).token_mask(100)
+
+
+def test_segments_follow_the_separators():
+    ids = [1, 2, 7, 8, 3, 3, 7, 8, 4, 4, 4, 9, 5]
+    spans = find_segments(ids, passage_marks=[(7, 8)], turn_marks=[(9,)])
+    assert spans.retrieved == ((2, 11),)
+    labels = spans.label(13)
+    assert labels.tolist() == [Segment.PREFIX] * 2 + [Segment.RETRIEVED] * 9 + [Segment.RECENT] * 2
+    assert find_segments([1, 2, 3], passage_marks=[(7, 8)]).retrieved == ()
+    assert SegmentSpans().label(4, recent_tokens=1).tolist() == [0, 0, 0, 2]
+
+
+def test_overlapping_spans_are_refused():
+    with pytest.raises(ValueError, match="must rise"):
+        SegmentSpans(((5, 9), (8, 12)))
+
+
+def test_equal_heads_have_no_concentration():
+    spread = head_spread(torch.full((4, 10), 26))
+    assert spread.entropy == pytest.approx(math.log(4))
+    assert spread.gini == pytest.approx(0)
+    skewed = head_spread(torch.tensor([[4, 4], [0, 0]]))
+    assert skewed.entropy == pytest.approx(0)
+    assert skewed.gini == pytest.approx(0.5)
+    assert skewed.bytes_per_token == (4.0, 0.0)
+
+
+def test_segment_statistics_count_states_and_bytes():
+    each = torch.tensor([[10, 0, 20, 0], [10, 10, 0, 0]])
+    found = segment_spread(each, torch.tensor([0, 1, 1, 2]))
+    assert found["prefix"] == {"rho": 1.0, "bytes": 10.0, "tokens": 1.0}
+    assert found["retrieved"] == {"rho": 0.5, "bytes": 7.5, "tokens": 2.0}
+    assert found["recent"]["rho"] == 0
+
+
+def test_gate_holds_between_its_thresholds():
+    gate = StabilityGate(GateOptions(tau_drop=0.5, tau_prot=1.0, cooldown_steps=2))
+    states = [gate.observe(danger) for danger in (0.7, 1.2, 0.7, 0.2, 0.2, 0.7, 0.9)]
+    #           below, on,   held, cooling, off, stays off
+    assert states == [False, True, True, True, False, False, False]
+    assert gate.num_switches == 2
+    assert gate.num_on_steps == 3
+
+
+@given(st.lists(st.floats(0.51, 0.99), min_size=1, max_size=50), st.booleans())
+def test_gate_never_flips_inside_the_band(dangers, is_on):
+    gate = StabilityGate(GateOptions(tau_drop=0.5, tau_prot=1.0, cooldown_steps=0))
+    gate.observe(2.0 if is_on else 0.0)
+    assert {gate.observe(danger) for danger in dangers} == {is_on}
+
+
+def test_danger_is_drift_over_margin():
+    assert danger_score(0.5, 2.0) == 0.25
+    assert danger_score(0.5, 0.0) == math.inf
+    assert danger_score(0.0, 0.0) == 0.0
+    assert logit_drift_bound(2.0, 3.0, angle_error=0.1, radius_error=0.2, scale=0.5) == 0.5
+    with pytest.raises(ValueError, match="-1"):
+        danger_score(-1.0, 1.0)
+    with pytest.raises(ValueError, match="tau_drop"):
+        GateOptions(tau_drop=1.0, tau_prot=1.0)
+
+
+def test_policy_survives_a_file(tmp_path):
+    policy = RetentionPolicy(alpha_drop=2.0, sensitivity=((1.0, 2.0),), model_id="m")
+    save_policy(policy, tmp_path / "p.json")
+    assert load_policy(tmp_path / "p.json") == policy
+    with pytest.raises(ValueError, match="2 of 5 query heads"):
+        policy.check_shape(2, 5)
+    (tmp_path / "bad.json").write_text('{"alpha_omega": 1}', encoding="utf-8")
+    with pytest.raises(ValueError, match="alpha_omega"):
+        load_policy(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match="attention_mix"):
+        RetentionPolicy(attention_mix=1.5)

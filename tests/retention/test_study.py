@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sphkv.cli.main import main
+from sphkv.evaluation.retention_fit import describe_fit, head_sensitivity
+from sphkv.evaluation.retention_probes import ChangedStates, Probe, rank_correlation
+from sphkv.evaluation.retention_study import StudyConfig, compare, recorded_config, summarise
+from sphkv.integrations.prompt_states import attending, continue_prompt, read_prompt
+from sphkv.integrations.teacher_forcing import hidden_states
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    model = LlamaForCausalLM(config)
+    model.eval()
+    return model
+
+
+def tokens(count: int) -> torch.Tensor:
+    return torch.randint(0, 97, (1, count), generator=torch.Generator().manual_seed(1))
+
+
+def test_unchanged_states_give_the_dense_model():
+    model = tiny_model()
+    states = read_prompt(model, tokens(96), num_following=16)
+    method = ChangedStates(states)
+    hidden = continue_prompt(model, method, states.following)
+    found = compare(model, states.hidden[1:], hidden)
+    assert found["kl"] == pytest.approx(0, abs=1e-5)
+    assert found["is_same_answer"]
+    keys, values, kept = method.layers[0]
+    method.layers[0] = (keys, values, kept & (torch.rand(kept.shape) < 0.3))
+    worse = compare(model, states.hidden[1:], continue_prompt(model, method, states.following))
+    assert worse["kl"] > found["kl"]
+
+
+class Nudged:
+    """Plain attention whose outputs of one head are moved a little at random."""
+
+    name = "nudged"
+
+    def __init__(self, layer: int, head: int, size: float) -> None:
+        self.place, self.size = (layer, head), size
+
+    def attend(self, layer, query, keys, values, options, *, sink_logits=None):
+        group = query.shape[0] // keys.shape[0]
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query[None],
+            keys[None].repeat_interleave(group, 1),
+            values[None].repeat_interleave(group, 1),
+            is_causal=True,
+            scale=options.scale,
+        )[0]
+        if layer == self.place[0]:
+            noise = torch.randn(output.shape[1:], generator=torch.Generator().manual_seed(7))
+            output[self.place[1]] += self.size * noise
+        return output
+
+
+@pytest.mark.parametrize(("layer", "head"), [(0, 1), (1, 3)])
+def test_sensitivity_foretells_the_loss_of_a_small_move(layer, head):
+    model, ids = tiny_model(), tokens(400)
+    found = torch.stack([head_sensitivity(model, ids, seed=seed) for seed in range(4)]).mean(0)
+    assert found.shape == (2, 4)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    dense = hidden_states(model, ids)
+    size = 0.01 * float(dense.std())
+    with torch.no_grad(), attending(model, Nudged(layer, head, size)):  # type: ignore[arg-type]
+        moved = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    kl = compare(model, dense.double().float(), moved)["kl"]
+    assert kl == pytest.approx(float(found[layer, head]) * size**2 * 16, rel=0.5)
+
+
+def test_sensitivity_needs_some_text():
+    with pytest.raises(ValueError, match="more than 128 tokens, got 100"):
+        head_sensitivity(tiny_model(), tokens(100))
+
+
+def test_rank_correlation_ignores_scale_and_shares_ties():
+    assert rank_correlation([1, 2, 3], [10, 200, 3000]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 1, 2, 2], [1, 2, 3, 4]) == pytest.approx(0.894, abs=1e-3)
+    with pytest.raises(ValueError, match="3 and 2"):
+        rank_correlation([1, 2, 3], [1, 2])
+
+
+def test_a_fit_is_described_beside_simpler_scores():
+    probes = [
+        Probe(f"p{at}", "drop", (0.0, 0.0, float(at + 1)), float(-at), 1.0, 0.1 * (at + 1))
+        for at in range(4)
+    ]
+    found = describe_fit(probes, {"alpha_theta": 1.0, "alpha_value": 1.0, "alpha_drop": 0.1})
+    assert found["rank_correlation"]["fit"] == pytest.approx(1)
+    assert found["rank_correlation"]["age"] == pytest.approx(-1)
+    assert found["curve"][3]["predicted"] == pytest.approx(found["curve"][3]["measured"])
+
+
+def test_summary_leaves_a_variant_empty_that_some_prompt_could_not_use():
+    def record(variant: str, workload: str, kl: float | None) -> dict[str, object]:
+        return {
+            "budget": "5%", "variant": variant, "workload": workload, "kl": kl,
+            "same_top1": 0.5, "is_same_answer": True, "bytes": 90, "limit_bytes": 100,
+        }  # fmt: skip
+
+    rows = summarise(
+        [
+            record("Joint", "lm", 0.1),
+            record("Joint", "lm", 0.3),
+            record("Joint", "qa", 0.2),
+            record("Quant", "lm", None),
+            record("Quant", "lm", 0.1),
+        ]
+    )
+    assert rows[0]["lm_kl"] == pytest.approx(0.2)
+    assert rows[0]["answers"] == 1.0
+    assert rows[0]["used"] == pytest.approx(0.9)
+    assert rows[1]["lm_kl"] is None
+
+
+def test_records_name_files_not_folders():
+    config = StudyConfig(model="m", data="/a/b/data", policy="/x/p.json")
+    assert recorded_config(config)["data"] == "data"
+    assert recorded_config(config)["policy"] == "p.json"
+    with pytest.raises(ValueError, match="'Best'"):
+        StudyConfig(model="m", data="d", variants=("Best",))
+
+
+def test_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("The ship left the harbour before dawn. " * 60, encoding="utf-8")
+    base = ["plan", "--model", "smollm2", "--prompt-file", str(prompt), "--max-tokens", "256"]
+    assert main([*base, "--budget", "5%"]) == 1
+    assert "bytes" in capsys.readouterr().err
+    assert main([*base, "--budget", "60%", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["bytes"] <= record["limit_bytes"]
+    assert sum(record["tiers"].values()) == 256 * 90

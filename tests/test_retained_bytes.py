@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+
+from sphkv.cache.retained_bytes import contract_bytes
+from sphkv.cache.retained_config import retention_tiers
+from sphkv.codec.calibration import default_calibration
+from sphkv.codec.rope import RopeSpec
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.contract import WriteContract
+from sphkv.core.geometry import KVGeometry
+from sphkv.store.config import StoreConfig
+from sphkv.store.store import PageStore
+
+GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=2, num_query_heads=2, head_dim=16)
+
+
+@pytest.mark.parametrize("slab_pages", [1, 4, 64])
+@pytest.mark.parametrize("granularity", [1, 16])
+def test_prediction_equals_the_live_tensors(slab_pages, granularity):
+    tiers = retention_tiers()
+    config = StoreConfig(
+        GEOMETRY, tiers, seal_tier="max", recent_tokens=0, max_slab_pages=slab_pages
+    )
+    tokens = 400
+    generator = torch.Generator().manual_seed(slab_pages + granularity)
+    drawn = torch.randint(
+        0, len(tiers), (3, 2, tokens // granularity), generator=generator, dtype=torch.uint8
+    )
+    tier_id = drawn.repeat_interleave(granularity, 2)
+    contract = WriteContract(tier_id, torch.zeros_like(tier_id, dtype=torch.bool), granularity)
+    ropes = (RopeSpec.unrotated(16),) * 3
+    store = PageStore(config, SphericalCodec(default_calibration(GEOMETRY, ropes)))
+    store.create(0)
+    for layer in range(3):
+        keys, values = torch.randn(2, 2, tokens + 20, 16, generator=generator)
+        store.write(
+            0,
+            layer,
+            contract.layer(layer),
+            keys[:, :tokens],
+            values[:, :tokens],
+            torch.arange(tokens),
+        )
+        store.append(0, layer, keys[:, tokens:], values[:, tokens:])
+    assert contract_bytes(config, contract, tokens) == store.live_bytes
