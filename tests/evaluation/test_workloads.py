@@ -10,6 +10,7 @@ from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.evaluation.workloads.needles import hide_needles, make_needles, needle_cases
 from sphkv.evaluation.workloads.qa import (
     Question,
+    answerable_questions,
     fit_prompt,
     made_up_questions,
     order_passages,
@@ -149,6 +150,31 @@ def test_questions_can_be_named():
             context=900,
             num_questions=1,
             question_ids=("hotpotqa-2",),
+        )
+
+
+def test_questions_that_dense_cannot_answer_are_left_out():
+    asked = []
+
+    def answer(prompt_ids, max_new_tokens):
+        asked.append((len(prompt_ids), max_new_tokens))
+        question = made_up_questions(30)[len(asked) - 1]
+        return f" {question.answers[0]}\nmore" if len(asked) % 2 == 0 else " nobody knows"
+
+    names = answerable_questions(
+        words, answer, data=None, datasets=(), count=3, least_f1=0.5, max_new_tokens=7
+    )
+    assert names == ("made-up-1", "made-up-3", "made-up-5")
+    assert all(size < 70 and limit == 7 for size, limit in asked)
+    with pytest.raises(ValueError, match="answers none of 30 questions"):
+        answerable_questions(
+            words,
+            lambda ids, limit: "",
+            data=None,
+            datasets=(),
+            count=1,
+            least_f1=0.5,
+            max_new_tokens=7,
         )
 
 

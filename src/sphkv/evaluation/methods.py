@@ -18,7 +18,9 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
+from sphkv.retention.gate import GateOptions
 from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.protection import ProtectionRule
 from sphkv.store.store import PageStore
 
 DENSE = "dense"
@@ -94,7 +96,7 @@ class MethodFactory:
         if name == UNIFORM:
             return self._uniform(budget, context, tier=None)
         if name == JOINT:
-            return self._joint(budget)
+            return self.controlled(budget)
         return make_registered(name, self._shape, ByteBudget.parse(budget), num_tokens=context)
 
     def _config(self, tier: str) -> CacheConfig:
@@ -110,11 +112,28 @@ class MethodFactory:
         store.create(0)
         return SphericalSequence(config, store, 0, self._backend)
 
-    def _joint(self, budget: str) -> CacheMethod:
-        """The controller's choice of what to keep at which tier."""
+    def controlled(
+        self,
+        budget: str,
+        *,
+        protection: ProtectionRule | None = None,
+        gate: GateOptions | None = None,
+    ) -> RetainedSequence:
+        """The controller's choice of what to keep at which tier.
+
+        Args:
+            budget: Byte budget.
+            protection: States that stay dense; the usual ones if None.
+            gate: Stability gate; None for none.
+        """
         shape = self._shape
         config = RetainedConfig(
-            shape.geometry, shape.ropes, ByteBudget.parse(budget), policy=self._policy
+            shape.geometry,
+            shape.ropes,
+            ByteBudget.parse(budget),
+            policy=self._policy,
+            protection=protection or ProtectionRule(),
+            gate=gate,
         )
         return RetainedSequence(config, self._codec, self._backend)
 

@@ -104,6 +104,13 @@ class RecordFile:
         os.fsync(self._file.fileno())
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
 def read_lines(text: str, path: Path) -> list[dict[str, Any]]:
     """Parse whole lines, and refuse what is no record or is there twice."""
     lines = []

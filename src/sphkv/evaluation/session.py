@@ -14,6 +14,7 @@ from sphkv.codec.calibration_file import load_calibration, save_calibration
 from sphkv.evaluation.continuation import PromptReader
 from sphkv.evaluation.methods import MethodFactory, ModelShape
 from sphkv.evaluation.records import content_id
+from sphkv.evaluation.workloads.case import Case
 from sphkv.evaluation.workloads.filler import made_up_text
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import describe_model
@@ -68,6 +69,19 @@ class Session:
         self.policy_id = content_id(asdict(weights))
         self.factory = MethodFactory(self.shape, calibration, backend=backend, policy=weights)
         self.reader = PromptReader(self.model, self.tokenizer)
+
+    def answer(self, prompt_ids: tuple[int, ...], max_new_tokens: int) -> str:
+        """The exact model's greedy answer to a short prompt."""
+        case = Case(
+            case_id="question",
+            workload="qa",
+            group="question",
+            prompt_ids=prompt_ids,
+            answers=("",),
+            max_new_tokens=max_new_tokens,
+        )
+        ids = self.reader.read(case).answer_ids
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _calibrate(
         self, source: Path | None, num_tokens: int, keep: Path | None

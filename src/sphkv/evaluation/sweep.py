@@ -7,9 +7,10 @@ Prompts are the outer loop, because reading one costs more than measuring a poin
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +21,9 @@ from sphkv.core.errors import BudgetExceeded
 from sphkv.evaluation.continuation import ReadCase, measure_case
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.methods import JOINT
-from sphkv.evaluation.records import content_id
+from sphkv.evaluation.records import content_id, write_text
 from sphkv.evaluation.session import Session
-from sphkv.evaluation.sweep_config import SweepConfig
+from sphkv.evaluation.sweep_config import QAWorkload, SweepConfig
 from sphkv.evaluation.workloads.case import Case
 from sphkv.retention.allocate import InfeasibleBudget
 
@@ -108,7 +109,24 @@ class SweepRunner:
             backend=config.backend,
             policy=config.policy,
         )
+        config = replace(config, qa=tuple(self._chosen(part, keep) for part in config.qa))
         self._cases = config.cases(self._session.tokenizer, self._session.shape.max_tokens)
+
+    def _chosen(self, part: QAWorkload, keep: Path | None) -> QAWorkload:
+        """Questions that dense can answer, found once and kept beside the records."""
+        if part.answerable_f1 <= 0.0 or part.question_ids:
+            return part
+        config, session = self._config, self._session
+        name = content_id([config.model, config_to_dict(part), str(config.data)])
+        file = None if keep is None else keep / f"questions-{name}.json"
+        if file is not None and file.is_file():
+            known = json.loads(file.read_text(encoding="utf-8"))
+            return replace(part, question_ids=tuple(known))
+        self._tell("looking for questions that the dense model can answer")
+        found = part.chosen(session.tokenizer, config.data, session.answer)
+        if file is not None:
+            write_text(file, json.dumps(found.question_ids) + "\n")
+        return found
 
     def _setup(self) -> dict[str, Any]:
         """The hardware and runtime table and the replication checklist of every record."""

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from sphkv.evaluation.methods import DENSE
 from sphkv.evaluation.workloads.case import Case, check_context
 from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.evaluation.workloads.needles import needle_cases
-from sphkv.evaluation.workloads.qa import DATASETS, qa_cases
+from sphkv.evaluation.workloads.qa import DATASETS, answerable_questions, qa_cases
 
 DENSE_BUDGET = "100%"
+
+AnswerPrompt = Callable[[tuple[int, ...], int], str]
+"""From a prompt and a number of tokens to the dense model's answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class QAWorkload:
         question_ids: These questions instead of the first ones, such as ``hotpotqa-3``.
         num_distractors: Exactly so many in each prompt; None fills the context.
         max_new_tokens: Most tokens of an answer.
+        answerable_f1: Take only questions that dense answers at least so well from the supporting
+            passages alone; 0 takes all.
     """
 
     context: int
@@ -68,6 +74,22 @@ class QAWorkload:
     question_ids: tuple[str, ...] = ()
     num_distractors: int | None = None
     max_new_tokens: int = 24
+    answerable_f1: float = 0.0
+
+    def chosen(self, tokenizer: Any, data: Path | None, answer: AnswerPrompt) -> QAWorkload:
+        """The same with its questions named, if they depend on what dense can answer."""
+        if self.answerable_f1 <= 0.0 or self.question_ids:
+            return self
+        names = answerable_questions(
+            tokenizer,
+            answer,
+            data=data,
+            datasets=self.datasets,
+            count=self.num_questions,
+            least_f1=self.answerable_f1,
+            max_new_tokens=self.max_new_tokens,
+        )
+        return replace(self, question_ids=names)
 
     def cases(
         self, tokenizer: Any, data: Path | None, *, seed: int, limit: int | None

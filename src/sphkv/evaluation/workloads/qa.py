@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from sphkv.evaluation.metrics.answers import best_f1
 from sphkv.evaluation.workloads.case import Case
 from sphkv.evaluation.workloads.filler import made_up_text
 
 AnswerPosition = Literal["early", "middle", "late"]
 ANSWER_POSITIONS: tuple[AnswerPosition, ...] = ("early", "middle", "late")
 DATASETS = ("hotpotqa", "2wikimqa")
+_MOST_CANDIDATES = 30
 
 _BEFORE = (
     "Read the passages below and answer the question that follows them. Reply with the answer "
@@ -196,6 +198,47 @@ def _choose_questions(
     each = -(-count // len(datasets))
     pools = [read_questions(data, dataset, each) for dataset in datasets]
     return [pools[index % len(pools)][index // len(pools)] for index in range(count)]
+
+
+def answerable_questions(
+    tokenizer: Any,
+    answer: Callable[[tuple[int, ...], int], str],
+    *,
+    data: Path | None,
+    datasets: tuple[str, ...],
+    count: int,
+    least_f1: float,
+    max_new_tokens: int,
+) -> tuple[str, ...]:
+    """The first questions that the dense model answers from their supporting passages alone.
+
+    What a model cannot answer with the evidence before its eyes shows nothing about a cache.
+
+    Args:
+        tokenizer: Of the model.
+        answer: From a prompt and a number of tokens to the dense model's answer.
+        data: Data folder; None makes questions up.
+        datasets: Names of ``DATASETS``, taken in turn.
+        count: Most questions; fewer if the model answers fewer.
+        least_f1: F1 from which an answer counts.
+        max_new_tokens: Most tokens of an answer.
+
+    Raises:
+        ValueError: There is none.
+    """
+    num_pools = 1 if data is None else len(datasets)
+    candidates = _choose_questions(data, datasets, num_pools * _MOST_CANDIDATES, ())
+    found = []
+    for question in candidates:
+        prompt = format_prompt(question, order_passages(question, 0, "early"))
+        said = answer(tuple(tokenizer(prompt).input_ids), max_new_tokens)
+        if best_f1(said.split("\n")[0], question.answers) >= least_f1:
+            found.append(question.question_id)
+        if len(found) == count:
+            break
+    if not found:
+        raise ValueError(f"the model answers none of {len(candidates)} questions")
+    return tuple(found)
 
 
 def qa_cases(
