@@ -304,3 +304,16 @@ def test_largest_setting_that_fits_is_taken() -> None:
     least = 3 / 16 + 72 / (128 * 256)
     with pytest.raises(ValueError, match=f"at least {least:.4f} of the dense bytes of 1024"):
         QuantisedCache("kivi", geometry, codecs, 0.1).plan(1024)
+
+
+def test_gear_without_outliers_by_hand() -> None:
+    """Where nothing is taken out, only integers and the two factors are left."""
+    codec = CorrectedIntegers(ChannelIntegers(1, 4), is_per_channel=True, share=0.0, rank=1)
+    x = noise(1, 8, 2)
+    tensors = codec.encode(x)
+    assert sorted(tensors) == ["codes", "left", "right", "scale"]
+    error = x - codec.backbone.decode(tensors, 8)
+    left, size, right = torch.linalg.svd(error[0], full_matrices=False)
+    best = left[:, :1] * size[:1] @ right[:1]
+    correction = tensors["left"].float() @ tensors["right"].float().transpose(1, 2)
+    assert torch.allclose(correction[0], best, atol=3e-3)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
 from sphkv.baselines.held_states import HeldStates
+from sphkv.baselines.quantised import QuantisedCache
 from sphkv.baselines.registry import BASELINES, Baseline, make_baseline
 from sphkv.cache.method import CacheMethod
 from sphkv.codec.rope import RopeSpec
@@ -182,6 +183,25 @@ def test_bad_calls_are_named(name: str) -> None:
     method.prefill(0, keys, values, query=query)
     with pytest.raises(ValueError, match="already"):
         method.prefill(0, keys, values, query=query)
+
+
+@pytest.mark.parametrize("name", [n for n in BASELINES if BASELINES[n].family == "bits"])
+def test_keeping_what_was_rebuilt_changes_no_output(name: str) -> None:
+    plain = make_baseline(name, GEOMETRY, ROPES, BUDGETS.get(name, 0.5))
+    keeping = make_baseline(name, GEOMETRY, ROPES, BUDGETS.get(name, 0.5))
+    assert isinstance(keeping, QuantisedCache)
+    keeping.keeps_rebuilt = True
+    query, keys, values = states(764, 0)
+    for method in (plain, keeping):
+        method.prefill(0, keys, values, query=query)
+    for seed in (1, 2, 3):
+        query, keys, values = states(37, seed)
+        outputs = [m.attend(0, query, keys, values, OPTIONS) for m in (plain, keeping)]
+        assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
+    for method in (plain, keeping):
+        method.crop(874)
+    assert torch.equal(plain.read(0).keys, keeping.read(0).keys)
+    assert keeping.resident_bytes() == plain.resident_bytes()
 
 
 @pytest.mark.parametrize("name", BASELINES)

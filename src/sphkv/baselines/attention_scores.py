@@ -57,8 +57,11 @@ def _weights(query: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
     chosen = query.index_select(1, rows).float() * dim**-0.5
     logits = chosen.reshape(heads, -1, dim) @ keys.float().transpose(1, 2)
     logits = logits.view(heads * group, rows.shape[0], tokens)
-    later = torch.arange(tokens, device=keys.device) > rows[:, None]
-    return torch.softmax(logits.masked_fill_(later, -torch.inf), -1)
+    # tokens before the first row are seen by all: most of a long prompt needs no mask
+    first = int(rows.min()) if rows.numel() else 0
+    later = torch.arange(first, tokens, device=keys.device) > rows[:, None]
+    logits[..., first:].masked_fill_(later, -torch.inf)
+    return torch.softmax(logits, -1)
 
 
 def mean_over_group(scores: Tensor, num_kv_heads: int) -> Tensor:

@@ -6,11 +6,11 @@ preference of a layer is ``H ** (1 / tau1) * V ** (1 / tau2)``, the entropy of i
 tokens and the variance of it over the window's queries. While the prompt is stored layer by
 layer, the layers seen so far share the whole budget in proportion, so an earlier layer gives up
 tokens as later ones come ("cascade"). Tokens are ranked by mean plus ``gamma`` times variance of
-the attention from the last 32 queries, gamma 200, pooled with kernel 5.
+the attention from the last 32 queries, gamma 200, max-pooled over neighbours as in SnapKV.
 
 Deviations: ``tau1 = tau2 = 1``, where the paper tunes both per model; rooms are whole pages of 16
-tokens; grouped queries are averaged. Scores are kept beside the states until the last layer has
-its prompt and are charged until then.
+tokens; grouped queries are averaged; before the last layer has come, a layer may exceed its share
+by a tenth. Scores are kept beside the states until then and are charged.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from sphkv.baselines.held_states import Tagged
 from sphkv.baselines.paged_states import PAGE_TOKENS
 from sphkv.baselines.snapkv import max_pool
 from sphkv.core.geometry import KVGeometry
+
+_LENIENCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,12 @@ class CakeCache(EvictionCache):
             least=-(-self._policy.least_tokens() // PAGE_TOKENS),
             most=-(-tokens // PAGE_TOKENS),
         )
+        is_last = len(rooms) == self.geometry.num_layers
         for layer, pages in enumerate(rooms):
             ranked, room = self._ranked[layer], pages * PAGE_TOKENS
-            if room >= ranked.shape[1]:
+            # small cuts wait for the next: which tokens stay does not depend on it
+            allowed = room if is_last else room * (1 + _LENIENCE)
+            if allowed >= ranked.shape[1]:
                 continue
             keep = highest(ranked, room)
             held = self._pages(layer)

@@ -181,10 +181,16 @@ class PairCodec:
 
 
 class CodedLayer:
-    """The states of one layer."""
+    """The states of one layer.
+
+    Attributes:
+        keeps_rebuilt: Whether what was rebuilt once is kept for later reads.
+    """
 
     def __init__(self, codec: StateCodec, layer: int, keys: Tensor, values: Tensor) -> None:
         """Start empty, on the device of the given states."""
+        self.keeps_rebuilt = False
+        self._rebuilt: HeldStates | None = None
         self._codec = codec
         self._layer = layer
         self._sinks = _dense_copy(keys[:, :0], values[:, :0])
@@ -266,12 +272,29 @@ class CodedLayer:
 
     def read(self) -> HeldStates:
         """Everything the layer holds, rebuilt in float32."""
-        parts = [dense_states(*self._sinks, 0)]
-        for block in self._blocks:
+        parts = [] if self._rebuilt is None else [self._rebuilt]
+        for block in self._pending_blocks():
             keys, values = self._codec.decode(self._layer, block)
             parts.append(dense_states(keys, values, block.first_position))
-        parts.append(dense_states(*self._tail, self._coded_end))
-        return join_states(parts)
+        if self.keeps_rebuilt and parts:
+            self._rebuilt = join_states(parts) if len(parts) > 1 else parts[0]
+            parts = [self._rebuilt]
+        tail = dense_states(*self._tail, self._coded_end)
+        return join_states([dense_states(*self._sinks, 0), *parts, tail])
+
+    def _pending_blocks(self) -> list[Coded]:
+        """Coded tokens that are not rebuilt yet."""
+        if self._rebuilt is None:
+            return self._blocks
+        done = self._sinks[0].shape[1] + self._rebuilt.keys.shape[1]
+        if not self._is_per_token:
+            return [block for block in self._blocks if block.first_position >= done]
+        last = self._blocks[-1]
+        skip = done - last.first_position
+        if skip == last.num_tokens:
+            return []
+        rest = {name: tensor[:, skip:] for name, tensor in last.tensors.items()}
+        return [Coded(rest, done, last.num_tokens - skip)]
 
     def check_crop(self, num_tokens: int) -> None:
         """Refuse a cut through a block that was coded as a whole."""
@@ -286,6 +309,7 @@ class CodedLayer:
 
     def crop(self, num_tokens: int) -> None:
         """Forget tokens; ``check_crop`` has allowed it."""
+        self._rebuilt = None
         kept = max(0, num_tokens - self._coded_end)
         self._tail = _dense_copy(self._tail[0][:, :kept], self._tail[1][:, :kept])
         blocks = [block for block in self._blocks if block.first_position < num_tokens]

@@ -8,7 +8,8 @@ remains is approximated per head by a matrix of rank 4.
 
 Deviations: the low-rank factors are an exact truncated decomposition, where the paper iterates;
 tokens after the prompt wait dense until 64 are coded together, at rank 4 as well (the paper takes
-blocks of 20 at rank 2).
+blocks of 20 at rank 2). Where even 2 bits do not fit, the outliers are left out, which the paper
+calls GEAR-L.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from sphkv.baselines.quantised import QuantisedCache
 from sphkv.core.geometry import KVGeometry
 
 GROUP = 64
-WIDTHS = ((8, 8), (6, 6), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
-"""Bits of keys and of values, the best first."""
+SETTINGS = (
+    *((8, 8, 0.02), (6, 6, 0.02), (4, 4, 0.02), (4, 3, 0.02), (3, 3, 0.02), (3, 2, 0.02)),
+    *((2, 2, 0.02), (2, 2, 0.0)),
+)
+"""Bits of keys, bits of values and share of outliers, the best first."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class CorrectedIntegers:
     Attributes:
         backbone: Codes what is left without outliers.
         is_per_channel: Whether outliers are sought along tokens; else along channels.
-        share: Share of entries kept as outliers.
+        share: Share of entries kept as outliers; 0 for none.
         rank: Rank of the correction.
     """
 
@@ -47,14 +51,16 @@ class CorrectedIntegers:
 
     @property
     def label(self) -> str:
-        """That of the integers."""
-        return self.backbone.label
+        """That of the integers, with an L where there are no outliers."""
+        return self.backbone.label + ("" if self.share else "L")
 
     def encode(self, x: Tensor) -> dict[str, Tensor]:
         """Backbone tensors, outliers and the two factors."""
-        rows = x.transpose(1, 2) if self.is_per_channel else x
-        rest, index, value = split_outliers(rows, self.share)
-        rest = rest.transpose(1, 2).contiguous() if self.is_per_channel else rest
+        rest, outliers = x, {}
+        if self.share:
+            rest, index, value = split_outliers(self._rows(x), self.share)
+            rest = self._rows(rest).contiguous()
+            outliers = {"outlier_index": index, "outlier_value": value}
         tensors = self.backbone.encode(rest)
         error = rest - self.backbone.decode(tensors, x.shape[1])
         # the leading eigenvectors of E'E are the right factor of the best low-rank matrix
@@ -62,8 +68,7 @@ class CorrectedIntegers:
         right = vectors[..., -min(self.rank, x.shape[2]) :]
         return {
             **tensors,
-            "outlier_index": index,
-            "outlier_value": value,
+            **outliers,
             "left": (error @ right).half(),
             "right": right.half(),
         }
@@ -72,9 +77,14 @@ class CorrectedIntegers:
         """``[heads, tokens, head_dim]`` float32."""
         rest = self.backbone.decode(tensors, num_tokens)
         rest = rest + tensors["left"].float() @ tensors["right"].float().transpose(1, 2)
-        rows = rest.transpose(1, 2) if self.is_per_channel else rest
-        rows = join_outliers(rows, tensors["outlier_index"], tensors["outlier_value"])
-        return rows.transpose(1, 2) if self.is_per_channel else rows
+        if not self.share:
+            return rest
+        outliers = (tensors["outlier_index"], tensors["outlier_value"])
+        return self._rows(join_outliers(self._rows(rest), *outliers))
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Vectors along the last dimension; the same step leads back."""
+        return x.transpose(1, 2) if self.is_per_channel else x
 
     def tables(self) -> list[Tensor]:
         """Those of the backbone."""
@@ -85,10 +95,10 @@ def gear(geometry: KVGeometry, budget: float) -> QuantisedCache:
     """GEAR with 2% outliers and rank 4."""
     codecs = [
         PairCodec(
-            CorrectedIntegers(ChannelIntegers(k, GROUP), is_per_channel=True),
-            CorrectedIntegers(TokenIntegers(v, geometry.head_dim, GROUP), is_per_channel=False),
+            CorrectedIntegers(ChannelIntegers(k, GROUP), True, share),
+            CorrectedIntegers(TokenIntegers(v, geometry.head_dim, GROUP), False, share),
             block_tokens=GROUP,
         )
-        for k, v in WIDTHS
+        for k, v, share in SETTINGS
     ]
     return QuantisedCache("gear", geometry, codecs, budget)

@@ -27,12 +27,13 @@ def split_outliers(rows: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
     per_side = max(1, math.ceil(share * count / 2))
     if 2 * per_side >= count:
         raise ValueError(f"{2 * per_side} outliers leave nothing of a row of {count}")
-    order = rows.argsort(-1)
-    index = torch.cat([order[..., :per_side], order[..., count - per_side :]], -1)
-    value = rows.gather(-1, index)
-    first = rows.gather(-1, order[..., per_side : per_side + 1])
-    last = rows.gather(-1, order[..., count - per_side - 1 : count - per_side])
-    rest = rows.scatter(-1, index, ((first + last) / 2).expand_as(value))
+    # one more from each end: the ends of what is left
+    low, low_index = rows.topk(per_side + 1, dim=-1, largest=False)
+    high, high_index = rows.topk(per_side + 1, dim=-1)
+    index = torch.cat([low_index[..., :per_side], high_index[..., :per_side]], -1)
+    value = torch.cat([low[..., :per_side], high[..., :per_side]], -1)
+    middle = (low[..., per_side:] + high[..., per_side:]) / 2
+    rest = rows.scatter(-1, index, middle.expand_as(value))
     return rest, index.to(_index_dtype(count)), value.half()
 
 

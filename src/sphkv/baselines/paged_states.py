@@ -97,8 +97,8 @@ class PagedStates:
         positions = self._positions[pages].reshape(shape).long()
         is_empty = torch.arange(shape[1], device=self._device) >= self.counts[:, None]
         return HeldStates(
-            keys.masked_fill(is_empty[..., None], 0.0),
-            values.masked_fill(is_empty[..., None], 0.0),
+            keys.masked_fill_(is_empty[..., None], 0.0),
+            values.masked_fill_(is_empty[..., None], 0.0),
             positions.masked_fill(is_empty, UNUSED),
         )
 

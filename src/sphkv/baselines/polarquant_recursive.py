@@ -25,6 +25,7 @@ from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.per_channel_int import as_float16
 from sphkv.baselines.quantised import QuantisedCache
 from sphkv.baselines.rotation_lloyd import random_rotation
+from sphkv.baselines.scalar_levels import lloyd_max_levels
 from sphkv.core.geometry import KVGeometry
 
 WIDTHS = ((8, 6), (6, 4), (5, 3), (4, 3), (4, 2), (3, 2), (3, 1), (2, 1))
@@ -32,7 +33,6 @@ WIDTHS = ((8, 6), (6, 4), (5, 3), (4, 3), (4, 2), (3, 2), (3, 1), (2, 1))
 
 _MOST_LEVELS = 4
 _GRID = 1 << 14
-_ITERATIONS = 200
 
 
 @functools.lru_cache(maxsize=64)
@@ -44,15 +44,7 @@ def angle_levels(level: int, bits: int) -> Tensor:
     with torch.inference_mode(False):
         angle = (torch.arange(_GRID, dtype=torch.float64) + 0.5) * (math.pi / 2 / _GRID)
         mass = (2 * angle).sin() ** (2 ** (level - 1) - 1)
-        count = 1 << bits
-        cdf = mass.cumsum(0) / mass.sum()
-        start = torch.arange(1, 2 * count, 2, dtype=torch.float64) / (2 * count)
-        levels = angle[torch.searchsorted(cdf, start)]
-        for _ in range(_ITERATIONS):
-            cell = torch.bucketize(angle, (levels[1:] + levels[:-1]) / 2)
-            weight = torch.zeros_like(levels).index_add_(0, cell, mass)
-            levels = torch.zeros_like(levels).index_add_(0, cell, mass * angle) / weight
-        return levels.float()
+        return lloyd_max_levels(angle, mass, bits=bits).float()
 
 
 def num_levels(head_dim: int) -> int:

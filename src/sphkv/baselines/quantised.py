@@ -42,6 +42,9 @@ class QuantisedCache:
         realisation: How decoding is carried out.
         budget: Share of dense bytes, everything charged, that the prompt may take.
         codec: The setting in use; None until the length of the prompt is known.
+        keeps_rebuilt: Whether every layer stays rebuilt between steps. It makes long runs of
+            many steps cheap to evaluate and changes no output; ``peak_bytes`` then has all
+            layers in it, and step times are not those of the method.
     """
 
     realisation = "format-only"
@@ -63,6 +66,7 @@ class QuantisedCache:
         self.geometry = geometry
         self.budget = check_budget(budget)
         self.codec: StateCodec | None = None
+        self.keeps_rebuilt = False
         self._codecs = tuple(codecs)
         self._layers: list[CodedLayer | None] = [None] * geometry.num_layers
 
@@ -122,6 +126,7 @@ class QuantisedCache:
             check_query(self.geometry, query, keys.shape[1])
         codec = self.codec or self.plan(keys.shape[1])
         held = CodedLayer(codec, layer, keys, values)
+        held.keeps_rebuilt = self.keeps_rebuilt
         held.store_prompt(StateBlock(keys, values, 0, query))
         self._layers[layer] = held
 
@@ -187,10 +192,11 @@ class QuantisedCache:
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     def peak_bytes(self) -> int:
-        """Resident bytes and the layer that one step rebuilds in float32."""
-        most = max((held.num_tokens for held in self._layers if held is not None), default=0)
+        """Resident bytes and the layer, or layers, rebuilt in float32."""
+        counts = [held.num_tokens for held in self._layers if held is not None]
+        tokens = sum(counts) if self.keeps_rebuilt else max(counts, default=0)
         state = 2 * torch.float32.itemsize * self.geometry.head_dim
-        return self.resident_bytes() + most * state * self.geometry.num_kv_heads
+        return self.resident_bytes() + tokens * state * self.geometry.num_kv_heads
 
     def ledger(self) -> ByteLedger:
         """The same bytes by kind: scales, norms and outliers of keys count as radii."""

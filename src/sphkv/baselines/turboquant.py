@@ -8,8 +8,7 @@ density proportional to ``(1 - x**2) ** ((d - 3) / 2)``, and takes the nearest o
 levels of that law. Keys and values are coded alike, token by token.
 
 Deviations: no split into outlier channels with more bits, and no one-bit sketch of the residual
-(the inner-product version), which the authors leave out of their cache experiments at these
-widths as well. Between whole widths, keys take the extra bit before values.
+(the inner-product version). Between whole widths, keys take the extra bit before values.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.per_channel_int import as_float16, check_bits
 from sphkv.baselines.quantised import QuantisedCache
 from sphkv.baselines.rotation_lloyd import random_rotation
+from sphkv.baselines.scalar_levels import lloyd_max_levels
 from sphkv.core.geometry import KVGeometry
 
 WIDTHS = ((8, 8), (6, 6), (5, 5), (5, 4), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (2, 1), (1, 1))
 """Bits of keys and of values, the best first."""
 
 _GRID = 1 << 16
-_LLOYD_ITERATIONS = 300
 
 
 @functools.lru_cache(maxsize=64)
@@ -44,18 +43,7 @@ def sphere_levels(bits: int, dim: int) -> Tensor:
         # equal steps of the angle, so that the ends, where the density falls, are fine enough
         angle = (torch.arange(_GRID, dtype=torch.float64) + 0.5) * (torch.pi / _GRID)
         x, mass = -angle.cos(), angle.sin() ** (dim - 2)
-        cdf = mass.cumsum(0) / mass.sum()
-        moment = (x * mass).cumsum(0) / mass.sum()
-        count = 1 << bits
-        start = torch.arange(1, 2 * count, 2, dtype=torch.float64) / (2 * count)
-        levels = x[torch.searchsorted(cdf, start).clamp(max=_GRID - 1)]
-        zero = torch.zeros(1, dtype=torch.float64)
-        for _ in range(_LLOYD_ITERATIONS):
-            cut = torch.searchsorted(x, (levels[1:] + levels[:-1]) / 2) - 1
-            weight = torch.cat([zero, cdf[cut], cdf[-1:]]).diff()
-            first = torch.cat([zero, moment[cut], moment[-1:]]).diff()
-            levels = torch.where(weight > 0, first / weight.clamp(min=1e-300), levels)
-        return levels.float()
+        return lloyd_max_levels(x, mass, bits=bits).float()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from sphkv.baselines.per_channel_int import as_float16
 from sphkv.baselines.quantised import QuantisedCache
 from sphkv.core.geometry import KVGeometry
 
-SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+SHARES = (0.95, 0.8, 0.6, 0.4, 0.2, 0.05)
 """Shares of salient tokens, the best first."""
 
 _PROBE_SEED = 0
