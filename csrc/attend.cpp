@@ -4,11 +4,14 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "rotation.h"
 #include "team.h"
 
 namespace sphkv {
+
+Engine::~Engine() = default;
 
 namespace {
 
@@ -101,14 +104,14 @@ void attend(Engine& engine, const Plan& plan, const Tail& tail, const Queries& q
   list_tables(plan, held.tables);
   held.sums.resize(held.chunks.size() * rows * (2 + 2 * static_cast<size_t>(dim)));
   engine.begin({&plan, &tail, &queries, &options});
-  parallel_for(threads, static_cast<int>(held.tables.size()), [&](int i) {
+  const auto prepare = [&](int i) {
     engine.prepare(held.tables[i].first, held.tables[i].second);
-  });
-  parallel_for(threads, static_cast<int>(held.chunks.size()), [&](int i) {
+  };
+  const auto run = [&](int i) {
     Partial part = partial_at(held.sums, i, rows, dim);
     engine.run(held.chunks[i], part);
-  });
-  parallel_for(threads, plan.num_heads, [&](int head) {
+  };
+  const auto finish = [&](int head) {
     std::vector<Partial> parts;
     for (int c = held.first_chunk[head]; c < held.first_chunk[head + 1]; ++c) {
       parts.push_back(partial_at(held.sums, c, rows, dim));
@@ -117,7 +120,10 @@ void attend(Engine& engine, const Plan& plan, const Tail& tail, const Queries& q
       const size_t row = static_cast<size_t>(head) * rows + v;
       finish_row(parts, v, dim, output + row * dim, lse + row);
     }
-  });
+  };
+  run_phases(threads, {{static_cast<int>(held.tables.size()), prepare},
+                       {static_cast<int>(held.chunks.size()), run},
+                       {plan.num_heads, finish}});
 }
 
 }  // namespace sphkv

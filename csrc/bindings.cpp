@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attend.h"
+#include "encode.h"
 #include "engine.h"
 #include "team.h"
 
@@ -112,6 +113,46 @@ void run(EngineSlot& slot, const Plan& plan, const Call& call, uintptr_t output,
          reinterpret_cast<float*>(output), reinterpret_cast<float*>(lse));
 }
 
+void check_sizes(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, size_t num_in,
+                 const std::vector<uintptr_t>& out, size_t num_out) {
+  if (sizes.size() != 4 || in.size() != num_in || out.size() != num_out) {
+    throw std::invalid_argument("an encoder got the wrong number of sizes or tensors");
+  }
+}
+
+// sizes: rows, tokens, planes, slots; tensors in the order of KeyRows and encode_key_rows
+void encode_keys(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, int threads,
+                 const std::vector<uintptr_t>& out) {
+  check_sizes(sizes, in, 6, out, 3);
+  const KeyRows keys{sizes[0], sizes[1], sizes[2], sizes[3], at_address<float>(in[0]),
+                     at_address<int64_t>(in[1]), at_address<int64_t>(in[2]),
+                     at_address<float>(in[3]), at_address<float>(in[4]), at_address<float>(in[5])};
+  nb::gil_scoped_release unlocked;
+  encode_key_rows(keys, threads, reinterpret_cast<uint8_t*>(out[0]),
+                  reinterpret_cast<float*>(out[1]), reinterpret_cast<float*>(out[2]));
+}
+
+// sizes: rows, tokens, dim, bits
+void fit_steps(const std::vector<int>& sizes, uintptr_t unit, uintptr_t starts, int num_starts,
+               int num_refinements, int threads, uintptr_t step) {
+  check_sizes(sizes, {}, 0, {}, 0);
+  const ValueRows values{sizes[0], sizes[1], sizes[2], sizes[3], at_address<float>(unit)};
+  nb::gil_scoped_release unlocked;
+  fit_value_steps(values, at_address<float>(starts), num_starts, num_refinements, threads,
+                  reinterpret_cast<float*>(step));
+}
+
+void encode_values(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, int threads,
+                   const std::vector<uintptr_t>& out) {
+  check_sizes(sizes, in, 5, out, 2);
+  const ValueRows values{sizes[0], sizes[1], sizes[2], sizes[3], at_address<float>(in[0])};
+  const ScaleRows scales{at_address<float>(in[1]), at_address<float>(in[2]),
+                         at_address<float>(in[3]), at_address<uint8_t>(in[4])};
+  nb::gil_scoped_release unlocked;
+  encode_value_rows(values, scales, threads, reinterpret_cast<uint8_t*>(out[0]),
+                    reinterpret_cast<uint8_t*>(out[1]));
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -139,7 +180,9 @@ NB_MODULE(_kernels, m) {
         nb::keep_alive<0, 2>());
   nb::class_<Plan>(m, "Plan");
   m.def("make_plan", &make_plan, nb::rv_policy::take_ownership, nb::keep_alive<0, 3>());
-  nb::class_<EngineSlot>(m, "Engine");
+  nb::class_<EngineSlot>(m, "Engine").def("fits", [](const EngineSlot& self, int head_dim) {
+    return self.engine->fits(head_dim);
+  });
   m.def("make_engine", &new_slot, nb::rv_policy::take_ownership);
   nb::class_<Call>(m, "Call")
       .def(nb::init<>())
@@ -158,4 +201,7 @@ NB_MODULE(_kernels, m) {
         self.options = {scale, softcap, window, threads, false};
       });
   m.def("attend", &run);
+  m.def("encode_keys", &encode_keys);
+  m.def("fit_value_steps", &fit_steps);
+  m.def("encode_values", &encode_values);
 }

@@ -5,6 +5,13 @@
 #include <cmath>
 #include <limits>
 
+// The one home of these, see codebook.h.
+template class std::vector<float>;
+template class std::vector<int8_t>;
+template class std::vector<uint8_t>;
+template class std::vector<int32_t>;
+template class std::vector<uint32_t>;
+
 namespace sphkv {
 
 namespace {
@@ -31,7 +38,7 @@ void add_entry(HeadCodebook& head, int slot, int plane, const float* xy, int str
     head.halves.push_back(static_cast<__fp16>(head.scaled[at + i] / 256.0f));
   }
 #endif
-  head.entries.push_back({slot, plane, radius, false, false});
+  head.entries.push_back({slot, plane, radius, 0.0f, false, false});
 }
 
 // Squared error a plane's code leaves, guessed from the spacing of its last stage: a cell of side
@@ -42,35 +49,23 @@ double spacing_error(const float* x, const float* y) {
     double nearest = std::numeric_limits<double>::infinity();
     for (int j = 0; j < kSlotLevels; ++j) {
       const double dx = x[i] - x[j], dy = y[i] - y[j];
-      if (j != i) nearest = std::min(nearest, dx * dx + dy * dy);
+      const double square = dx * dx + dy * dy;
+      // a pair slot repeats the points of each of its planes
+      if (square > 0.0) nearest = std::min(nearest, square);
     }
-    sum += nearest;
+    if (nearest < std::numeric_limits<double>::infinity()) sum += nearest;
   }
   return sum / kSlotLevels / 6.0;
 }
 
-// Marks single slots whose points are so long beside their plane's error that rounding point and
-// query to bytes would add more than kMaxShare of that error.
-void mark_fine(HeadCodebook& head) {
-  constexpr double kByteError = 1.2e-5;  // of a term's square, both roundings together
-  static const double kMaxShare = getenv("FS") ? atof(getenv("FS")) : 0.02;
-  const int n = static_cast<int>(head.entries.size());
-  for (int last = n - 1; last >= 0; --last) {
-    const Entry& entry = head.entries[last];
-    const bool is_pair =
-        entry.is_pair_first || (last > 0 && head.entries[last - 1].is_pair_first);
-    // stages of a plane are adjacent, the finest last
-    const bool is_last = last + 1 == n || head.entries[last + 1].plane != entry.plane;
-    if (entry.slot < 0 || is_pair || !is_last) continue;
-    const float* x = head.points.data() + static_cast<size_t>(last) * 2 * kSlotLevels;
-    int first = last;
-    while (first > 0 && head.entries[first - 1].plane == entry.plane) --first;
-    const double allowed =
-        kMaxShare * spacing_error(x, x + kSlotLevels) / (last - first + 1);
-    for (int e = first; e <= last; ++e) {
-      const double square = static_cast<double>(head.entries[e].radius) * head.entries[e].radius;
-      head.entries[e].is_fine = kByteError * square > allowed;
-    }
+// Stages of a plane are adjacent, the finest last: that one carries the plane's error.
+void guess_errors(HeadCodebook& head) {
+  const size_t n = head.entries.size();
+  for (size_t e = 0; e < n; ++e) {
+    const bool is_last = e + 1 == n || head.entries[e + 1].plane != head.entries[e].plane;
+    if (head.entries[e].slot < 0 || !is_last) continue;
+    const float* x = head.points.data() + e * 2 * kSlotLevels;
+    head.entries[e].plane_error = static_cast<float>(spacing_error(x, x + kSlotLevels));
   }
 }
 
@@ -81,7 +76,9 @@ Rotary::Rotary(int planes, const double* radians, const int64_t* channels)
       cos_row(static_cast<size_t>(planes) * kMaxRows),
       sin_row(static_cast<size_t>(planes) * kMaxRows),
       cos_step(static_cast<size_t>(planes) * (kMaxRows + 1)),
-      sin_step(static_cast<size_t>(planes) * (kMaxRows + 1)) {
+      sin_step(static_cast<size_t>(planes) * (kMaxRows + 1)),
+      cos_quad(static_cast<size_t>(planes) * kMaxRows / kQuad),
+      sin_quad(static_cast<size_t>(planes) * kMaxRows / kQuad), is_slow(planes) {
   for (int plane = 0; plane < planes; ++plane) {
     // Integer phases wrap by themselves and stay exact at any position; the extended type
     // keeps the bits that a double of this size has lost.
@@ -95,6 +92,13 @@ Rotary::Rotary(int planes, const double* radians, const int64_t* channels)
       if (row == kMaxRows) continue;
       cos_row[static_cast<size_t>(plane) * kMaxRows + row] = cosine;
       sin_row[static_cast<size_t>(plane) * kMaxRows + row] = sine;
+    }
+    is_slow[plane] = std::abs(radians[plane]) <= kSlowRadians;
+    for (int quad = 0; quad < kMaxRows / kQuad; ++quad) {
+      const size_t at = static_cast<size_t>(plane) * kMaxRows / kQuad + quad;
+      const double middle = radians[plane] * (kQuad * quad + 0.5 * (kQuad - 1));
+      cos_quad[at] = static_cast<float>(std::cos(middle));
+      sin_quad[at] = static_cast<float>(std::sin(middle));
     }
   }
 }
@@ -110,14 +114,15 @@ Codebook::Codebook(const Rotary* rotary_, int num_heads, int num_slots_, const f
       const float* half = points + at * 2 * kHalf;
       add_entry(heads[h], s, static_cast<int>(slot_plane[2 * at]), half, 2);
       if (s < first_pair) continue;
-      heads[h].entries.back().is_pair_first = true;
+      heads[h].entries.back().is_pair_first = heads[h].entries.back().is_paired = true;
       add_entry(heads[h], s, static_cast<int>(slot_plane[2 * at + 1]), half + kHalf, 2);
+      heads[h].entries.back().is_paired = true;
     }
     for (int plane = 0; plane < rotary->num_planes; ++plane) {
       const float* xy = constant + (static_cast<size_t>(h) * rotary->num_planes + plane) * 2;
       if (xy[0] != 0.0f || xy[1] != 0.0f) add_entry(heads[h], -1, plane, xy, 0);
     }
-    mark_fine(heads[h]);
+    guess_errors(heads[h]);
   }
 }
 

@@ -7,10 +7,23 @@
 
 #include "page.h"
 
+// Variants are compiled for instruction sets that a processor may lack. Were each to bring its own
+// copy of a vector's functions, the linker could keep one of those for everybody.
+extern template class std::vector<float>;
+extern template class std::vector<int8_t>;
+extern template class std::vector<uint8_t>;
+extern template class std::vector<int32_t>;
+extern template class std::vector<uint32_t>;
+
 namespace sphkv {
 
 // Largest coordinate of a point as a 16-bit integer; its upper byte then never exceeds 127.
 constexpr int kPointPeak = 127 * 256;
+
+// Rows that share a phase in slow planes. Below this many radians per position they err by a
+// third of what rounding to bytes does.
+constexpr int kQuad = 4;
+constexpr double kSlowRadians = 1e-3;
 
 // Frequencies of one layer's rotary embedding, and phases of the first positions.
 struct Rotary {
@@ -21,13 +34,16 @@ struct Rotary {
   std::vector<float> sin_row;
   std::vector<float> cos_step;   // [kMaxRows + 1, planes], the same transposed
   std::vector<float> sin_step;
+  std::vector<float> cos_quad;   // [planes, kMaxRows / kQuad] amid each quad of rows
+  std::vector<float> sin_quad;
+  std::vector<uint8_t> is_slow;  // [planes] whether a quad of rows may share one phase
 
   Rotary(int planes, const double* radians, const int64_t* channels);
 };
 
 // Phases of every plane at one position.
 struct Phases {
-  std::vector<int32_t> word;        // turns in units of 2^-32
+  std::vector<uint32_t> word;       // turns in units of 2^-32
   std::vector<float> cosine, sine;
 #if defined(__aarch64__)
   std::vector<__fp16> half_cosine, half_sine;
@@ -41,8 +57,9 @@ struct Entry {
   int32_t slot;   // -1 for a constant
   int32_t plane;
   float radius;   // longest point
+  float plane_error;   // squared error of the plane's code, at its last stage; 0 elsewhere
   bool is_pair_first;  // shares its slot with the next entry
-  bool is_fine;        // eight bits would cost more than the code's own error allows
+  bool is_paired;      // is one of such two
 };
 
 struct HeadCodebook {

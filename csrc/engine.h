@@ -3,7 +3,6 @@
 // chunks of pages, merge the chunks of each head.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -28,7 +27,7 @@ struct Step {
 // Kernels of one instruction set, with the query tables of the step they work on.
 class Engine {
  public:
-  virtual ~Engine() = default;
+  virtual ~Engine();
   virtual const char* name() const = 0;
   // Whether the kernels can read pages of this head dimension.
   virtual bool fits(int head_dim) const = 0;

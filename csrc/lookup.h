@@ -45,76 +45,166 @@ struct GroupArgs {
   float* logits;           // of the first query
 };
 
-// `query` points to the unit's bytes, of this group's rows or, if gathered, of row 0.
-template <int NV, bool IS_GATHERED>
-inline void add_unit(const int8_t* query, const int32_t* place, const Bytes points[4],
-                     Ints (&sum)[NV][4]) {
-  for (int i = 0; i < 4; ++i) {
+// Points of both entries of a unit, for every token of a group: after all operations lanes[i] holds
+// (x0, y0, x1, y1) of tokens 4 * i .. 4 * i + 3.
+struct UnitPoints {
+  Bytes code[2];
+  const uint8_t* points;
+  Bytes x[2], y[2], half[4];
+  Bytes lanes[4];
+};
+
+constexpr int kLookUpOps = 14;
+
+SPHKV_INLINE void start_look_up(const GroupArgs& args, const UnitOffsets& unit, UnitPoints& s) {
+  s.points = args.turned + unit.points;
+  s.code[0] = load_bytes(args.codes + unit.codes[0]);
+  s.code[1] = load_bytes(args.codes + unit.codes[1]);
+}
+
+// One operation of a look-up; the next unit's are spread between dot products of this one.
+template <int OP, bool IS_HIGH>
+SPHKV_INLINE void look_up_op(UnitPoints& s) {
+  if constexpr (OP < 2) {
+    s.code[OP] = pin(IS_HIGH ? high_nibbles(s.code[OP]) : low_nibbles(s.code[OP]));
+  } else if constexpr (OP < 6) {
+    constexpr int kEntry = (OP - 2) / 2, kIsY = OP % 2;
+    const Bytes table = load_bytes(s.points + kTableBytes / 4 * (OP - 2));
+    (kIsY ? s.y : s.x)[kEntry] = pin(look_up(table, s.code[kEntry]));
+  } else if constexpr (OP < 10) {
+    constexpr int kEntry = (OP - 6) % 2, kIsUpper = (OP - 6) / 2;
+    s.half[OP - 6] = pin(kIsUpper ? zip_high(s.x[kEntry], s.y[kEntry])
+                                  : zip_low(s.x[kEntry], s.y[kEntry]));
+  } else {
+    constexpr int kLane = OP - 10, kFirst = kLane / 2 * 2;
+    s.lanes[kLane] = pin(kLane % 2 ? zip_pairs_high(s.half[kFirst], s.half[kFirst + 1])
+                                   : zip_pairs_low(s.half[kFirst], s.half[kFirst + 1]));
+  }
+}
+
+template <int FIRST, int LAST, bool IS_HIGH>
+SPHKV_INLINE void look_up_ops(UnitPoints& s) {
+  if constexpr (FIRST < LAST) {
+    look_up_op<FIRST, IS_HIGH>(s);
+    look_up_ops<FIRST + 1, LAST, IS_HIGH>(s);
+  }
+}
+
+struct UnitQuery {
+  const int8_t* bytes;   // of this group's rows or, if gathered, of row 0
+  const int32_t* place;  // gathered: of each token's word
+  Bytes words;           // of one quad, all query rows; shared units only
+};
+
+// Dot product number DOT of a unit: tokens 4 * i .. 4 * i + 3, query row v.
+template <int DOT, int NV, bool IS_GATHERED, bool IS_SHARED>
+SPHKV_INLINE void add_dot(UnitQuery& query, const UnitPoints& points, Ints (&sum)[NV][4]) {
+  constexpr int i = DOT / NV, v = DOT % NV;
+  if constexpr (IS_GATHERED) {
+    const Bytes q = gather_words(query.bytes + (IS_SHARED ? 4 : 16) * v, query.place + 4 * i);
+    sum[v][i] = dot(sum[v][i], points.lanes[i], q);
+  } else if constexpr (IS_SHARED) {
+    if constexpr (v == 0) query.words = load_bytes(query.bytes + 4 * NV * i);
+    sum[v][i] = pin(dot_word<v>(sum[v][i], points.lanes[i], query.words));
+  } else {
+    sum[v][i] = pin(dot(sum[v][i], points.lanes[i], load_bytes(query.bytes + 16 * DOT)));
+  }
+}
+
+// Adds a unit and looks up the next.
+template <int DOT, int NV, bool IS_HIGH, bool IS_GATHERED, bool IS_SHARED>
+SPHKV_INLINE void add_unit(UnitQuery& query, const UnitPoints& points, UnitPoints& next,
+                           Ints (&sum)[NV][4]) {
+  constexpr int kDots = 4 * NV;
+  if constexpr (DOT < kDots) {
+    add_dot<DOT, NV, IS_GATHERED, IS_SHARED>(query, points, sum);
+    look_up_ops<DOT * kLookUpOps / kDots, (DOT + 1) * kLookUpOps / kDots, IS_HIGH>(next);
+    add_unit<DOT + 1, NV, IS_HIGH, IS_GATHERED, IS_SHARED>(query, points, next, sum);
+  }
+}
+
+template <int NV>
+inline void double_sums(int times, Ints (&sum)[NV][4]) {
+  // additions run on every vector unit, shifts often on one only
+  for (; times > 0; --times) {
+#pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
-      const Bytes q = IS_GATHERED ? gather_words(query + 16 * v, place + 4 * i)
-                                  : load_bytes(query + 16 * (NV * i + v));
-      sum[v][i] = dot(sum[v][i], points[i], q);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) sum[v][i] = twice(sum[v][i]);
     }
   }
 }
 
-// Points of both entries for every token of the group.
-template <bool IS_HIGH>
-inline void look_up_unit(const GroupArgs& args, const UnitOffsets& unit, Bytes lanes[4]) {
-  const uint8_t* points = args.turned + unit.points;
-  if (unit.codes[0] < 0) {
-    const uint8_t word[4] = {points[0], points[16], points[32], points[48]};
-    lanes[0] = lanes[1] = lanes[2] = lanes[3] = broadcast_word(word);
-    return;
+// Adds units [unit, end), at least one, to the sums of a group.
+template <int NV, bool IS_HIGH, bool IS_GATHERED, bool IS_SHARED>
+inline void add_units(const GroupArgs& args, const UnitOffsets* unit, const UnitOffsets* end,
+                      const int8_t* query, const int32_t* place, Ints (&sum)[NV][4]) {
+  const size_t unit_bytes = args.table->unit_bytes(IS_SHARED) * NV;
+  UnitQuery at{query, place, {}};
+  // One unit ahead: its look-ups fill the time that these dot products take. Two take turns, so
+  // that no register is copied.
+  UnitPoints even, odd;
+  start_look_up(args, *unit, even);
+  look_up_ops<0, kLookUpOps, IS_HIGH>(even);
+  for (;;) {
+    double_sums<NV>(unit->shift, sum);
+    start_look_up(args, unit[1], odd);
+    add_unit<0, NV, IS_HIGH, IS_GATHERED, IS_SHARED>(at, even, odd, sum);
+    at.bytes += unit_bytes;
+    if (++unit == end) break;
+    double_sums<NV>(unit->shift, sum);
+    start_look_up(args, unit[1], even);
+    add_unit<0, NV, IS_HIGH, IS_GATHERED, IS_SHARED>(at, odd, even, sum);
+    at.bytes += unit_bytes;
+    if (++unit == end) break;
   }
-  Bytes a = load_bytes(args.codes + unit.codes[0]);
-  Bytes b = load_bytes(args.codes + unit.codes[1]);
-  a = IS_HIGH ? high_nibbles(a) : low_nibbles(a);
-  b = IS_HIGH ? high_nibbles(b) : low_nibbles(b);
-  interleave(look_up(load_bytes(points), a), look_up(load_bytes(points + 16), a),
-             look_up(load_bytes(points + 32), b), look_up(load_bytes(points + 48), b), lanes);
 }
 
 // Logits of one group for NV query rows; IS_HIGH: its codes are the upper nibbles.
-template <int NV, bool IS_HIGH, bool IS_GATHERED>
-void group_logits(const GroupArgs& args) {
+template <int NV, bool IS_HIGH, bool IS_GATHERED, bool IS_SHARED>
+__attribute__((noinline)) void some_logits(const GroupArgs& args, bool is_first) {
   Ints sum[NV][4];
-  for (auto& row : sum) {
-    for (auto& lane : row) lane = zero_ints();
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) sum[v][i] = zero_ints();
   }
   const QueryTable& table = *args.table;
-  const size_t unit_bytes = table.unit_bytes(args.first_query);
   const int8_t* query = table.block(args.first_query);
-  int32_t place[kGroupTokens];  // of each token's word in a unit
+  if (IS_SHARED) query += table.num_full * table.unit_bytes(false) * NV;
+  int32_t place[kGroupTokens] = {};  // of each token's word in a unit
   if (IS_GATHERED) {
     for (int t = 0; t < kGroupTokens; ++t) {
-      place[t] = (args.row[t] / 4 * NV) * 4 + args.row[t] % 4;
+      const int quad = args.row[t] / kQuad * NV;
+      place[t] = IS_SHARED ? quad : quad * kQuad + args.row[t] % kQuad;
     }
   } else {
-    query += static_cast<size_t>(args.row[0]) * 4 * NV;
+    query += static_cast<size_t>(args.row[0]) * (IS_SHARED ? 1 : 4) * NV;
   }
-  const UnitOffsets* unit = table.offsets.data();
-  const UnitOffsets* const end = unit + table.units.size();
-  // one unit ahead: its look-ups fill the time that these dot products take
-  Bytes lanes[4];
-  look_up_unit<IS_HIGH>(args, *unit, lanes);
-  for (; unit < end; ++unit, query += unit_bytes) {
-    // additions run on every vector unit, shifts often on one only
-    for (int bit = unit->shift; bit > 0; --bit) {
-      for (auto& row : sum) {
-        for (auto& lane : row) lane = twice(lane);
-      }
-    }
-    Bytes next[4];
-    look_up_unit<IS_HIGH>(args, unit[1], next);
-    add_unit<NV, IS_GATHERED>(query, place, lanes, sum);
-    for (int i = 0; i < 4; ++i) lanes[i] = next[i];
-  }
+  const UnitOffsets* first = table.offsets.data() + (IS_SHARED ? table.num_full : 0);
+  const UnitOffsets* end =
+      table.offsets.data() + (IS_SHARED ? static_cast<int>(table.units.size()) : table.num_full);
+  add_units<NV, IS_HIGH, IS_GATHERED, IS_SHARED>(args, first, end, query, place, sum);
+  const float* scale = (IS_SHARED ? table.shared_scale : table.scale).data() + args.first_query;
+  float* logits = args.logits;
+#pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      store_scaled(args.logits + v * kMaxPageTokens + 4 * i, sum[v][i],
-                   table.scale[args.first_query + v]);
+      float* out = logits + v * kMaxPageTokens + 4 * i;
+      if (is_first) store_scaled(out, sum[v][i], scale[v]);
+      else add_scaled(out, sum[v][i], scale[v]);
     }
+  }
+}
+
+template <int NV, bool IS_HIGH, bool IS_GATHERED>
+void group_logits(const GroupArgs& args) {
+  const QueryTable& table = *args.table;
+  const bool has_full = table.num_full > 0;
+  if (has_full) some_logits<NV, IS_HIGH, IS_GATHERED, false>(args, true);
+  if (static_cast<int>(table.units.size()) > table.num_full) {
+    some_logits<NV, IS_HIGH, IS_GATHERED, true>(args, !has_full);
   }
 }
 
@@ -165,15 +255,15 @@ struct LookupKernel {
   using Scratch = LookupScratch;
 
   static void build(const PageKind& kind, int head, const float* planes, int queries,
-                    Table& out) {
+                    Table& out, int row_bytes_budget = kRowBytesBudget, int most_rows = kMaxRows) {
     QueryTableBuilder(*kind.codebook, head, planes, queries)
-        .build(out, kind.layout.slot_stride(), kRowBytesBudget);
+        .build(out, kind.layout.slot_stride(), row_bytes_budget, most_rows);
     const HeadCodebook& points = kind.codebook->heads[head];
-    out.turn_plane.clear();
+    out.turn_plane.resize(2 * out.tables.size());
     out.turn_points.assign(static_cast<size_t>(out.num_upper) * 4 * kSlotLevels, Point{});
     for (size_t i = 0; i < 2 * out.tables.size(); ++i) {
       const int entry = out.tables[i / 2].entry[i % 2];
-      out.turn_plane.push_back(entry < 0 ? 0 : points.entries[entry].plane);
+      out.turn_plane[i] = entry < 0 ? 0 : points.entries[entry].plane;
       if (entry < 0 || i >= 2 * static_cast<size_t>(out.num_upper)) continue;
       std::copy_n(entry_points(points, entry), 2 * kSlotLevels,
                   out.turn_points.begin() + i * 2 * kSlotLevels);
@@ -186,8 +276,10 @@ struct LookupKernel {
     const int count = header_of(page).count;
     const int half_groups = layout.tokens / 2 / kGroupTokens;
     const int share = layout.page_bytes / (2 * half_groups);
+    const int value_share = (layout.page_bytes - layout.value_offset) / (2 * half_groups);
     for (int g = 0; g * kGroupTokens < count; ++g) {
-      if (next != nullptr) prefetch(next + g * share, share);
+      if (next != nullptr) prefetch<2>(next + g * share, share);
+      prefetch<3>(page + layout.value_offset + g * value_share, value_share);
       GroupArgs args{};
       args.table = &table;
       args.codes = page + layout.key_offset + g % half_groups * kGroupTokens;
@@ -211,9 +303,10 @@ struct LookupKernel {
                      Scratch& scratch, float* out);
 
  private:
+  template <int LOCALITY>  // 3: into the first-level cache, 2: into the second
   static void prefetch(const uint8_t* at, int bytes) {
-    constexpr int kLineBytes = 64, kSecondLevel = 2;
-    for (int i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(at + i, 0, kSecondLevel);
+    constexpr int kLineBytes = 64;
+    for (int i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(at + i, 0, LOCALITY);
   }
 
   static void use_base(const Codebook& codebook, int head, const Table& table, int64_t first,

@@ -11,14 +11,16 @@ inline void base_phases(const Rotary& rotary, int64_t position, Phases& out) {
   out.sine.resize(padded);
   const auto p = static_cast<uint64_t>(position);
   for (int i = 0; i < planes; ++i) {
-    out.word[i] = static_cast<int32_t>(rotary.turns[i] * p >> 32);
+    out.word[i] = static_cast<uint32_t>(rotary.turns[i] * p >> 32);
   }
   for (int i = 0; i < padded; i += kLanes) {
     // Quarter turns leave at most an eighth of a turn, where short series suffice.
     Words word;
     std::memcpy(&word, out.word.data() + i, sizeof word);
-    const Words quarter = (word + (1 << 29)) >> 30;
-    const Words rest = word - (quarter << 30);
+    const Words quarter = (word + (1u << 29)) >> 30;
+    const Words wrapped = word - (quarter << 30);
+    Integers rest;
+    std::memcpy(&rest, &wrapped, sizeof rest);
     const Floats angle = __builtin_convertvector(rest, Floats) * 1.4629180792671596e-9f;
     const Floats z = angle * angle;
     const Floats s =
@@ -26,8 +28,7 @@ inline void base_phases(const Rotary& rotary, int64_t position, Phases& out) {
     const Floats c = 1.0f - 0.5f * z +
                      z * z * (4.166664568298827e-2f +
                               z * (-1.388731625493765e-3f + z * 2.443315711809948e-5f));
-    const Words is_odd = (quarter & 1) != 0;
-    const Floats cosine = is_odd ? s : c, sine = is_odd ? c : s;
+    const Floats cosine = (quarter & 1) != 0 ? s : c, sine = (quarter & 1) != 0 ? c : s;
     store_floats(out.cosine.data() + i, ((quarter + 1) & 2) != 0 ? -cosine : cosine);
     store_floats(out.sine.data() + i, (quarter & 2) != 0 ? -sine : sine);
   }

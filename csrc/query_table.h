@@ -7,6 +7,9 @@
 // power of two so that they fill the byte; units are added by falling size, and the sum is doubled
 // wherever the power rises. So a small term keeps as many digits as a large one.
 //
+// Four rows share their bytes in planes that turn so slowly that it does not show. Units of such
+// entries (shared ones) are added apart from the others.
+//
 // An entry that must be better than 8 bits adds two units: the low byte of its points, and what
 // rounding took from its query.
 //
@@ -22,6 +25,7 @@ struct Unit {
   int32_t exponent;
   int32_t main_exponent;
   bool is_constant;
+  bool is_shared;     // four rows have the same bytes
   bool is_low_point;  // multiplies the low byte of points
   bool is_rest;       // carries the rounding rest of the query
 };
@@ -33,7 +37,7 @@ struct PointTable {
 
 // What the inner loop needs of a unit: byte offsets of two slots' codes and of the points.
 struct UnitOffsets {
-  int32_t codes[2];  // negative: a constant, no look-up
+  int32_t codes[2];
   int32_t points;
   int32_t shift;  // doublings of the sum before this unit is added
 };
@@ -41,26 +45,30 @@ struct UnitOffsets {
 struct QueryTable {
   int num_rows = 0;    // rows of a tile: positions one rotation of the codebook serves
   int num_queries = 0;
-  std::vector<Unit> units;
+  std::vector<Unit> units;  // shared ones last
+  int num_full = 0;         // units that are not shared
   std::vector<PointTable> tables;
   int num_upper = 0;   // tables of upper bytes come first, then those of lower bytes
   std::vector<UnitOffsets> offsets;  // [units + 1]
   std::vector<int32_t> turn_plane;  // [2 * tables] plane whose phase turns the entry
   std::vector<Point> turn_points;   // [2 * upper tables, 2, 16] points in the order of tables
-  std::vector<float> scale;  // [queries] of the integer sum
-  // By blocks of up to kQueryBlock queries: [units, rows / 4, queries of the block, 4, 4], so that
-  // what a group of tokens needs of a unit lies together.
+  std::vector<float> scale;         // [queries] of the integer sum
+  std::vector<float> shared_scale;  // [queries] of the sum of shared units
+  // By blocks of up to kQueryBlock queries: full units [rows / 4, queries of the block, 4, 4], then
+  // shared ones [rows / 4, queries of the block, 4]: what a group needs of a unit lies together.
   std::vector<int8_t> rows;
 
   int block_size(int first_query) const {
     return std::min(kQueryBlock, num_queries - first_query);
   }
-  size_t unit_bytes(int first_query) const {
-    return static_cast<size_t>(num_rows) * 4 * block_size(first_query);
+  // bytes of one query in one unit
+  size_t unit_bytes(bool is_shared) const {
+    return static_cast<size_t>(num_rows) * (is_shared ? 1 : 4);
   }
-  const int8_t* block(int first_query) const {
-    return rows.data() + static_cast<size_t>(first_query) * num_rows * 4 * units.size();
+  size_t query_bytes() const {
+    return num_full * unit_bytes(false) + (units.size() - num_full) * unit_bytes(true);
   }
+  const int8_t* block(int first_query) const { return rows.data() + first_query * query_bytes(); }
 };
 
 class QueryTableBuilder {
@@ -69,7 +77,7 @@ class QueryTableBuilder {
       : head_(codebook.heads[head]), rotary_(*codebook.rotary), planes_(planes),
         num_queries_(num_queries) {}
 
-  void build(QueryTable& out, int slot_stride, int row_bytes_budget) {
+  void build(QueryTable& out, int slot_stride, int row_bytes_budget, int most_rows) {
     out.num_queries = num_queries_;
     out.units.clear();
     out.tables.clear();
@@ -77,15 +85,15 @@ class QueryTableBuilder {
     pair_entries(out);
     refine(out);
     order(out);
-    out.num_rows = choose_rows(static_cast<int>(out.units.size()), row_bytes_budget);
+    out.num_rows = std::min(most_rows, choose_rows(out, row_bytes_budget));
     fill(out);
     out.offsets.clear();
-    int exponent = 0;
+    int exponent[2] = {0, 0};
     for (const Unit& unit : out.units) {
       out.offsets.push_back({{unit.slot[0] * slot_stride, unit.slot[1] * slot_stride},
                              unit.table * kTableBytes,
-                             unit.exponent - exponent});
-      exponent = unit.exponent;
+                             unit.exponent - exponent[unit.is_shared]});
+      exponent[unit.is_shared] = unit.exponent;
     }
     out.offsets.push_back({{0, 0}, 0, 0});  // the kernel looks one unit ahead
   }
@@ -97,6 +105,14 @@ class QueryTableBuilder {
   int num_queries_;
   std::vector<float> top_;    // [queries] largest term
   std::vector<float> share_;  // [entries] largest share of a term in its query's largest
+  std::vector<uint8_t> fine_;  // [entries] whether eight bits are too few
+
+  struct Cost {
+    int entry;
+    float share;
+  };
+  static constexpr double kByteError = 1.2e-5;  // of a term's square, both roundings together
+  static constexpr double kMaxCost = 0.015;
 
   // Terms below a sixteenth of the largest share a power: their rounding no longer counts, unless
   // the large ones are refined.
@@ -117,15 +133,53 @@ class QueryTableBuilder {
     const int n = static_cast<int>(head_.entries.size());
     top_.assign(num_queries_, 0.0f);
     share_.assign(n, 0.0f);
-    for (const Entry& entry : head_.entries) {
-      if (entry.is_fine) max_exponent_ = kFineExponent;
-    }
     for (int v = 0; v < num_queries_; ++v) {
       float top = 0.0f;
       for (int e = 0; e < n; ++e) top = std::max(top, amplitude(v, e));
       top_[v] = top;
       if (top == 0.0f) continue;
       for (int e = 0; e < n; ++e) share_[e] = std::max(share_[e], amplitude(v, e) / top);
+    }
+    choose_fine();
+  }
+
+  // Squared error of a query's logits that the code itself leaves, per squared key radius.
+  double code_error(int query) const {
+    double sum = 0.0;
+    for (const Entry& entry : head_.entries) {
+      const float* q =
+          planes_ + (static_cast<size_t>(query) * rotary_.num_planes + entry.plane) * 2;
+      sum += static_cast<double>(q[0] * q[0] + q[1] * q[1]) * entry.plane_error;
+    }
+    return sum;
+  }
+
+  // Rounding an entry and its query to bytes costs a share of the code's own error; the costliest
+  // entries are refined until what the others cost is small.
+  void choose_fine() {
+    const int n = static_cast<int>(head_.entries.size());
+    fine_.assign(n, 0);
+    std::vector<Cost> costs;
+    for (int e = 0; e < n; ++e) {
+      if (head_.entries[e].slot >= 0 && !head_.entries[e].is_paired) costs.push_back({e, 0.0f});
+    }
+    for (int v = 0; v < num_queries_; ++v) {
+      const double own = code_error(v);
+      if (own <= 0.0) continue;
+      for (Cost& cost : costs) {
+        const double size = amplitude(v, cost.entry);
+        cost.share = std::max(cost.share, static_cast<float>(kByteError * size * size / own));
+      }
+    }
+    std::sort(costs.begin(), costs.end(),
+              [](const Cost& a, const Cost& b) { return a.share > b.share; });
+    double total = 0.0;
+    for (const Cost& cost : costs) total += cost.share;
+    for (const Cost& cost : costs) {
+      if (total <= kMaxCost) break;
+      fine_[cost.entry] = 1;
+      max_exponent_ = kFineExponent;
+      total -= cost.share;
     }
   }
 
@@ -134,9 +188,11 @@ class QueryTableBuilder {
     unit.entry[0] = a;
     unit.entry[1] = b;
     const float share = std::max(share_[a], b >= 0 ? share_[b] : 0.0f);
-    unit.slot[0] = head_.entries[a].slot;
-    unit.slot[1] = b >= 0 ? head_.entries[b].slot : unit.slot[0];
-    unit.is_constant = unit.slot[0] < 0;
+    unit.is_constant = head_.entries[a].slot < 0;
+    // all points of a constant are alike, so that any code finds it
+    unit.slot[0] = std::max(0, head_.entries[a].slot);
+    unit.slot[1] = b >= 0 ? std::max(0, head_.entries[b].slot) : unit.slot[0];
+    unit.is_shared = is_slow(a) && (b < 0 || is_slow(b));
     unit.exponent = max_exponent_;
     if (share > 0.0f) unit.exponent = std::min(max_exponent_, -std::ilogb(share) - 1);
     unit.exponent = std::max(unit.exponent, 0);
@@ -146,22 +202,34 @@ class QueryTableBuilder {
     out.units.push_back(unit);
   }
 
+  struct Loose {
+    int entry;
+  };
+
+  bool is_slow(int entry) const {
+    return rotary_.is_slow[head_.entries[entry].plane] && !fine_[entry];
+  }
+
   void pair_entries(QueryTable& out) const {
-    std::vector<int> loose[3];  // constants, single slots, fine single slots
+    // constants, single slots, fine single slots; slow ones apart, to be shared
+    std::vector<Loose> loose[6];
     const int n = static_cast<int>(head_.entries.size());
     for (int e = 0; e < n; ++e) {
-      if (head_.entries[e].is_pair_first) {
+      const Entry& entry = head_.entries[e];
+      if (entry.is_pair_first) {
         add_unit(out, e, e + 1);
         ++e;
       } else {
-        const Entry& entry = head_.entries[e];
-        loose[entry.slot < 0 ? 0 : 1 + entry.is_fine].push_back(e);
+        loose[(entry.slot < 0 ? 0 : 1 + fine_[e]) + 3 * is_slow(e)].push_back({e});
       }
     }
     for (auto& list : loose) {
-      std::sort(list.begin(), list.end(), [&](int a, int b) { return share_[a] > share_[b]; });
+      // neighbours in size share a unit, so that neither loses digits to the other
+      std::sort(list.begin(), list.end(), [&](const Loose& a, const Loose& b) {
+        return share_[a.entry] > share_[b.entry];
+      });
       for (size_t i = 0; i < list.size(); i += 2) {
-        add_unit(out, list[i], i + 1 < list.size() ? list[i + 1] : -1);
+        add_unit(out, list[i].entry, i + 1 < list.size() ? list[i + 1].entry : -1);
       }
     }
   }
@@ -171,7 +239,7 @@ class QueryTableBuilder {
     out.num_upper = static_cast<int>(out.tables.size());
     for (size_t u = 0; u < num_main; ++u) {
       const Unit main = out.units[u];
-      if (main.is_constant || !head_.entries[main.entry[0]].is_fine) continue;
+      if (main.is_constant || !fine_[main.entry[0]]) continue;
       Unit low = main;
       low.exponent += kLowBits;
       low.is_low_point = true;
@@ -186,21 +254,30 @@ class QueryTableBuilder {
   }
 
   void order(QueryTable& out) const {
-    double sum = 0.0;
-    for (const Unit& unit : out.units) sum += std::ldexp(1.0, -unit.exponent);
-    const int most = sum > 0.0 ? std::ilogb(kAccumulator / sum) : 0;
-    for (Unit& unit : out.units) unit.exponent = std::max(0, std::min(unit.exponent, most));
-    std::stable_sort(out.units.begin(), out.units.end(),
-                     [](const Unit& a, const Unit& b) { return a.exponent < b.exponent; });
-    const int previous = out.units.empty() ? 0 : out.units.back().exponent;
+    double sum[2] = {0.0, 0.0};
+    for (const Unit& unit : out.units) sum[unit.is_shared] += std::ldexp(1.0, -unit.exponent);
+    int last[2] = {0, 0};
+    out.num_full = 0;
+    for (Unit& unit : out.units) {
+      const int most = std::ilogb(kAccumulator / sum[unit.is_shared]);
+      unit.exponent = std::max(0, std::min(unit.exponent, most));
+      last[unit.is_shared] = std::max(last[unit.is_shared], unit.exponent);
+      out.num_full += !unit.is_shared;
+    }
+    std::stable_sort(out.units.begin(), out.units.end(), [](const Unit& a, const Unit& b) {
+      return a.is_shared != b.is_shared ? b.is_shared : a.exponent < b.exponent;
+    });
     out.scale.resize(num_queries_);
+    out.shared_scale.resize(num_queries_);
     for (int v = 0; v < num_queries_; ++v) {
-      out.scale[v] = std::ldexp(top_[v] / (127.0f * 127.0f), -previous);
+      out.scale[v] = std::ldexp(top_[v] / (127.0f * 127.0f), -last[false]);
+      out.shared_scale[v] = std::ldexp(top_[v] / (127.0f * 127.0f), -last[true]);
     }
   }
 
-  int choose_rows(int num_units, int budget) const {
-    const int row_bytes = std::max(1, num_units * 4 * num_queries_);
+  int choose_rows(const QueryTable& table, int budget) const {
+    const int num_shared = static_cast<int>(table.units.size()) - table.num_full;
+    const int row_bytes = std::max(1, (table.num_full * 4 + num_shared) * num_queries_);
     const int fit = std::max(1, budget / row_bytes / kGroupTokens) * kGroupTokens;
     const int tiles = (kMaxRows + fit - 1) / fit;
     const int groups = kMaxRows / kGroupTokens;
@@ -208,7 +285,8 @@ class QueryTableBuilder {
   }
 
   void fill(QueryTable& out) const {
-    out.rows.resize(out.units.size() * 4 * out.num_rows * num_queries_);
+    // the words of a quad's last queries are read as a whole vector
+    out.rows.resize(num_queries_ * out.query_bytes() + 16);
     int8_t* place = out.rows.data();
     for (int first = 0; first < num_queries_; first += kQueryBlock) {
       const int size = out.block_size(first);
@@ -216,13 +294,15 @@ class QueryTableBuilder {
         for (int v = 0; v < size; ++v) {
           const Turning a = turning(unit, 0, first + v), b = turning(unit, 1, first + v);
           const float gain = std::ldexp(1.0f, unit.exponent - unit.main_exponent);
-          if (unit.is_rest) {
+          if (unit.is_shared) {
+            fill_quads(a, b, out.num_rows / kQuad, place + 4 * v, 4 * size);
+          } else if (unit.is_rest) {
             fill_rows<true>(a, b, gain, out.num_rows, place + 16 * v, 16 * size);
           } else {
             fill_rows<false>(a, b, gain, out.num_rows, place + 16 * v, 16 * size);
           }
         }
-        place += static_cast<size_t>(out.num_rows) * 4 * size;
+        place += out.unit_bytes(unit.is_shared) * size;
       }
     }
   }
@@ -235,7 +315,10 @@ class QueryTableBuilder {
   };
 
   Turning turning(const Unit& unit, int half, int v) const {
-    Turning out{0.0f, 0.0f, rotary_.cos_row.data(), rotary_.sin_row.data()};
+    const auto& cosine = unit.is_shared ? rotary_.cos_quad : rotary_.cos_row;
+    const auto& sine = unit.is_shared ? rotary_.sin_quad : rotary_.sin_row;
+    const size_t stride = unit.is_shared ? kMaxRows / kQuad : kMaxRows;
+    Turning out{0.0f, 0.0f, cosine.data(), sine.data()};
     const int e = unit.entry[half];
     if (e < 0 || top_[v] == 0.0f) return out;
     const Entry& entry = head_.entries[e];
@@ -245,8 +328,8 @@ class QueryTableBuilder {
     const float* q = planes_ + (static_cast<size_t>(v) * rotary_.num_planes + entry.plane) * 2;
     out.x = q[0] * scale;
     out.y = q[1] * scale;
-    out.cosine += static_cast<size_t>(entry.plane) * kMaxRows;
-    out.sine += static_cast<size_t>(entry.plane) * kMaxRows;
+    out.cosine += entry.plane * stride;
+    out.sine += entry.plane * stride;
     return out;
   }
 
@@ -265,17 +348,33 @@ class QueryTableBuilder {
     return bits & 255;
   }
 
+  template <bool IS_REST>
+  static Words row_words(const Turning& a, const Turning& b, float gain, int row) {
+    const Floats c0 = load_floats(a.cosine + row), s0 = load_floats(a.sine + row);
+    const Floats c1 = load_floats(b.cosine + row), s1 = load_floats(b.sine + row);
+    return byte_of<IS_REST>(a.x * c0 + a.y * s0, gain) |
+           byte_of<IS_REST>(a.y * c0 - a.x * s0, gain) << 8 |
+           byte_of<IS_REST>(b.x * c1 + b.y * s1, gain) << 16 |
+           byte_of<IS_REST>(b.y * c1 - b.x * s1, gain) << 24;
+  }
+
+  // One word for every quad, `stride` bytes apart.
+  static void fill_quads(const Turning& a, const Turning& b, int num_quads, int8_t* out,
+                         int stride) {
+    for (int quad = 0; quad < num_quads; quad += kLanes) {
+      const Words word = row_words<false>(a, b, 1.0f, quad);
+      for (int i = 0; i < kLanes && quad + i < num_quads; ++i) {
+        std::memcpy(out + (quad + i) * stride, reinterpret_cast<const char*>(&word) + 4 * i, 4);
+      }
+    }
+  }
+
   // Words (a0, b0, a1, b1) of all rows; four rows lie together, then `stride` bytes follow.
   template <bool IS_REST>
   static void fill_rows(const Turning& a, const Turning& b, float gain, int num_rows,
                         int8_t* out, int stride) {
     for (int r = 0; r < num_rows; r += kLanes) {
-      const Floats c0 = load_floats(a.cosine + r), s0 = load_floats(a.sine + r);
-      const Floats c1 = load_floats(b.cosine + r), s1 = load_floats(b.sine + r);
-      const Words word = byte_of<IS_REST>(a.x * c0 + a.y * s0, gain) |
-                         byte_of<IS_REST>(a.y * c0 - a.x * s0, gain) << 8 |
-                         byte_of<IS_REST>(b.x * c1 + b.y * s1, gain) << 16 |
-                         byte_of<IS_REST>(b.y * c1 - b.x * s1, gain) << 24;
+      const Words word = row_words<IS_REST>(a, b, gain, r);
       for (int i = 0; i < kLanes; i += 4) {
         std::memcpy(out + (r + i) / 4 * stride, reinterpret_cast<const char*>(&word) + 4 * i, 16);
       }

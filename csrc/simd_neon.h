@@ -5,6 +5,17 @@
 // Query rows kept beside codes and codebook in the first-level cache, 64 KiB on these cores.
 constexpr int kRowBytesBudget = 44 * 1024;
 
+// Functions that must be inlined for their registers to stay registers.
+#define SPHKV_INLINE __attribute__((always_inline)) inline
+
+// Keeps the compiler from moving x across other pinned values: kernels are written in the order in
+// which both vector units stay busy, and the compiler's own order is a third slower.
+template <class T>
+SPHKV_INLINE T pin(T x) {
+  asm volatile("" : "+w"(x));
+  return x;
+}
+
 using Point = __fp16;
 using Bytes = uint8x16_t;
 using Ints = int32x4_t;
@@ -14,23 +25,14 @@ inline Bytes low_nibbles(Bytes x) { return vandq_u8(x, vdupq_n_u8(15)); }
 inline Bytes high_nibbles(Bytes x) { return vshrq_n_u8(x, 4); }
 inline Bytes look_up(Bytes table, Bytes index) { return vqtbl1q_u8(table, index); }
 
-// Four vectors of (x0, y0, x1, y1), one 32-bit lane per token.
-inline void interleave(Bytes x0, Bytes y0, Bytes x1, Bytes y1, Bytes out[4]) {
-  const uint16x8_t a = vreinterpretq_u16_u8(vzip1q_u8(x0, y0));
-  const uint16x8_t b = vreinterpretq_u16_u8(vzip1q_u8(x1, y1));
-  const uint16x8_t c = vreinterpretq_u16_u8(vzip2q_u8(x0, y0));
-  const uint16x8_t d = vreinterpretq_u16_u8(vzip2q_u8(x1, y1));
-  out[0] = vreinterpretq_u8_u16(vzip1q_u16(a, b));
-  out[1] = vreinterpretq_u8_u16(vzip2q_u16(a, b));
-  out[2] = vreinterpretq_u8_u16(vzip1q_u16(c, d));
-  out[3] = vreinterpretq_u8_u16(vzip2q_u16(c, d));
+// Interleaves the lower or upper halves of two vectors by bytes, or by pairs of bytes.
+inline Bytes zip_low(Bytes a, Bytes b) { return vzip1q_u8(a, b); }
+inline Bytes zip_high(Bytes a, Bytes b) { return vzip2q_u8(a, b); }
+inline Bytes zip_pairs_low(Bytes a, Bytes b) {
+  return vreinterpretq_u8_u16(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
 }
-
-// The same four bytes in every lane.
-inline Bytes broadcast_word(const uint8_t* p) {
-  uint32_t word;
-  std::memcpy(&word, p, sizeof word);
-  return vreinterpretq_u8_u32(vdupq_n_u32(word));
+inline Bytes zip_pairs_high(Bytes a, Bytes b) {
+  return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
 }
 
 // One lane from each of four places.
@@ -50,10 +52,20 @@ inline Ints dot(Ints sum, Bytes points, Bytes query) {
   return vdotq_s32(sum, vreinterpretq_s8_u8(points), vreinterpretq_s8_u8(query));
 }
 
+// The same with one word of the query for all lanes.
+template <int WORD>
+inline Ints dot_word(Ints sum, Bytes points, Bytes query) {
+  return vdotq_laneq_s32(sum, vreinterpretq_s8_u8(points), vreinterpretq_s8_u8(query), WORD);
+}
+
 inline Ints twice(Ints x) { return vaddq_s32(x, x); }
 
 inline void store_scaled(float* out, Ints x, float scale) {
   vst1q_f32(out, vmulq_n_f32(vcvtq_f32_s32(x), scale));
+}
+
+inline void add_scaled(float* out, Ints x, float scale) {
+  vst1q_f32(out, vfmaq_n_f32(vld1q_f32(out), vcvtq_f32_s32(x), scale));
 }
 
 inline const Point* entry_points(const HeadCodebook& head, int entry) {

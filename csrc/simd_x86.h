@@ -5,6 +5,14 @@
 // Query rows kept beside codes and codebook in the first-level cache, 32 or 48 KiB.
 constexpr int kRowBytesBudget = 20 * 1024;
 
+#define SPHKV_INLINE __attribute__((always_inline)) inline
+
+// These processors reorder enough by themselves; see simd_neon.h.
+template <class T>
+SPHKV_INLINE T pin(T x) {
+  return x;
+}
+
 using Point = float;
 using Bytes = __m128i;
 using Ints = __m128i;
@@ -16,22 +24,11 @@ inline Bytes low_nibbles(Bytes x) { return _mm_and_si128(x, _mm_set1_epi8(15)); 
 inline Bytes high_nibbles(Bytes x) { return low_nibbles(_mm_srli_epi16(x, 4)); }
 inline Bytes look_up(Bytes table, Bytes index) { return _mm_shuffle_epi8(table, index); }
 
-// Four vectors of (x0, y0, x1, y1), one 32-bit lane per token.
-inline void interleave(Bytes x0, Bytes y0, Bytes x1, Bytes y1, Bytes out[4]) {
-  const Bytes a = _mm_unpacklo_epi8(x0, y0), b = _mm_unpacklo_epi8(x1, y1);
-  const Bytes c = _mm_unpackhi_epi8(x0, y0), d = _mm_unpackhi_epi8(x1, y1);
-  out[0] = _mm_unpacklo_epi16(a, b);
-  out[1] = _mm_unpackhi_epi16(a, b);
-  out[2] = _mm_unpacklo_epi16(c, d);
-  out[3] = _mm_unpackhi_epi16(c, d);
-}
-
-// The same four bytes in every lane.
-inline Bytes broadcast_word(const uint8_t* p) {
-  int32_t word;
-  std::memcpy(&word, p, sizeof word);
-  return _mm_set1_epi32(word);
-}
+// Interleaves the lower or upper halves of two vectors by bytes, or by pairs of bytes.
+inline Bytes zip_low(Bytes a, Bytes b) { return _mm_unpacklo_epi8(a, b); }
+inline Bytes zip_high(Bytes a, Bytes b) { return _mm_unpackhi_epi8(a, b); }
+inline Bytes zip_pairs_low(Bytes a, Bytes b) { return _mm_unpacklo_epi16(a, b); }
+inline Bytes zip_pairs_high(Bytes a, Bytes b) { return _mm_unpackhi_epi16(a, b); }
 
 // One lane from each of four places.
 inline Bytes gather_words(const int8_t* base, const int32_t* place) {
@@ -55,8 +52,18 @@ inline Ints dot(Ints sum, Bytes points, Bytes query) {
 #endif
 }
 
+// The same with one word of the query for all lanes.
+template <int WORD>
+inline Ints dot_word(Ints sum, Bytes points, Bytes query) {
+  return dot(sum, points, _mm_shuffle_epi32(query, WORD * 0x55));
+}
+
 inline void store_scaled(float* out, Ints x, float scale) {
   _mm_storeu_ps(out, _mm_mul_ps(_mm_cvtepi32_ps(x), _mm_set1_ps(scale)));
+}
+
+inline void add_scaled(float* out, Ints x, float scale) {
+  _mm_storeu_ps(out, _mm_fmadd_ps(_mm_cvtepi32_ps(x), _mm_set1_ps(scale), _mm_loadu_ps(out)));
 }
 
 inline const Point* entry_points(const HeadCodebook& head, int entry) {
@@ -109,6 +116,7 @@ inline void rotate_low_bytes(const float* points, float cosine, float sine, uint
   }
 }
 
+#if !SPHKV_WIDE_VALUES
 // Value codes: one register holds four tokens of each of kValueDims dimensions.
 constexpr int kValueDims = 8;
 using Codes = __m256i;
@@ -161,3 +169,4 @@ inline void add_sums(float* out, Sums sum, float scale, float middle) {
   const __m256 centred = _mm256_sub_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(middle));
   _mm256_storeu_ps(out, _mm256_fmadd_ps(centred, _mm256_set1_ps(scale), _mm256_loadu_ps(out)));
 }
+#endif

@@ -9,7 +9,8 @@ constexpr int kLanes = SPHKV_VECTOR_BYTES / sizeof(float);
 static_assert(kGroupTokens % kLanes == 0, "a group is a whole number of vectors");
 
 typedef float Floats __attribute__((vector_size(SPHKV_VECTOR_BYTES)));
-typedef int32_t Words __attribute__((vector_size(SPHKV_VECTOR_BYTES)));
+typedef uint32_t Words __attribute__((vector_size(SPHKV_VECTOR_BYTES)));
+typedef int32_t Integers __attribute__((vector_size(SPHKV_VECTOR_BYTES)));
 
 inline Floats load_floats(const float* p) {
   Floats out;

@@ -2,13 +2,13 @@
 #include "team.h"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 #if defined(__linux__)
 #include <dlfcn.h>
@@ -19,14 +19,50 @@ namespace sphkv {
 
 namespace {
 
-struct Job {
-  const std::function<void(int)>* task;
-  int count;
-  std::atomic<int> next{0};
+// Helpers stay awake this long for the next step, the caller for a helper's last task.
+constexpr auto kAwake = std::chrono::microseconds(20);
+
+inline void relax() {
+#if defined(__aarch64__)
+  asm volatile("yield");
+#elif defined(__x86_64__)
+  asm volatile("pause");
+#endif
+}
+
+// Polls for a short while, then gives the processor away between polls.
+template <class Condition>
+void wait_until(const Condition& is_met) {
+  const auto start = std::chrono::steady_clock::now();
+  while (!is_met()) {
+    for (int i = 0; i < 32 && !is_met(); ++i) relax();
+    if (std::chrono::steady_clock::now() - start > kAwake) std::this_thread::yield();
+  }
+}
+
+class Job {
+ public:
+  explicit Job(const std::vector<Phase>& phases)
+      : phases_(phases), progress_(new Progress[phases.size()]) {}
 
   void work() {
-    for (int i = next.fetch_add(1); i < count; i = next.fetch_add(1)) (*task)(i);
+    for (size_t p = 0; p < phases_.size(); ++p) {
+      const int count = phases_[p].count;
+      Progress& progress = progress_[p];
+      for (int i = progress.next.fetch_add(1); i < count; i = progress.next.fetch_add(1)) {
+        phases_[p].task(i);
+        progress.done.fetch_add(1, std::memory_order_release);
+      }
+      wait_until([&] { return progress.done.load(std::memory_order_acquire) >= count; });
+    }
   }
+
+ private:
+  struct Progress {
+    std::atomic<int> next{0}, done{0};
+  };
+  const std::vector<Phase>& phases_;
+  std::unique_ptr<Progress[]> progress_;
 };
 
 using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
@@ -58,51 +94,65 @@ GompParallel openmp() {
   return entry;
 }
 
-// Threads that sleep between jobs. Leaked on purpose: joining at exit can deadlock an
+// Threads that sleep between steps. Leaked on purpose: joining at exit can deadlock an
 // interpreter that is shutting down.
 class Pool {
  public:
   void run(int num_threads, Job& job) {
     std::lock_guard<std::mutex> turn(turn_);
-    grow(num_threads - 1);
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      for (; size_ < num_threads - 1; ++size_) {
+        std::thread([this, id = size_] { loop(id); }).detach();
+      }
       job_ = &job;
-      helpers_ = num_threads - 1;
-      busy_ = helpers_;
-      ++epoch_;
+      num_helpers_ = num_threads - 1;
+      epoch_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
     job.work();
-    std::unique_lock<std::mutex> lock(mutex_);
-    done_.wait(lock, [&] { return busy_ == 0; });
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_ = nullptr;  // who has not begun by now never will
+    }
+    wait_until([&] { return num_inside_.load(std::memory_order_acquire) == 0; });
   }
 
  private:
   std::mutex turn_, mutex_;
-  std::condition_variable wake_, done_;
+  std::condition_variable wake_;
   Job* job_ = nullptr;
-  int helpers_ = 0, busy_ = 0, size_ = 0;
-  uint64_t epoch_ = 0;
+  int num_helpers_ = 0, size_ = 0;
+  std::atomic<int> num_inside_{0};
+  std::atomic<uint64_t> epoch_{0};
 
-  void grow(int wanted) {
-    for (; size_ < wanted; ++size_) {
-      std::thread([this, id = size_, seen = epoch_] { loop(id, seen); }).detach();
+  void loop(int id) {
+    uint64_t seen = 0;
+    for (;;) {
+      await_epoch(seen);
+      Job* job = nullptr;
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+        seen = epoch_.load(std::memory_order_relaxed);
+        if (job_ == nullptr || id >= num_helpers_) continue;
+        job = job_;
+        num_inside_.fetch_add(1, std::memory_order_relaxed);
+      }
+      job->work();
+      num_inside_.fetch_sub(1, std::memory_order_release);
     }
   }
 
-  void loop(int id, uint64_t seen) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [&] { return epoch_ != seen; });
-      seen = epoch_;
-      if (id >= helpers_) continue;
-      Job* job = job_;
-      lock.unlock();
-      job->work();
-      lock.lock();
-      if (--busy_ == 0) done_.notify_one();
+  void await_epoch(uint64_t seen) {
+    const auto start = std::chrono::steady_clock::now();
+    while (std::chrono::steady_clock::now() - start < kAwake) {
+      for (int i = 0; i < 32; ++i) {
+        if (epoch_.load(std::memory_order_acquire) != seen) return;
+        relax();
+      }
     }
+    std::unique_lock<std::mutex> lock(mutex_);
+    wake_.wait(lock, [&] { return epoch_.load(std::memory_order_relaxed) != seen; });
   }
 };
 
@@ -113,9 +163,8 @@ Pool& pool() {
 
 }  // namespace
 
-void parallel_for(int num_threads, int count, const std::function<void(int)>& task) {
-  Job job{&task, count};
-  num_threads = num_threads < count ? num_threads : count;
+void run_phases(int num_threads, const std::vector<Phase>& phases) {
+  Job job(phases);
   if (num_threads <= 1) {
     job.work();
   } else if (openmp() != nullptr) {

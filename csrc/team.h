@@ -7,13 +7,21 @@
 #pragma once
 
 #include <functional>
+#include <vector>
 
 namespace sphkv {
 
-// Calls task(i) for every i below count, on up to `num_threads` threads; returns when all are done.
-void parallel_for(int num_threads, int count, const std::function<void(int)>& task);
+// Tasks 0 .. count - 1, in any order; all are done before the next phase begins.
+struct Phase {
+  int count;
+  std::function<void(int)> task;
+};
 
-// "openmp", "pool" or "none": what parallel_for uses for more than one thread.
+// Runs phases on the calling thread and on up to num_threads - 1 helpers. Between phases nobody
+// waits for a helper that has not begun: on a busy machine the others do its work.
+void run_phases(int num_threads, const std::vector<Phase>& phases);
+
+// "openmp" or "pool": whose threads run_phases uses.
 const char* team_name();
 
 }  // namespace sphkv

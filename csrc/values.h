@@ -7,7 +7,7 @@ template <int PARTS>
 constexpr float kWeightPeak = PARTS == 1 ? 255.0f : 127.0f * 128.0f;
 
 constexpr int kPartBytes = kGroupTokens;
-constexpr int kGroupBytes = kQueryBlock * 2 * kPartBytes;  // weights of a group, all rows of a block
+constexpr int kGroupBytes = kQueryBlock * 2 * kPartBytes;  // weights of a group, a block's rows
 
 inline uint8_t* row_weights(LookupScratch& scratch, int v) {
   return scratch.weights.data() +
@@ -63,49 +63,6 @@ void quantise_weights(int count, int num_rows, LookupScratch& scratch) {
   }
 }
 
-// Codes of 16 tokens and kValueDims dimensions as four registers of bytes. `bits` holds the top
-// bits of 32 tokens of three-bit codes; IS_ODD: of these, the second 16 are wanted.
-template <int BITS, bool IS_ODD>
-inline void unpack_codes(const uint8_t* stream, Codes bits, int group, int dim, int first,
-                         Codes out[4]) {
-  const size_t row_bytes = static_cast<size_t>(dim) * 4;
-  const uint8_t* at = stream + group * row_bytes * BITS / (BITS == 3 ? 3 : 2) + first * 4;
-  if constexpr (BITS == 2) {
-    const Codes word = load_codes(at);
-    out[0] = and_mask(word, 3);
-    out[1] = and_mask(shift_right<2>(word), 3);
-    out[2] = and_mask(shift_right<4>(word), 3);
-    out[3] = shift_right<6>(word);
-  } else if constexpr (BITS == 3) {
-    const Codes word = load_codes(at);
-    // bit m of this half moves to bit 2, above the two low bits
-    Codes top[4];
-    if constexpr (IS_ODD) {
-      top[0] = shift_right<2>(bits);
-      top[1] = shift_right<3>(bits);
-      top[2] = shift_right<4>(bits);
-      top[3] = shift_right<5>(bits);
-    } else {
-      top[0] = shift_up<2>(bits);
-      top[1] = shift_up<1>(bits);
-      top[2] = bits;
-      top[3] = shift_right<1>(bits);
-    }
-    out[0] = and_mask(select(4, top[0], word), 7);
-    out[1] = and_mask(select(4, top[1], shift_right<2>(word)), 7);
-    out[2] = and_mask(select(4, top[2], shift_right<4>(word)), 7);
-    out[3] = and_mask(select(4, top[3], shift_right<6>(word)), 7);
-  } else if constexpr (BITS == 4) {
-    const Codes a = load_codes(at), b = load_codes(at + row_bytes);
-    out[0] = and_mask(a, 15);
-    out[1] = shift_right<4>(a);
-    out[2] = and_mask(b, 15);
-    out[3] = shift_right<4>(b);
-  } else {
-    for (int m = 0; m < 4; ++m) out[m] = flip_sign(load_codes(at + m * row_bytes));
-  }
-}
-
 struct ValueArgs {
   const uint8_t* stream;
   const uint8_t* top;      // 1-bit stream of three-bit codes
@@ -117,76 +74,130 @@ struct ValueArgs {
   float* out;
 };
 
-// One lane for all rows in turn, so that no sum waits for itself.
-template <int PARTS, int LANE, int NV, int ND>
-inline void weigh_lane(Codes codes, const Weights (&weights)[NV][PARTS], int n,
-                       Sums (&sum)[NV][ND][PARTS]) {
+// Codes of 16 tokens and kValueDims dimensions, on their way to four registers of bytes.
+struct Unpacking {
+  Codes word[4];  // as stored: one register for 2 and 3 bits, two for 4, four for 8
+  Codes bits;     // top bits of 32 tokens of three-bit codes
+  Codes top, low;
+  Codes codes[4];
+};
+
+template <int BITS>
+constexpr int kWords = BITS == 3 ? 1 : BITS / 2;
+
+template <int BITS, bool IS_ODD>
+SPHKV_INLINE void start_unpacking(const ValueArgs& args, int pair, int first, Unpacking& s) {
+  const size_t row_bytes = static_cast<size_t>(args.dim) * 4;
+  const uint8_t* at = args.stream + (2 * pair + IS_ODD) * row_bytes * kWords<BITS> + first * 4;
+#pragma GCC unroll 4
+  for (int i = 0; i < kWords<BITS>; ++i) s.word[i] = load_codes(at + i * row_bytes);
+  if constexpr (BITS == 3) s.bits = load_codes(args.top + pair * row_bytes + first * 4);
+}
+
+constexpr int kUnpackOps = 4;  // of one lane
+
+// One operation of unpacking lane LANE (four tokens); spread between dot products.
+template <int OP, int LANE, int BITS, bool IS_ODD>
+SPHKV_INLINE void unpack_op(Unpacking& s) {
+  if constexpr (BITS == 3) {
+    // bit LANE of this half of the top bits moves to bit 2, above the two low bits
+    constexpr int kBit = LANE + 4 * IS_ODD;
+    if constexpr (OP == 0 && kBit < 2) s.top = shift_up<(2 - kBit) & 7>(s.bits);
+    if constexpr (OP == 0 && kBit >= 2) s.top = shift_right<(kBit - 2) & 7>(s.bits);
+    if constexpr (OP == 1) s.low = shift_right<2 * LANE>(s.word[0]);
+    if constexpr (OP == 2) s.low = select(4, s.top, s.low);
+    if constexpr (OP == 3) s.codes[LANE] = pin(and_mask(s.low, 7));
+  } else if constexpr (BITS == 2) {
+    if constexpr (OP == 1) s.low = shift_right<2 * LANE>(s.word[0]);
+    if constexpr (OP == 3) s.codes[LANE] = LANE == 3 ? s.low : pin(and_mask(s.low, 3));
+  } else if constexpr (BITS == 4) {
+    if constexpr (OP == 1 && LANE % 2 == 0) s.codes[LANE] = pin(and_mask(s.word[LANE / 2], 15));
+    if constexpr (OP == 1 && LANE % 2 == 1) s.codes[LANE] = pin(shift_right<4>(s.word[LANE / 2]));
+  } else {
+    if constexpr (OP == 1) s.codes[LANE] = pin(flip_sign(s.word[LANE]));
+  }
+}
+
+template <int FIRST, int LAST, int LANE, int BITS, bool IS_ODD>
+SPHKV_INLINE void unpack_ops(Unpacking& s) {
+  if constexpr (FIRST < LAST) {
+    unpack_op<FIRST, LANE, BITS, IS_ODD>(s);
+    unpack_ops<FIRST + 1, LAST, LANE, BITS, IS_ODD>(s);
+  }
+}
+
+// Adds lane by lane, all rows in turn, and unpacks the next group meanwhile.
+template <int DOT, int BITS, int PARTS, int NV, bool IS_NEXT_ODD>
+SPHKV_INLINE void weigh_group(const Weights (&weights)[NV][PARTS], const Unpacking& now,
+                              Unpacking& next, Sums (&sum)[NV][PARTS]) {
+  constexpr int kLaneDots = NV * PARTS;
+  if constexpr (DOT < 4 * kLaneDots) {
+    constexpr int kLane = DOT / kLaneDots, k = DOT % kLaneDots, v = k / PARTS, part = k % PARTS;
+    sum[v][part] = pin(weigh<PARTS, kLane>(sum[v][part], now.codes[kLane], weights[v][part]));
+    unpack_ops<k * kUnpackOps / kLaneDots, (k + 1) * kUnpackOps / kLaneDots, kLane, BITS,
+               IS_NEXT_ODD>(next);
+    weigh_group<DOT + 1, BITS, PARTS, NV, IS_NEXT_ODD>(weights, now, next, sum);
+  }
+}
+
+template <int PARTS, int NV>
+SPHKV_INLINE void load_group_weights(const ValueArgs& args, int group,
+                                     Weights (&out)[NV][PARTS]) {
+  const uint8_t* at = args.weights + group * kGroupBytes;
+#pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
+#pragma GCC unroll 2
     for (int part = 0; part < PARTS; ++part) {
-      sum[v][n][part] = weigh<PARTS, LANE>(sum[v][n][part], codes, weights[v][part]);
+      out[v][part] = load_weights(at + (2 * v + part) * kPartBytes);
     }
   }
 }
 
-template <int BITS, int PARTS, int NV, int ND, bool IS_ODD>
-inline void value_group(const ValueArgs& args, int pair, int first, const Codes (&bits)[ND],
-                        Sums (&sum)[NV][ND][PARTS]) {
-  const int group = 2 * pair + IS_ODD;
-  Weights weights[NV][PARTS];
+// Sums of kValueDims dimensions over the page for NV rows. `even` holds the first group's codes,
+// and those of dimension `next` on return.
+template <int BITS, int PARTS, int NV>
+SPHKV_INLINE void value_block(const ValueArgs& args, int first, int next, Unpacking& even) {
+  Sums sum[NV][PARTS];
+#pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
-    for (int part = 0; part < PARTS; ++part) {
-      weights[v][part] =
-          load_weights(args.weights + group * kGroupBytes + (2 * v + part) * kPartBytes);
-    }
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; ++part) sum[v][part] = zero_sums();
   }
-  for (int n = 0; n < ND; ++n) {
-    Codes codes[4];
-    unpack_codes<BITS, IS_ODD>(args.stream, bits[n], group, args.dim, first + n * kValueDims,
-                               codes);
-    weigh_lane<PARTS, 0>(codes[0], weights, n, sum);
-    weigh_lane<PARTS, 1>(codes[1], weights, n, sum);
-    weigh_lane<PARTS, 2>(codes[2], weights, n, sum);
-    weigh_lane<PARTS, 3>(codes[3], weights, n, sum);
+  Unpacking odd;
+  const int last = args.num_pairs - 1;
+  for (int pair = 0; pair <= last; ++pair) {
+    Weights weights[NV][PARTS];
+    load_group_weights<PARTS, NV>(args, 2 * pair, weights);
+    start_unpacking<BITS, true>(args, pair, first, odd);
+    weigh_group<0, BITS, PARTS, NV, true>(weights, even, odd, sum);
+    load_group_weights<PARTS, NV>(args, 2 * pair + 1, weights);
+    const bool is_last = pair == last;
+    start_unpacking<BITS, false>(args, is_last ? 0 : pair + 1, is_last ? next : first, even);
+    weigh_group<0, BITS, PARTS, NV, false>(weights, odd, even, sum);
   }
-}
-
-// Sums of ND * kValueDims dimensions over the page for NV rows.
-template <int BITS, int PARTS, int NV, int ND>
-inline void value_block(const ValueArgs& args, int first) {
-  Sums sum[NV][ND][PARTS];
-  for (auto& row : sum) {
-    for (auto& column : row) {
-      for (auto& part : column) part = zero_sums();
-    }
-  }
-  for (int pair = 0; pair < args.num_pairs; ++pair) {
-    Codes bits[ND] = {};
-    if constexpr (BITS == 3) {
-      const uint8_t* top = args.top + (static_cast<size_t>(pair) * args.dim + first) * 4;
-      for (int n = 0; n < ND; ++n) bits[n] = load_codes(top + n * kValueDims * 4);
-    }
-    value_group<BITS, PARTS, NV, ND, false>(args, pair, first, bits, sum);
-    value_group<BITS, PARTS, NV, ND, true>(args, pair, first, bits, sum);
-  }
+#pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
-    for (int n = 0; n < ND; ++n) {
-      Sums joint = sum[v][n][0];
-      if constexpr (PARTS == 2) joint = join_parts(joint, sum[v][n][1]);
-      add_sums(args.out + static_cast<size_t>(v) * args.dim + first + n * kValueDims, joint,
-               args.scale[v], args.middle[v]);
-    }
+    Sums joint = sum[v][0];
+    if constexpr (PARTS == 2) joint = join_parts(joint, sum[v][1]);
+    add_sums(args.out + static_cast<size_t>(v) * args.dim + first, joint, args.scale[v],
+             args.middle[v]);
   }
 }
 
 template <int BITS, int PARTS, int NV>
-void value_rows(const ValueArgs& args) {
-  // as many columns as leave registers for weights and codes
-  constexpr int kColumns = NV * PARTS <= 4 ? 2 : 1;
-  int first = 0;
-  for (; first + kColumns * kValueDims <= args.dim; first += kColumns * kValueDims) {
-    value_block<BITS, PARTS, NV, kColumns>(args, first);
+__attribute__((noinline)) void value_rows(const ValueArgs& shared) {
+  const ValueArgs args = shared;  // the compiler must not fear that sums overwrite it
+  Unpacking even;
+  start_unpacking<BITS, false>(args, 0, 0, even);
+  unpack_ops<0, kUnpackOps, 0, BITS, false>(even);
+  unpack_ops<0, kUnpackOps, 1, BITS, false>(even);
+  unpack_ops<0, kUnpackOps, 2, BITS, false>(even);
+  unpack_ops<0, kUnpackOps, 3, BITS, false>(even);
+  for (int first = 0; first < args.dim; first += kValueDims) {
+    // after the last dimensions the first are unpacked once more, for nothing
+    const int next = first + kValueDims < args.dim ? first + kValueDims : 0;
+    value_block<BITS, PARTS, NV>(args, first, next, even);
   }
-  for (; first < args.dim; first += kValueDims) value_block<BITS, PARTS, NV, 1>(args, first);
 }
 
 template <int BITS, int PARTS>

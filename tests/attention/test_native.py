@@ -10,7 +10,7 @@ from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
 from sphkv.testing.oracle import dense_oracle
 
-pytest.importorskip("sphkv.attention.native._kernels", reason="the native kernels are not built")
+pytest.importorskip("sphkv._kernels", reason="the native kernels are not built")
 
 from sphkv.attention.native.backend import NativeBackend
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sphkv.codec import native
 from sphkv.codec.affine import check_finite
 from sphkv.codec.codebook import (
     CELL_BITS,
@@ -61,9 +62,13 @@ def encode_keys(
     radius = keys.norm(dim=-1)
     z = rope.unrotate(rope.to_planes(keys), positions)
     unit = z / radius.clamp(min=torch.finfo(torch.float32).tiny)[..., None, None]
-    codes, coded = snap_to_slots(unit, codebook)
-    cosine = (unit * coded).sum((-1, -2))
-    length = coded.square().sum((-1, -2)).sqrt()
+    found = native.snap_to_slots(unit, codebook)
+    if found is None:
+        codes, coded = snap_to_slots(unit, codebook)
+        cosine = (unit * coded).sum((-1, -2))
+        length = coded.square().sum((-1, -2)).sqrt()
+    else:
+        codes, cosine, length = found
     # fall back to preserving the norm where the code points away from the key
     gain = torch.where(cosine > _LEAST_COSINE * length, 1 / cosine, 1 / length.clamp(min=1e-6))
     return SphericalCode(codes, radius * gain)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sphkv.codec import native
 from sphkv.codec.affine import AffineCode, check_finite, live_mask, quantise_affine_u8
 from sphkv.codec.hadamard import rotate, unrotate
 from sphkv.codec.packing import VALUE_BITS
@@ -85,8 +86,20 @@ def encode_values(values: Tensor, mask: Tensor | None = None, *, bits: int) -> V
     # Unit peak: squares neither overflow nor vanish, whatever the magnitude of a token.
     inverse_peak = _inverse(peak)
     unit = rotated * inverse_peak
-    step = _fit_step(unit, bits=bits) * peak
-    scale = quantise_affine_u8(step.squeeze(-1), live)
+    step = native.fit_steps(unit, _starts(bits), bits=bits, num_refinements=NUM_REFINEMENTS)
+    if step is None:
+        step = _fit_step(unit, bits=bits)
+    scale = quantise_affine_u8((step * peak).squeeze(-1), live)
+    found = native.encode_steps(unit, inverse_peak, scale, live, bits=bits)
+    if found is not None:
+        return ValueCode(found[0], AffineCode(found[1], scale.lo, scale.step), bits)
+    return _encode_steps(unit, inverse_peak, scale, live, bits=bits)
+
+
+def _encode_steps(
+    unit: Tensor, inverse_peak: Tensor, scale: AffineCode, live: Tensor, *, bits: int
+) -> ValueCode:
+    """Codes at the best of each step's neighbours; what ``native.encode_steps`` also does."""
     scale = _choose_neighbour(unit, inverse_peak, scale, bits=bits)
     centred = _snap(unit, scale.dequantise()[..., None] * inverse_peak, bits=bits)
     codes = (centred + _midpoint(bits)).masked_fill(~live[..., None], 0.0).to(torch.uint8)
@@ -141,6 +154,13 @@ def _snap(unit: Tensor, step: Tensor, *, bits: int) -> Tensor:
     return ratio.floor_().clamp_(-half, half - 1).add_(0.5)
 
 
+def _starts(bits: int) -> list[float]:
+    """Steps to begin from: each clipping ratio's, relative to the peak."""
+    first, last, count = CLIP_GRID[bits]
+    ratios = [first + (last - first) * i / (count - 1) for i in range(count)]
+    return [ratio / _midpoint(bits) for ratio in ratios]
+
+
 def _fit_step(unit: Tensor, *, bits: int) -> Tensor:
     """Step of least squared error of every token.
 
@@ -154,12 +174,10 @@ def _fit_step(unit: Tensor, *, bits: int) -> Tensor:
     Returns:
         ``[..., tokens, 1]`` float32, relative to the peak.
     """
-    first, last, count = CLIP_GRID[bits]
     best_step = torch.zeros_like(unit[..., :1])
     best_gain = torch.full_like(best_step, -1.0)
-    for i in range(count):
-        ratio = first + (last - first) * i / (count - 1)
-        step, gain = _least_squares(unit, torch.full_like(best_step, ratio / _midpoint(bits)), bits)
+    for start in _starts(bits):
+        step, gain = _least_squares(unit, torch.full_like(best_step, start), bits)
         is_better = gain > best_gain
         best_step = torch.where(is_better, step, best_step)
         best_gain = torch.where(is_better, gain, best_gain)

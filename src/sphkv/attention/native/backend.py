@@ -9,9 +9,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from sphkv.attention.native.plans import CodebookCache, build_plan, kernels
+from sphkv.attention.native.plans import CodebookCache, build_plan
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions, DecodeRequest
+from sphkv.core.native import require_kernels
 from sphkv.store.pointers import PointerTable
 
 Precision = Literal["int8", "float32"]
@@ -55,7 +56,7 @@ class NativeBackend:
             raise ValueError(f"precision must be int8 or float32, got {precision!r}")
         if num_threads is not None and num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads!r}")
-        self._kernels = kernels()
+        self._kernels = require_kernels()
         available = self._kernels.variants()
         if precision == "float32":
             variant = EXACT_VARIANT
@@ -86,7 +87,8 @@ class NativeBackend:
             rows = query.contiguous() if is_whole else query[:, part].contiguous()
             out = output if is_whole else torch.empty_like(rows)
             out_lse = lse if is_whole else torch.empty(rows.shape[:2])
-            self._call(request, rows, request.positions[part].contiguous(), (out, out_lse))
+            positions = request.positions if is_whole else request.positions[part]
+            self._call(request, rows, positions.contiguous(), (out, out_lse))
             if not is_whole:
                 output[:, part], lse[:, part] = out, out_lse
         return PartialAttention(output, lse)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,23 +11,10 @@ from torch import Tensor
 
 from sphkv.attention.request import DecodeRequest
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.native import require_kernels
 from sphkv.core.tiers import TierSpec
 from sphkv.store.layout import PageLayout
 from sphkv.store.sequence import PageGroup
-
-
-def kernels() -> Any:
-    """The extension module.
-
-    Raises:
-        ImportError: It was not built.
-    """
-    try:
-        return import_module("sphkv.attention.native._kernels")
-    except ImportError as error:
-        raise ImportError(
-            "the native kernels were not built; install sphkv where a C++17 compiler is present"
-        ) from error
 
 
 class CodebookCache:
@@ -52,7 +38,7 @@ def _make_codebook(codec: SphericalCodec, layer: int, tier: TierSpec) -> Any:
     book = codec.codebook(layer, tier)
     rope = codec.calibration.ropes[layer]
     radians, channels = rope.frequencies(), rope.plane_channels().contiguous()
-    rotary = kernels().Rotary(rope.num_planes, radians.data_ptr(), channels.data_ptr())
+    rotary = require_kernels().Rotary(rope.num_planes, radians.data_ptr(), channels.data_ptr())
     parts = (
         book.points.float().contiguous(),
         book.slot_plane.contiguous(),
@@ -60,7 +46,7 @@ def _make_codebook(codec: SphericalCodec, layer: int, tier: TierSpec) -> Any:
         book.constant.float().contiguous(),
     )
     heads, slots = book.slot_plane.shape[:2]
-    return kernels().Codebook(rotary, heads, slots, *(part.data_ptr() for part in parts))
+    return require_kernels().Codebook(rotary, heads, slots, *(part.data_ptr() for part in parts))
 
 
 def build_plan(request: DecodeRequest, codebooks: CodebookCache) -> Any:
@@ -69,7 +55,7 @@ def build_plan(request: DecodeRequest, codebooks: CodebookCache) -> Any:
     kinds = [_make_kind(request, group.layout, codebooks) for group in groups]
     geometry = request.store.config.geometry
     addresses, kind_ids, first_page = _by_head(request, groups, geometry.num_kv_heads)
-    return kernels().make_plan(
+    return require_kernels().make_plan(
         geometry.num_kv_heads,
         geometry.head_dim,
         kinds,
@@ -99,7 +85,7 @@ def _make_kind(request: DecodeRequest, layout: PageLayout, codebooks: CodebookCa
     book = None
     if layout.tier.is_coded:
         book = codebooks.get(request.codec(), request.layer, layout.tier)
-    return kernels().make_kind(_layout_fields(layout), book)
+    return require_kernels().make_kind(_layout_fields(layout), book)
 
 
 def _layout_fields(layout: PageLayout) -> list[int]:

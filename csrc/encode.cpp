@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "encode.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "page.h"
+#include "team.h"
+
+namespace sphkv {
+
+namespace {
+
+constexpr int kLanes = 4, kVectors = 4;
+constexpr int kBlock = kLanes * kVectors;  // tokens searched together, all in registers
+constexpr int kPairLevels = 4;
+constexpr int kMaxPoints = kSlotLevels * kSlotLevels;
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Words __attribute__((vector_size(4 * kLanes)));
+
+// Points of one stage, as queries see them (in the metric) and as they are.
+struct Stage {
+  float x[kSlotLevels], y[kSlotLevels];
+  float seen_x[kSlotLevels], seen_y[kSlotLevels];
+};
+
+struct Block {
+  float x[kBlock], y[kBlock];  // of the key in the metric
+};
+
+// Index of the nearest of `count` points for every token of the block; the first of equals.
+void find_nearest(const Block& block, const float* px, const float* py, int count,
+                  int32_t* index) {
+  Floats x[kVectors], y[kVectors], best[kVectors];
+  Words found[kVectors];
+  std::memcpy(x, block.x, sizeof x);
+  std::memcpy(y, block.y, sizeof y);
+  for (int v = 0; v < kVectors; ++v) {
+    best[v] = std::numeric_limits<float>::infinity() - Floats{};
+    found[v] = Words{};
+  }
+  for (int i = 0; i < count; ++i) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats dx = x[v] - px[i], dy = y[v] - py[i];
+      const Floats distance = dx * dx + dy * dy;
+      const Words is_nearer = distance < best[v];
+      best[v] = is_nearer ? distance : best[v];
+      found[v] = is_nearer ? i - Words{} : found[v];
+    }
+  }
+  std::memcpy(index, found, sizeof found);
+}
+
+// Codes one plane of one row of keys.
+class PlaneEncoder {
+ public:
+  PlaneEncoder(const KeyRows& keys, int row, int plane)
+      : keys_(keys), row_(row), plane_(plane),
+        root_(keys.metric_root + (static_cast<size_t>(row) * keys.planes + plane) * 4) {
+    const int64_t bits = keys.plane_bits[static_cast<size_t>(row) * keys.planes + plane];
+    num_stages_ = bits <= 4 ? (bits > 0) : static_cast<int>(bits / 4);
+    num_points_ = bits == 2 ? kPairLevels : kSlotLevels;
+    if (num_stages_ > 0) locate();
+    for (int stage = 0; stage < num_stages_; ++stage) load(stage);
+    if (num_stages_ < 2) return;
+    for (int i = 0; i < kMaxPoints; ++i) {
+      sum_x_[i] = stages_[0].seen_x[i / kSlotLevels] + stages_[1].seen_x[i % kSlotLevels];
+      sum_y_[i] = stages_[0].seen_y[i / kSlotLevels] + stages_[1].seen_y[i % kSlotLevels];
+    }
+  }
+
+  int num_stages() const { return num_stages_; }
+
+  // Adds this plane's codes, and its share of cosine and squared length.
+  void encode(uint8_t* codes, float* cosine, float* square) const {
+    for (int first = 0; first < keys_.tokens; first += kBlock) {
+      const int count = std::min(kBlock, keys_.tokens - first);
+      Block block;
+      float unit_x[kBlock] = {}, unit_y[kBlock] = {};
+      for (int t = 0; t < count; ++t) {
+        const size_t at = (static_cast<size_t>(row_) * keys_.tokens + first + t) * keys_.planes;
+        unit_x[t] = keys_.unit[2 * (at + plane_)];
+        unit_y[t] = keys_.unit[2 * (at + plane_) + 1];
+      }
+      for (int t = 0; t < kBlock; ++t) {
+        block.x[t] = root_[0] * unit_x[t] + root_[1] * unit_y[t];
+        block.y[t] = root_[2] * unit_x[t] + root_[3] * unit_y[t];
+      }
+      int32_t index[3][kBlock];
+      search(block, index);
+      for (int t = 0; t < count; ++t) {
+        float x = 0.0f, y = 0.0f;
+        for (int stage = 0; stage < num_stages_; ++stage) {
+          const int code = index[stage][t];
+          x += stages_[stage].x[code];
+          y += stages_[stage].y[code];
+          const size_t at = (static_cast<size_t>(row_) * keys_.slots + slot_ + stage) *
+                                keys_.tokens + first + t;
+          codes[at] = static_cast<uint8_t>(codes[at] + (code << shift_));
+        }
+        cosine[first + t] += unit_x[t] * x + unit_y[t] * y;
+        square[first + t] += x * x + y * y;
+      }
+    }
+  }
+
+ private:
+  const KeyRows& keys_;
+  int row_, plane_;
+  const float* root_;
+  int num_stages_ = 0, num_points_ = 0, slot_ = 0, half_ = 0, shift_ = 0;
+  Stage stages_[3];
+  float sum_x_[kMaxPoints], sum_y_[kMaxPoints];  // of the first two stages, in the metric
+
+  void locate() {
+    const int64_t* owner = keys_.slot_plane + static_cast<size_t>(row_) * keys_.slots * 2;
+    while (owner[2 * slot_] != plane_ && owner[2 * slot_ + 1] != plane_) ++slot_;
+    half_ = owner[2 * slot_] != plane_;
+    shift_ = half_ ? 2 : 0;
+  }
+
+  // The second plane of a pair steps its code by four.
+  void load(int stage) {
+    const size_t at = (static_cast<size_t>(row_) * keys_.slots + slot_ + stage) * 2 + half_;
+    const float* points = keys_.points + at * 2 * kSlotLevels;
+    const int stride = half_ ? kPairLevels : 1;
+    Stage& out = stages_[stage];
+    for (int i = 0; i < num_points_; ++i) {
+      const float x = points[2 * i * stride], y = points[2 * i * stride + 1];
+      out.x[i] = x;
+      out.y[i] = y;
+      out.seen_x[i] = root_[0] * x + root_[1] * y;
+      out.seen_y[i] = root_[2] * x + root_[3] * y;
+    }
+  }
+
+  void search(Block& block, int32_t (&index)[3][kBlock]) const {
+    if (num_stages_ == 1) {
+      find_nearest(block, stages_[0].seen_x, stages_[0].seen_y, num_points_, index[0]);
+      return;
+    }
+    int32_t joint[kBlock];
+    find_nearest(block, sum_x_, sum_y_, kMaxPoints, joint);
+    for (int t = 0; t < kBlock; ++t) {
+      index[0][t] = joint[t] / kSlotLevels;
+      index[1][t] = joint[t] % kSlotLevels;
+    }
+    if (num_stages_ < 3) return;
+    for (int t = 0; t < kBlock; ++t) {
+      block.x[t] -= sum_x_[joint[t]];
+      block.y[t] -= sum_y_[joint[t]];
+    }
+    find_nearest(block, stages_[2].seen_x, stages_[2].seen_y, kSlotLevels, index[2]);
+  }
+};
+
+void encode_key_row(const KeyRows& keys, int row, uint8_t* codes, float* cosine, float* length) {
+  const int tokens = keys.tokens, planes = keys.planes;
+  cosine += static_cast<size_t>(row) * tokens;
+  length += static_cast<size_t>(row) * tokens;
+  std::fill_n(cosine, tokens, 0.0f);
+  std::fill_n(length, tokens, 0.0f);
+  std::fill_n(codes + static_cast<size_t>(row) * keys.slots * tokens,
+              static_cast<size_t>(keys.slots) * tokens, uint8_t{0});
+  for (int plane = 0; plane < planes; ++plane) {
+    const PlaneEncoder encoder(keys, row, plane);
+    if (encoder.num_stages() > 0) {
+      encoder.encode(codes, cosine, length);
+      continue;
+    }
+    const float* point = keys.constant + (static_cast<size_t>(row) * planes + plane) * 2;
+    for (int t = 0; t < tokens; ++t) {
+      const float* unit =
+          keys.unit + ((static_cast<size_t>(row) * tokens + t) * planes + plane) * 2;
+      cosine[t] += unit[0] * point[0] + unit[1] * point[1];
+      length[t] += point[0] * point[0] + point[1] * point[1];
+    }
+  }
+  for (int t = 0; t < tokens; ++t) length[t] = std::sqrt(length[t]);
+}
+
+float inverse_or_zero(float x) {
+  const float inverse = 1.0f / x;
+  return std::isfinite(inverse) ? inverse : 0.0f;
+}
+
+// Nearest centred level; exact floor from a truncation, which every instruction set has.
+inline float snap(float ratio, float half) {
+  const float bounded = std::min(std::max(ratio, -half), half - 0.5f);
+  const auto whole = static_cast<float>(static_cast<int32_t>(bounded));
+  return whole - (bounded < whole ? 1.0f : 0.0f) + 0.5f;
+}
+
+constexpr int kWays = 16;  // independent sums, so that loops vectorise without reordering
+
+struct Fit {
+  float step, gain;
+};
+
+// Best step for the levels that `step` selects, and the energy it explains.
+Fit least_squares(const float* unit, int dim, float step, float half) {
+  const float inverse = inverse_or_zero(step);
+  float along[kWays] = {}, square[kWays] = {};
+  int i = 0;
+  for (; i + kWays <= dim; i += kWays) {
+    for (int j = 0; j < kWays; ++j) {
+      const float level = snap(unit[i + j] * inverse, half);
+      along[j] += unit[i + j] * level;
+      square[j] += level * level;
+    }
+  }
+  for (; i < dim; ++i) {
+    const float level = snap(unit[i] * inverse, half);
+    along[0] += unit[i] * level;
+    square[0] += level * level;
+  }
+  for (int j = 1; j < kWays; ++j) {
+    along[0] += along[j];
+    square[0] += square[j];
+  }
+  const float refined = along[0] / square[0];
+  return {refined, along[0] * refined};
+}
+
+float squared_error(const float* unit, int dim, float step, float half) {
+  const float inverse = inverse_or_zero(step);
+  float sums[kWays] = {};
+  int i = 0;
+  for (; i + kWays <= dim; i += kWays) {
+    for (int j = 0; j < kWays; ++j) {
+      const float rest = snap(unit[i + j] * inverse, half) * step - unit[i + j];
+      sums[j] += rest * rest;
+    }
+  }
+  for (; i < dim; ++i) {
+    const float rest = snap(unit[i] * inverse, half) * step - unit[i];
+    sums[0] += rest * rest;
+  }
+  for (int j = 1; j < kWays; ++j) sums[0] += sums[j];
+  return sums[0];
+}
+
+}  // namespace
+
+void encode_key_rows(const KeyRows& keys, int num_threads, uint8_t* codes, float* cosine,
+                     float* length) {
+  run_phases(num_threads, {{keys.rows, [&](int row) {
+    encode_key_row(keys, row, codes, cosine, length);
+  }}});
+}
+
+void fit_value_steps(const ValueRows& values, const float* starts, int num_starts,
+                     int num_refinements, int num_threads, float* step) {
+  const auto half = static_cast<float>(1 << (values.bits - 1));
+  run_phases(num_threads, {{values.rows, [&](int row) {
+    for (int t = 0; t < values.tokens; ++t) {
+      const size_t at = static_cast<size_t>(row) * values.tokens + t;
+      const float* unit = values.unit + at * values.dim;
+      Fit best{0.0f, -1.0f};
+      for (int i = 0; i < num_starts; ++i) {
+        const Fit fit = least_squares(unit, values.dim, starts[i], half);
+        if (fit.gain > best.gain) best = fit;
+      }
+      for (int i = 0; i < num_refinements; ++i) {
+        best = least_squares(unit, values.dim, best.step, half);
+      }
+      step[at] = best.step;
+    }
+  }}});
+}
+
+void encode_value_rows(const ValueRows& values, const ScaleRows& scales, int num_threads,
+                       uint8_t* scale_code, uint8_t* codes) {
+  const auto half = static_cast<float>(1 << (values.bits - 1));
+  const float midpoint = half - 0.5f;
+  run_phases(num_threads, {{values.rows, [&](int row) {
+    for (int t = 0; t < values.tokens; ++t) {
+      const size_t at = static_cast<size_t>(row) * values.tokens + t;
+      const float* unit = values.unit + at * values.dim;
+      uint8_t* out = codes + at * values.dim;
+      if (!scales.is_live[at]) {
+        std::fill_n(out, values.dim, uint8_t{0});
+        scale_code[at] = 0;
+        continue;
+      }
+      const int centre = scale_code[at];
+      float least = std::numeric_limits<float>::infinity(), step = 0.0f;
+      for (int offset : {0, -1, 1}) {
+        const int code = std::min(std::max(centre + offset, 0), 255);
+        const float tried = (scales.low[row] + scales.width[row] * static_cast<float>(code)) *
+                            scales.inverse_peak[at];
+        const float error = squared_error(unit, values.dim, tried, half);
+        if (!(error < least)) continue;
+        least = error;
+        step = tried;
+        scale_code[at] = static_cast<uint8_t>(code);
+      }
+      const float inverse = inverse_or_zero(step);
+      for (int i = 0; i < values.dim; ++i) {
+        out[i] = static_cast<uint8_t>(snap(unit[i] * inverse, half) + midpoint);
+      }
+    }
+  }}});
+}
+
+}  // namespace sphkv

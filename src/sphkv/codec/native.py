@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slow parts of encoding in native code; None where that is not available.
+
+Same arithmetic as ``keys.py`` and ``values.py``, apart from the order of float32 sums: a code may
+differ where two candidates are equally near to within that rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sphkv.codec.affine import AffineCode
+from sphkv.codec.codebook import AngleCodebook
+from sphkv.core.native import native_kernels
+
+
+def is_native(*tensors: Tensor) -> bool:
+    """Whether native code can work on these tensors."""
+    return native_kernels() is not None and all(
+        tensor.device.type == "cpu" and not tensor.requires_grad for tensor in tensors
+    )
+
+
+def snap_to_slots(unit: Tensor, codebook: AngleCodebook) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Nearest points in the query metric, plane by plane.
+
+    Args:
+        unit: ``[heads, tokens, planes, 2]`` float32 pre-RoPE components of unit keys.
+        codebook: Slots of the layer and tier.
+
+    Returns:
+        Codes ``[heads, slots, tokens]`` uint8, the product of each key with its coded direction
+        and that direction's length, both ``[heads, tokens]``; or None.
+    """
+    if not is_native(unit, codebook.points):
+        return None
+    heads, tokens, planes, _ = unit.shape
+    slots = codebook.num_slots
+    codes = torch.empty(heads, slots, tokens, dtype=torch.uint8)
+    cosine, length = torch.empty(heads, tokens), torch.empty(heads, tokens)
+    parts = (
+        unit.float().contiguous(),
+        codebook.plane_bits.long().contiguous(),
+        codebook.slot_plane.long().contiguous(),
+        codebook.points.float().contiguous(),
+        codebook.constant.float().contiguous(),
+        codebook.metric_root.float().contiguous(),
+    )
+    native_kernels().encode_keys(  # type: ignore[union-attr]
+        [heads, tokens, planes, slots],
+        [part.data_ptr() for part in parts],
+        torch.get_num_threads(),
+        [codes.data_ptr(), cosine.data_ptr(), length.data_ptr()],
+    )
+    return codes, cosine, length
+
+
+def fit_steps(
+    unit: Tensor, starts: Sequence[float], *, bits: int, num_refinements: int
+) -> Tensor | None:
+    """Step of least squared error of every token, ``[..., tokens, 1]`` float32, or None.
+
+    Args:
+        unit: ``[..., tokens, head_dim]`` float32 with peak 1 (or 0).
+        starts: Steps to begin from.
+        bits: Width of a code.
+        num_refinements: Least-squares steps after the best start.
+    """
+    if not is_native(unit) or unit.dtype != torch.float32:
+        return None
+    unit = unit.contiguous()
+    step = torch.empty(*unit.shape[:-1], 1)
+    first = torch.tensor(starts, dtype=torch.float32)
+    native_kernels().fit_value_steps(  # type: ignore[union-attr]
+        [*_rows(unit), bits],
+        unit.data_ptr(),
+        first.data_ptr(),
+        len(starts),
+        num_refinements,
+        torch.get_num_threads(),
+        step.data_ptr(),
+    )
+    return step
+
+
+def encode_steps(
+    unit: Tensor, inverse_peak: Tensor, scale: AffineCode, live: Tensor, *, bits: int
+) -> tuple[Tensor, Tensor] | None:
+    """Choose each scale code among its neighbours and snap the values to its step.
+
+    Args:
+        unit: ``[..., tokens, head_dim]`` float32 with peak 1 (or 0).
+        inverse_peak: ``[..., tokens, 1]`` float32.
+        scale: Steps as first rounded.
+        live: ``[..., tokens]`` bool.
+        bits: Width of a code.
+
+    Returns:
+        Codes ``[..., tokens, head_dim]`` and scale codes ``[..., tokens]``, uint8; or None.
+    """
+    if not is_native(unit) or unit.dtype != torch.float32:
+        return None
+    parts = (
+        unit.contiguous(),
+        scale.lo.contiguous(),
+        scale.step.contiguous(),
+        inverse_peak.contiguous(),
+        live.to(torch.uint8).contiguous(),
+    )
+    scale_code = scale.code.clone(memory_format=torch.contiguous_format)
+    codes = torch.empty(unit.shape, dtype=torch.uint8)
+    native_kernels().encode_values(  # type: ignore[union-attr]
+        [*_rows(unit), bits],
+        [part.data_ptr() for part in parts],
+        torch.get_num_threads(),
+        [scale_code.data_ptr(), codes.data_ptr()],
+    )
+    return codes, scale_code
+
+
+def _rows(unit: Tensor) -> tuple[int, int, int]:
+    """Pages, tokens of a page, head dimension."""
+    tokens, dim = unit.shape[-2:]
+    return unit[..., 0, 0].numel() if tokens else 0, tokens, dim

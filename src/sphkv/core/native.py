@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ extension, where it was built."""
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+_MODULE = "sphkv._kernels"
+
+
+@cache
+def native_kernels() -> Any | None:
+    """The extension module, or None where it was not built."""
+    try:
+        return import_module(_MODULE)
+    except ImportError:
+        return None
+
+
+def require_kernels() -> Any:
+    """The extension module.
+
+    Raises:
+        ImportError: It was not built.
+    """
+    module = native_kernels()
+    if module is None:
+        raise ImportError(
+            "the native kernels were not built; install sphkv where a C++17 compiler is present"
+        )
+    return module
