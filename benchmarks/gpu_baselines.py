@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 PAGE_TOKENS = 128
-CONFIGS = ((64, 4, 3), (64, 4, 4), (128, 8, 3))
+# keys per tile, warps, pipeline stages
+CONFIGS = ((64, 4, 3), (64, 4, 4), (128, 8, 3), (128, 4, 3))
 SPLITS = (8, 16, 32, 64)
 
 
@@ -15,14 +16,14 @@ SPLITS = (8, 16, 32, 64)
 def _partial_kernel(
     query_ptr, key_ptr, value_ptr, table_ptr, out_ptr, lse_ptr, tokens, splits, scale,
     PAGE: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    HEADS: tl.constexpr, TILE: tl.constexpr,
+    HEADS: tl.constexpr, TILE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, dim, token = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, TILE)
     query = tl.load(
         query_ptr + ((b * HEADS + h) * GROUP + row[:, None]) * DIM + dim[None],
         mask=row[:, None] < GROUP, other=0.0,
-    )  # fmt: skip
+    ).to(COMPUTE)  # fmt: skip
     per_split = tl.cdiv(tokens, splits * PAGE) * PAGE
     start = s * per_split
     stop = tl.minimum(start + per_split, tokens)
@@ -32,14 +33,14 @@ def _partial_kernel(
     for at in range(start, stop, TILE):
         page = tl.load(table_ptr + b * (tokens // PAGE) + at // PAGE).to(tl.int64)
         base = (page * HEADS + h) * PAGE + at % PAGE
-        key = tl.load(key_ptr + (base + token[:, None]) * DIM + dim[None]).to(tl.bfloat16)
-        value = tl.load(value_ptr + (base + token[:, None]) * DIM + dim[None]).to(tl.bfloat16)
+        key = tl.load(key_ptr + (base + token[:, None]) * DIM + dim[None]).to(COMPUTE)
+        value = tl.load(value_ptr + (base + token[:, None]) * DIM + dim[None]).to(COMPUTE)
         logit = tl.dot(query, tl.trans(key)) * scale
         top = tl.maximum(most, tl.max(logit, 1))
         weight = tl.exp2(logit - top[:, None])
         shrink = tl.exp2(most - top)
         mass = mass * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(tl.bfloat16), value)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(COMPUTE), value)
         most = top
     slot = ((b * HEADS + h) * splits + s) * ROWS + row
     tl.store(out_ptr + slot[:, None] * DIM + dim[None], acc / mass[:, None])
@@ -71,6 +72,8 @@ class DensePaged:
         self.batch, query_heads, self.dim = query.shape
         self.heads, self.group = heads, query_heads // heads
         self.rows = 16
+        # FP8 turns into half with one instruction per two numbers, into bfloat16 with several
+        self.compute = tl.bfloat16 if keys.dtype == torch.bfloat16 else tl.float16
         self.tile, self.warps, self.stages = config
         self.splits = splits
         size = (self.batch * heads * splits * self.rows, self.dim)
@@ -83,7 +86,8 @@ class DensePaged:
         _partial_kernel[(self.batch, self.heads, self.splits)](
             self.query, self.keys, self.values, table, self.part, self.lse, tokens, self.splits,
             scale * 1.44269504, PAGE=PAGE_TOKENS, DIM=self.dim, GROUP=self.group, ROWS=self.rows,
-            HEADS=self.heads, TILE=self.tile, num_warps=self.warps, num_stages=self.stages,
+            HEADS=self.heads, TILE=self.tile, COMPUTE=self.compute, num_warps=self.warps,
+            num_stages=self.stages,
         )  # fmt: skip
         _combine_kernel[(self.batch * self.heads, self.group)](
             self.part, self.lse, self.out, self.splits, DIM=self.dim, GROUP=self.group,

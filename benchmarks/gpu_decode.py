@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: C408, PLR0913
 """Check and time the CUDA decode kernel; plain python3, prints a table and writes JSON rows.
 
 Correctness comes first: fresh random codes, outputs filled with NaN, a float64 oracle on the same
@@ -12,35 +11,34 @@ import json
 import platform
 import secrets
 import statistics
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_baselines import CONFIGS, PAGE_TOKENS, SPLITS, DensePaged
+from gpu_cases import ERROR_FLOOR, case_rope, relative_error, run_cases
 
 from sphkv.attention.cuda.decode import CudaDecode, PageLists, PagePool, TurnTable
 from sphkv.attention.cuda.geometry import KernelShape
+from sphkv.attention.cuda.selftest import self_test
 from sphkv.attention.cuda.synthetic import (
     Oracle,
     random_pages,
     set_bases,
-    set_counts,
     synthetic_codebook,
     tier_layout,
 )
 from sphkv.attention.request import AttentionOptions
-from sphkv.codec.rope import RopeSpec
 from sphkv.store.paging import PositionMode
 
 DEVICE = torch.device("cuda")
+SHORT_POINTS = ((1, 4096), (8, 4096))
 POINTS = ((1, 131072), (8, 32768), (32, 8192), (8, 131072))
-# Relative error of the output against float64: half-precision products and weights.
-ERROR_FLOOR = 5e-3
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,7 @@ class Model:
         return self.query_heads // self.kv_heads
 
     def rope(self):
-        dim = self.head_dim
-        return RopeSpec(dim, dim, tuple(5e5 ** (-2 * i / dim) for i in range(dim // 2)))
+        return case_rope(self.head_dim)
 
 
 MODELS = (
@@ -71,7 +68,7 @@ MODELS = (
 
 def builds(base):
     """Kernel builds worth timing for a shape."""
-    wanted = [base, replace(base, spread=not base.spread, register_pairs=3)]
+    wanted = [base, replace(base, spread=not base.spread)]
     return [shape for shape in dict.fromkeys(wanted) if shape.is_feasible]
 
 
@@ -125,6 +122,10 @@ class Workspace:
             group=self.model.group, max_batch=most, shape=shape,
         )  # fmt: skip
 
+    def query(self, batch):
+        size = (batch, self.model.query_heads, self.model.head_dim)
+        return torch.randn(size, device=DEVICE).bfloat16()
+
     def point(self, batch, context):
         """Random page lists of one operating point; sets rotate so that L2 serves none."""
         heads, per_row = self.model.kv_heads, context // PAGE_TOKENS
@@ -155,17 +156,12 @@ class Workspace:
         return right, single
 
 
-def relative_error(got, right):
-    gap = (got.double() - right).norm() / right.norm().clamp(min=1e-6)
-    return gap.nan_to_num(9e9).item()
-
-
 def time_ours(space, shapes, batch, context):
     """Best build: (us, error, float32 error, build)."""
     model = space.model
     tables, lists = space.point(batch, context)
     pool = PagePool(space.pages, PositionMode.CONTIGUOUS)
-    query = torch.randn(batch, model.query_heads, model.head_dim, device=DEVICE).bfloat16()
+    query = space.query(batch)
     launches = 4 if batch * context >= 1 << 20 else 12
     right, single = space.expected(query, tables)
     best = None
@@ -188,7 +184,7 @@ def time_ours(space, shapes, batch, context):
         )
         print(
             f"    {us:8.1f} us  teams {shape.teams} spread {shape.spread:d} "
-            f"register_pairs {shape.register_pairs} stages {shape.num_stages}",
+            f"stages {shape.num_stages}  error {error:.1e}",
             flush=True,
         )
         if best is None or us < best[0]:
@@ -233,139 +229,100 @@ def time_dense(model, pool, batch, context):
     return best
 
 
-def edge_cases():
-    """Small shapes with every option, against the oracle; returns the number of cases."""
-    cases = [
-        ("ragged, empty, partial", dict(counts=[[3, 0, 1, 17], [0, 5, 2, 1]], partial=True)),
-        ("runs", dict(mode=PositionMode.RUNS, partial=True)),
-        ("window, soft-cap, sinks",
-         dict(options=AttentionOptions(0.09, 20.0, 500), sinks=True, partial=True)),
-        ("all hidden", dict(options=AttentionOptions(0.09, None, 1))),
-        ("group 1", dict(group=1)), ("group 5", dict(group=5)), ("group 16", dict(group=16)),
-        ("head dim 64", dict(head_dim=64, nibbles=32, group=8)),
-        *((f"values {b} bits", dict(value_bits=b)) for b in (2, 3, 8, 16)),
-        *((f"{n} slots", dict(nibbles=n)) for n in (32, 48, 96, 128)),
-    ]  # fmt: skip
-    for name, settings in cases:
-        error = edge_case(**settings)
-        print(f"  {name:28s} error {error:.1e}", flush=True)
-        if not error < ERROR_FLOOR:
-            raise SystemExit(f"wrong result: {name}: error {error}")
-    return len(cases)
+# What the profiler counts: (model, value bits, batch, context).
+PROFILED = (
+    *((0, 4, *point) for point in POINTS),
+    (0, 2, 8, 32768),
+    (1, 4, 8, 32768),
+    (2, 4, 8, 32768),
+)
 
 
-def edge_case(*, counts=9, mode=PositionMode.CONTIGUOUS, options=None, sinks=False, partial=False,
-              group=4, head_dim=128, nibbles=64, value_bits=4):  # fmt: skip
-    options = options or AttentionOptions(scale=head_dim**-0.5)
-    heads, batch = 2, len(counts[0]) if isinstance(counts, list) else 2
-    num = torch.tensor(counts).expand(heads, batch)
-    model = Model("case", heads * group, heads, head_dim, nibbles)
-    rope, layout = model.rope(), tier_layout(head_dim, nibbles, value_bits, mode)
-    book = synthetic_codebook(heads, head_dim // 2, nibbles, seed=2, device=DEVICE)
-    total = int(num.sum())
-    pages = random_pages(layout, total, device=DEVICE)
-    table = torch.zeros(heads, batch, int(num.max()), dtype=torch.int64)
-    order, at = torch.randperm(total), 0
-    bases, live = torch.zeros(total, 8, dtype=torch.int64), torch.full((total,), PAGE_TOKENS)
-    for h, b in torch.cartesian_prod(torch.arange(heads), torch.arange(batch)).tolist():
-        n = int(num[h, b])
-        ids = table[h, b, :n] = order[at : at + n]
-        at += n
-        runs = torch.randint(1, 4, (n, 8)).flatten().cumsum(0).view(n, 8) * 16 + 3
-        bases[ids] = runs if mode is PositionMode.RUNS else (torch.arange(n) * 128 + 4)[:, None]
-        if partial and n:
-            live[ids[-1]] = int(torch.randint(1, PAGE_TOKENS, (1,)))
-    set_counts(pages, live.to(DEVICE))
-    set_bases(
-        pages, layout, bases.to(DEVICE) if mode is PositionMode.RUNS else bases[:, 0].to(DEVICE)
-    )
-    turns = TurnTable.build(rope, max_positions=int(bases.max()) + 200, device=DEVICE)
-    decoder = CudaDecode(book, rope, turns, value_bits=value_bits, group=group, max_batch=batch)
-    query = torch.randn(batch, model.query_heads, head_dim, device=DEVICE)
-    sink = 3 * torch.randn(model.query_heads, device=DEVICE) if sinks else None
-    position = int(bases.max()) + 100
-    where = torch.full((batch,), position, dtype=torch.int32, device=DEVICE)
-    result = decoder.empty_result(batch)
-    result.output.fill_(torch.nan)
-    lists = PageLists.from_table(table.to(DEVICE), num.to(DEVICE))
-    decoder.attend(query, PagePool(pages, mode), lists, options, result=result,
-                   query_positions=where, sink_logits=sink)  # fmt: skip
-    exact, worst = Oracle(book, rope, layout), 0.0
-    for h, b in torch.cartesian_prod(torch.arange(heads), torch.arange(batch)).tolist():
-        rows = slice(h * group, (h + 1) * group)
-        mine = pages[table[h, b, : int(num[h, b])].to(DEVICE)]
-        right = exact.attend(query[b, rows], mine, h, options, query_position=position,
-                             sinks=None if sink is None else sink[rows]).output  # fmt: skip
-        worst = max(worst, relative_error(result.output[b, rows], right))
-    return worst
+def profile():
+    """Launch each profiled case once; prints what it is and the bytes its pages hold."""
+    for model, value_bits, batch, context in PROFILED:
+        space = Workspace(MODELS[model], value_bits, seed=1)
+        _, lists = space.point(batch, context)
+        decoder = space.decoder(None)
+        query = space.query(batch)
+        result = decoder.empty_result(batch)
+        pool = PagePool(space.pages, PositionMode.CONTIGUOUS)
+        torch.empty(1 << 26, device=DEVICE).fill_(0)  # pushes the pages out of L2
+        decoder.attend(query, pool, lists[0], space.options, result=result)
+        torch.cuda.synchronize()
+        ledger = lists[0].page_ids.numel() * space.layout.page_bytes
+        print("CASE", MODELS[model].name, value_bits, batch, context, ledger, flush=True)
 
 
-def profile(batch=8, context=32768):
-    """Three launches of one case; prints the bytes a step has to read."""
-    space = Workspace(MODELS[0], 4, seed=1)
-    _, lists = space.point(batch, context)
-    decoder = space.decoder(None)
-    query = torch.randn(batch, 32, 128, device=DEVICE).bfloat16()
-    result = decoder.empty_result(batch)
-    pool = PagePool(space.pages, PositionMode.CONTIGUOUS)
-    for i in range(3):
-        decoder.attend(query, pool, lists[i % len(lists)], space.options, result=result)
-    torch.cuda.synchronize()
-    print("ledger bytes", lists[0].page_ids.numel() * space.layout.page_bytes)
-
-
-def commit():
-    try:
-        return subprocess.check_output(
-            ["git", "rev-parse", "HEAD"], text=True, stderr=subprocess.DEVNULL
-        ).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+def dram_ratios(path):
+    """DRAM bytes read over page bytes by case, from the profiler's output of ``--profile``."""
+    ratios, read = {}, None
+    scale = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+    reads, cases = [], []
+    for line in path.read_text().splitlines():
+        words = line.split()
+        if words[:1] == ["dram__bytes_read.sum"]:
+            read = float(words[2].replace(",", "")) * scale[words[1]]
+            reads.append(read)
+        if words[:1] == ["CASE"]:
+            cases.append(words[1:])
+    for (name, bits, batch, context, ledger), read in zip(cases, reads, strict=True):
+        ratios[name, int(bits), int(batch), int(context)] = read / int(ledger)
+    return ratios
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="folder for the JSON rows")
-    parser.add_argument("--quick", action="store_true", help="only the default build of each shape")
     parser.add_argument("--models", default=",".join(m.name for m in MODELS))
     parser.add_argument("--value-bits", default="4,2")
-    parser.add_argument("--profile", action="store_true", help="launch one case for a profiler")
+    parser.add_argument("--commit", help="revision to name in the rows")
+    parser.add_argument("--dram", type=Path, help="output of the profiler on --profile")
+    parser.add_argument("--profile", action="store_true", help="launch cases for a profiler")
     arguments = parser.parse_args()
     if arguments.profile:
         return profile()
     torch.manual_seed(secrets.randbits(32))
-    print(f"edge cases passed: {edge_cases()}")
+    print(f"small cases passed: {run_cases(DEVICE)}")
     copy = copy_bandwidth()
     print(f"copy bandwidth {copy:.2f} TB/s")
-    import triton
-
-    common = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda,
-                     "triton": triton.__version__, "python": platform.python_version()},
-        "commit": commit(),
-        "command": " ".join(["python3", *sys.argv]),
-        "copy_tb_per_s": copy,
-    }  # fmt: skip
+    dram = dram_ratios(arguments.dram) if arguments.dram else {}
     rows = []
     for model in (m for m in MODELS if m.name in arguments.models.split(",")):
         dense = {}
         for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
             pool = DensePool(model, dtype)
-            dense[name] = {point: time_dense(model, pool, *point) for point in POINTS}
+            dense[name] = {
+                point: time_dense(model, pool, *point) for point in (*SHORT_POINTS, *POINTS)
+            }
             del pool
         for value_bits in map(int, arguments.value_bits.split(",")):
             space = Workspace(model, value_bits, seed=1)
+            error = self_test(space.book, space.rope, value_bits=value_bits, group=model.group)
+            print(f"self-test of {model.name}, {value_bits} bits: error {error:.1e}")
             base = KernelShape.of_codebook(space.book, value_bits=value_bits, group=model.group)
-            for point in POINTS:
-                shapes = [base] if arguments.quick else builds(base)
-                rows.append(row(space, shapes, point, dense, copy) | common)
+            for point in (*SHORT_POINTS, *POINTS):
+                rows.append(row(space, builds(base), point, dense, copy))
+                rows[-1]["dram_over_ledger"] = dram.get((model.name, value_bits, *point))
+                rows[-1] |= common(arguments.commit, copy)
             del space
             torch.cuda.empty_cache()
     if arguments.output:
         arguments.output.mkdir(parents=True, exist_ok=True)
         text = json.dumps(rows, indent=1) + "\n"
         (arguments.output / "decode.json").write_text(text)
+
+
+def common(commit, copy):
+    """What all rows of a run share."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda,
+                     "triton": triton.__version__, "python": platform.python_version()},
+        "commit": commit,
+        "command": " ".join(["python3", *sys.argv]),
+        "copy_tb_per_s": copy,
+    }  # fmt: skip
 
 
 def row(space, shapes, point, dense, copy):

@@ -87,12 +87,14 @@ def test_three_bit_fields_are_masked_in_place():
     assert word & 0x0038 == 5 << 3
 
 
-@pytest.mark.parametrize("mode", [PositionMode.CONTIGUOUS, PositionMode.RUNS])
+@pytest.mark.parametrize("mode", list(PositionMode))
 @pytest.mark.parametrize("value_bits", [2, 3, 4, 8])
 def test_fragment_order_keeps_header_and_codes(mode, value_bits):
     layout = tier_layout(64, 32, value_bits, mode)
     pages = random_pages(layout, 3, device="cpu")
-    set_bases(pages, layout, torch.arange(24).view(3, 8) * 16 if mode else torch.arange(3) * 128)
+    words = max(1, layout.num_position_words)
+    bases = torch.arange(3 * words).view(3, words) * (128 // words)
+    set_bases(pages, layout, bases if mode else bases[:, 0])
     view = PageView(layout, pages)
     moved = to_fragment_order(view)
     assert torch.equal(moved[:, :64], pages[:, :64])
@@ -114,7 +116,7 @@ def test_table_look_ups_give_the_reference_logits(spread):
     """Walk the tables as the kernel does, in float, and compare with the reference."""
     head_dim, slots, position = 128, 64, 37
     rope, book = _rope(head_dim), synthetic_codebook(2, 64, slots, seed=3, device="cpu")
-    shape = KernelShape(128, slots, 1, 1, 4, 4, 3, spread)
+    shape = KernelShape(128, slots, 1, 1, 4, 4, spread=spread)
     words = build_tables(book, rope, shape).view(torch.int32)
     codes = torch.randint(0, 16, (2, slots, 16), dtype=torch.uint8)
     query = torch.randn(2, 1, head_dim)
@@ -131,25 +133,35 @@ def test_table_look_ups_give_the_reference_logits(spread):
     g, t = lane_coordinates("cpu")
     lane = torch.arange(32)
     for head in range(2):
-        low = words[head, shape.high_bytes // 4 :]
         plane_of = _entry_planes(words[head], shape)
-        for slot in range(shape.half_slots):
+        for slot in range(2 * shape.lookup_steps):
             entry = 4 * slot + t
             stored = torch.where(entry < slots, entry, entry - 8 * shape.double_steps)
             for half in range(2):
                 key = g + 8 * half
                 code = codes[head, stored, key].long()
-                paired = (slot // 2) * 1024 + code * 64 + (slot % 2) * 32 + lane
-                if half == 0:
-                    word = low[paired]
-                else:
-                    word = words[head, code * 1024 + slot * 32 + lane if spread else paired]
+                word = words[head, _point_word(shape, slot, code, half)]
                 got[head].index_add_(0, key, _dot(word, q[head, plane_of[entry]]))
         for register in range(4):
             entry = 8 * shape.lookup_steps + 4 * (register // 2) + t
             word = words[head, shape.constant_offset // 4 + 4 * lane + register]
             got[head].index_add_(0, g + 8 * (register % 2), _dot(word, q[head, plane_of[entry]]))
     torch.testing.assert_close(got, expected.double(), atol=2e-3, rtol=2e-3)
+
+
+def _point_word(shape, slot, code, half):
+    """Word of the table that lane ``0 ... 31`` reads, as the kernel addresses it."""
+    lane = torch.arange(32)
+    single = shape.single_slots
+    is_second = slot >= single + 2 * shape.double_steps
+    double = slot - single - (2 * shape.double_steps if is_second else 0)
+    if half == 1 and shape.spread:
+        row = slot * 32 + lane if slot < single else single * 32 + double * 64 + 2 * lane
+        return code * 1024 + row + (is_second if slot >= single else 0)
+    start = 0 if half == 1 else shape.high_bytes // 4
+    if slot < single:
+        return start + (slot // 2) * 1024 + code * 64 + (slot % 2) * 32 + lane
+    return start + (single // 2 + double) * 1024 + code * 64 + 2 * lane + is_second
 
 
 def _entry_planes(words, shape):
@@ -167,12 +179,28 @@ def _dot(word, q):
 def test_turns_of_contiguous_tiles_are_neighbours(step):
     rope = _rope(64)
     table = turn_rows(rope, 100, step=step, device=torch.device("cpu"))
-    assert table.shape == (16 // step, 7 + 8, 32)
+    assert table.shape == (16 // step, 7 + 8, 32, 2)
     position = 16 * 3 + (16 - step)
-    pair = table[-1, 3].view(torch.float16).view(-1, 2).float()
-    phase = rope.phases(torch.tensor(position))
-    torch.testing.assert_close(pair[:, 0], phase.cos(), atol=1e-3, rtol=0)
-    torch.testing.assert_close(pair[:, 1], phase.sin(), atol=1e-3, rtol=0)
+    four = table[-1, 3].view(torch.float16).view(-1, 4).float()
+    phase = rope.phases(torch.tensor(position)).float()
+    right = torch.stack([phase.cos(), -phase.sin(), phase.sin(), phase.cos()], 1)
+    torch.testing.assert_close(four, right, atol=1e-3, rtol=0)
+
+
+def test_tables_for_token_positions_hold_unturned_points_and_exact_frequencies():
+    rope, book = _rope(64), synthetic_codebook(2, 32, 32, seed=3, device="cpu")
+    shape = KernelShape(64, 32, 1, 1, 4, 8, positions=PositionMode.TOKENS)
+    words = build_tables(book, rope, shape).view(torch.int32)
+    low = words[:, shape.high_bytes // 4 :][:, : shape.low_bytes // 4]
+    assert torch.equal(words[:, : shape.low_bytes // 4], low)
+    start = shape.frequency_offset // 4
+    fraction = words[0, start : start + shape.entries].long() % 2**32
+    ordered = fraction.reshape(-1, 4, 4).transpose(1, 2).flatten()
+    position = 131_071
+    phase = (ordered * position % 2**32).double() / 2**32 * 2 * torch.pi
+    right = rope.phases(torch.tensor(position)).double()[_entry_planes(words[0], shape)]
+    torch.testing.assert_close(phase.cos(), right.cos(), atol=3e-4, rtol=0)
+    torch.testing.assert_close(phase.sin(), right.sin(), atol=3e-4, rtol=0)
 
 
 def test_oracle_agrees_with_the_reference_logits():
@@ -195,13 +223,15 @@ def test_oracle_agrees_with_the_reference_logits():
     torch.testing.assert_close(lse.float(), logits[0].logsumexp(-1), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("mode", list(PositionMode))
 @pytest.mark.parametrize("value_bits", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize(("head_dim", "slots", "group"), [(128, 64, 4), (128, 64, 8), (64, 32, 8)])
-def test_shapes_fit_shared_memory(value_bits, head_dim, slots, group):
+def test_shapes_fit_shared_memory(value_bits, head_dim, slots, group, mode):
     book = synthetic_codebook(2, head_dim // 2, slots, seed=1, device="cpu")
-    shape = KernelShape.of_codebook(book, value_bits=value_bits, group=group)
+    shape = KernelShape.of_codebook(book, value_bits=value_bits, group=group, positions=mode)
     assert shape.shared_bytes <= 232_448
-    assert shape.num_stages % shape.teams == 0
+    assert shape.num_stages > shape.teams
+    assert shape.page_bytes == tier_layout(head_dim, slots, value_bits, mode).page_bytes
     assert len(compiler.cubin_name(shape, "sm_90a")) > 20
 
 

@@ -3,20 +3,25 @@
 
 A :class:`CudaDecode` belongs to one layer and tier. It owns its tables and workspace, so that a
 call allocates nothing, never waits for the device and can be captured into a CUDA graph.
+
+The output of :meth:`CudaDecode.attend` is always in the model's own coordinates (the rotation of
+coded values undone), so results over other keys, of a dense tail or of another tier, can be merged
+in the same launch with ``merge_with``. Every position mode of a page is read; call
+:meth:`CudaDecode.prepare` for the modes in use before capturing a graph.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sphkv.attention.cuda.compiler import ENTRY_POINT, architecture, load_cubin
 from sphkv.attention.cuda.driver import Kernel
-from sphkv.attention.cuda.geometry import PAGE_TOKENS, TILE_KEYS, KernelShape, ceil_div
+from sphkv.attention.cuda.geometry import MAX_TEAMS, KernelShape, ceil_div
 from sphkv.attention.cuda.tables import build_tables, turn_rows
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
@@ -24,7 +29,6 @@ from sphkv.codec.codebook import AngleCodebook
 from sphkv.codec.rope import RopeSpec
 from sphkv.store.paging import PositionMode
 
-_HEADER_POSITION = 8
 _LOG2E = math.log2(math.e)
 
 
@@ -43,6 +47,8 @@ class _Params(ctypes.Structure):
                 "query",
                 "query_positions",
                 "sinks",
+                "other_out",
+                "other_lse",
                 "out",
                 "lse",
                 "part_out",
@@ -58,10 +64,6 @@ class _Params(ctypes.Structure):
                 "group",
                 "blocks",
                 "ctas",
-                "page_bytes",
-                "position_offset",
-                "position_stride",
-                "tile_step",
                 "turn_rows",
                 "turn_shift",
                 "window",
@@ -78,7 +80,7 @@ class TurnTable:
     """Cosines and sines by position; one table serves all layers with the same embedding.
 
     Attributes:
-        rows: ``[phases, rows, planes]`` int32, see :func:`turn_rows`.
+        rows: ``[phases, rows, planes, 2]`` int32, see :func:`turn_rows`.
         step: Every tile base must be a multiple of it.
     """
 
@@ -99,7 +101,7 @@ class PagePool:
 
     Attributes:
         pages: ``[pages, page_bytes]`` uint8, contiguous, 16-byte aligned.
-        mode: CONTIGUOUS or RUNS.
+        mode: How they store positions; a position per key makes keys about three times as dear.
     """
 
     pages: Tensor
@@ -107,8 +109,6 @@ class PagePool:
 
     def __post_init__(self) -> None:
         """Reject what the kernel cannot read."""
-        if self.mode is PositionMode.TOKENS:
-            raise ValueError("pages with a position per token have no CUDA kernel yet")
         if self.pages.dtype != torch.uint8 or not self.pages.is_contiguous():
             raise ValueError("pages must be contiguous uint8")
 
@@ -142,8 +142,19 @@ class PageLists:
         return cls(block_table[live].to(torch.int32), row_start, batch)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Build:
+    """A compiled kernel and the tables laid out for it."""
+
+    shape: KernelShape
+    tables: Tensor
+    kernel: Kernel
+
+
 class CudaDecode:
     """Attention of one layer over the pages of one coded tier.
+
+    Each position mode has a kernel of its own, loaded at the first call or by :meth:`prepare`.
 
     Args:
         codebook: Slots of the layer and tier, on the GPU.
@@ -152,7 +163,7 @@ class CudaDecode:
         value_bits: Width of value codes: 2, 3, 4, 8 or 16.
         group: Query heads per KV head.
         max_batch: Largest batch of a call.
-        shape: Kernel shape; by default the one that fits the codebook.
+        shape: Kernel shape for contiguous pages; by default the one that fits the codebook.
     """
 
     def __init__(
@@ -169,14 +180,9 @@ class CudaDecode:
         device = codebook.points.device
         self.shape = shape or KernelShape.of_codebook(codebook, value_bits=value_bits, group=group)
         self.kv_heads, self.group, self.max_batch = codebook.points.shape[0], group, max_batch
-        self._tables = build_tables(codebook, rope, self.shape)
-        self._turns = turns
-        self._kernel = Kernel(
-            load_cubin(self.shape, architecture(device)),
-            ENTRY_POINT,
-            shared_bytes=self.shape.shared_bytes,
-            threads=self.shape.threads,
-        )
+        self._codebook, self._rope, self._turns = codebook, rope, turns
+        self._builds: dict[PositionMode, _Build] = {}
+        self.prepare(PositionMode.CONTIGUOUS)
         columns, blocks = self.shape.columns, ceil_div(group, self.shape.columns)
         heads = self.kv_heads * blocks
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -187,7 +193,6 @@ class CudaDecode:
         self._part_lse = torch.empty(parts, device=device)
         self._arrivals = torch.zeros(heads * max_batch, dtype=torch.int32, device=device)
         self._params = _Params(
-            tables=self._tables.data_ptr(),
             turns=turns.rows.data_ptr(),
             part_out=self._part_out.data_ptr(),
             part_lse=self._part_lse.data_ptr(),
@@ -201,9 +206,30 @@ class CudaDecode:
         )
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
 
+    def prepare(self, mode: PositionMode) -> None:
+        """Load the kernel and tables for pages of one position mode; do it before a graph capture.
+
+        Args:
+            mode: How the pages store positions.
+        """
+        if mode in self._builds:
+            return
+        shape = self.shape
+        if mode is not PositionMode.CONTIGUOUS:
+            shape = replace(shape, positions=mode, teams=MAX_TEAMS, spread=False).fitted()
+        device = self._codebook.points.device
+        kernel = Kernel(
+            load_cubin(shape, architecture(device)),
+            ENTRY_POINT,
+            shared_bytes=shape.shared_bytes,
+            threads=shape.threads,
+        )
+        tables = build_tables(self._codebook, self._rope, shape)
+        self._builds[mode] = _Build(shape, tables, kernel)
+
     def empty_result(self, batch: int) -> PartialAttention:
         """Output buffers for a batch, to be passed to :meth:`attend` again and again."""
-        heads, device = self.kv_heads * self.group, self._tables.device
+        heads, device = self.kv_heads * self.group, self._part_out.device
         return PartialAttention(
             torch.empty(batch, heads, self.shape.head_dim, device=device),
             torch.empty(batch, heads, device=device),
@@ -219,7 +245,7 @@ class CudaDecode:
         result: PartialAttention,
         query_positions: Tensor | None = None,
         sink_logits: Tensor | None = None,
-        unrotate: bool = True,
+        merge_with: PartialAttention | None = None,
     ) -> PartialAttention:
         """One decode step; the work is queued on the current stream.
 
@@ -231,20 +257,21 @@ class CudaDecode:
             result: Where the output goes, see :meth:`empty_result`.
             query_positions: ``[batch]`` int32; needed with a window.
             sink_logits: ``[query_heads]`` float32 learned sinks that take weight.
-            unrotate: Undo the rotation of coded values on the output; off where several
-                partial results are merged first.
+            merge_with: Attention over other keys of the same queries, such as the dense tail or
+                another tier, merged into the result; it may be ``result`` itself.
 
         Returns:
             ``result``: output ``[batch, query_heads, head_dim]`` and log-sum-exp.
         """
         self._check(query, lists, options, query_positions)
-        params, pages, batch = self._params, pool.pages, lists.batch
-        is_contiguous = pool.mode is PositionMode.CONTIGUOUS
-        params.pages = pages.data_ptr()
-        params.page_bytes = pages.shape[1]
-        params.position_offset = _HEADER_POSITION if is_contiguous else self._run_offset()
-        params.position_stride = 0 if is_contiguous else 4
-        params.tile_step = TILE_KEYS if is_contiguous else 0
+        self.prepare(pool.mode)
+        build = self._builds[pool.mode]
+        if pool.pages.shape[1] != build.shape.page_bytes:
+            raise ValueError(
+                f"pages must have {build.shape.page_bytes} bytes, got {pool.pages.shape[1]}"
+            )
+        params, batch = self._params, lists.batch
+        params.pages, params.tables = pool.pages.data_ptr(), build.tables.data_ptr()
         params.page_ids = lists.page_ids.data_ptr()
         params.row_start = lists.row_start.data_ptr()
         params.batch = batch
@@ -252,19 +279,15 @@ class CudaDecode:
         params.query_is_bf16 = int(query.dtype == torch.bfloat16)
         params.query_positions = None if query_positions is None else query_positions.data_ptr()
         params.sinks = None if sink_logits is None else sink_logits.data_ptr()
+        params.other_out = None if merge_with is None else merge_with.output.data_ptr()
+        params.other_lse = None if merge_with is None else merge_with.lse.data_ptr()
         params.out, params.lse = result.output.data_ptr(), result.lse.data_ptr()
         params.window = options.window or 0
         params.logit_scale = options.scale * _LOG2E
         params.softcap = (options.softcap or 0.0) * _LOG2E
-        params.unrotate = int(unrotate and self.shape.value_bits != 16)
-        self._kernel.launch(self._blocks, self._arguments)
+        params.unrotate = int(self.shape.value_bits != 16)
+        build.kernel.launch(self._blocks, self._arguments)
         return result
-
-    def _run_offset(self) -> int:
-        """Start of the base positions in a page of runs."""
-        shape = self.shape
-        state_bytes = shape.nibbles // 2 + (1 if shape.value_bits == 16 else 2)
-        return 64 + PAGE_TOKENS * (state_bytes + shape.head_dim * shape.value_bits // 8)
 
     def _check(
         self,

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
 
 import torch
 from torch import Tensor
 
 from sphkv.codec.codebook import AngleCodebook
+from sphkv.store.paging import PositionMode
 
 HEAD_DIMS = (64, 128)
 VALUE_BITS = (2, 3, 4, 8, 16)
@@ -18,15 +18,15 @@ TILE_KEYS = 16
 LANES = 32
 LEVELS = 16
 MAX_COLUMNS = 8
+MAX_TEAMS = 4
 
 _SLOT_WORDS = LANES
+_PAGE_TILES = PAGE_TOKENS // TILE_KEYS
 _SPREAD_STRIDE = 4096
 _SHARED_LIMIT = 232_448
 _STEP_ENTRIES = 8
 
-# Measured on an H200: wide heads need registers more than warps.
-_TEAMS = {64: 4, 128: 3}
-_REGISTER_PAIRS = {64: 3, 128: 5}
+_LONG_ENTRIES = 96
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -47,7 +47,7 @@ class KernelShape:
         columns: Query heads per pass: 4 or 8.
         teams: Groups of four warps in a thread block.
         spread: Leave high nibbles where they are in their byte; costs table space, saves a shift.
-        register_pairs: Pairs of steps whose queries stay in registers.
+        positions: How pages store positions.
     """
 
     head_dim: int
@@ -56,9 +56,9 @@ class KernelShape:
     constant_steps: int
     value_bits: int
     columns: int
-    teams: int = 4
-    spread: bool = True
-    register_pairs: int = 2
+    teams: int = MAX_TEAMS
+    spread: bool = False
+    positions: PositionMode = PositionMode.CONTIGUOUS
 
     def __post_init__(self) -> None:
         """Reject shapes that no kernel is written for."""
@@ -76,7 +76,14 @@ class KernelShape:
             raise ValueError(f"constant_steps must be at most {self.head_dim // 16}")
 
     @classmethod
-    def of_codebook(cls, codebook: AngleCodebook, *, value_bits: int, group: int) -> KernelShape:
+    def of_codebook(
+        cls,
+        codebook: AngleCodebook,
+        *,
+        value_bits: int,
+        group: int,
+        positions: PositionMode = PositionMode.CONTIGUOUS,
+    ) -> KernelShape:
         """The shape that fits all heads of a codebook."""
         pairs = int(codebook.num_pairs.max())
         constants = int((codebook.plane_bits == 0).sum(1).max())
@@ -87,16 +94,21 @@ class KernelShape:
             constant_steps=ceil_div(constants, _STEP_ENTRIES),
             value_bits=value_bits,
             columns=4 if group <= 4 else MAX_COLUMNS,
-            teams=_TEAMS[2 * codebook.num_planes],
-            register_pairs=_REGISTER_PAIRS[2 * codebook.num_planes],
+            positions=positions,
         ).fitted()
 
     def fitted(self) -> KernelShape:
-        """This shape with as many teams, and a table as fast, as shared memory allows."""
+        """This shape with as many teams as registers and shared memory allow.
+
+        Queries of many entries, and points that are turned one by one, need more registers than
+        four teams leave.
+        """
+        is_wide = self.entries > _LONG_ENTRIES or self.positions is PositionMode.TOKENS
+        most = min(self.teams, 3 if is_wide else MAX_TEAMS)
         for buffers in (2, 1):
-            for teams, spread in product(range(self.teams, 1, -1), (False, True)):
-                shape = replace(self, teams=teams, spread=spread)
-                if shape.is_feasible and shape.num_stages >= buffers * teams:
+            for teams in range(most, 0, -1):
+                shape = replace(self, teams=teams)
+                if shape.num_stages >= buffers * teams + (buffers == 1):
                     return shape
         raise ValueError(f"{self} needs more shared memory than a multiprocessor has")
 
@@ -126,9 +138,9 @@ class KernelShape:
         return 16 * ceil_div(self.steps, 2)
 
     @property
-    def half_slots(self) -> int:
-        """Table slots addressed by low nibbles; as many by high ones."""
-        return 2 * self.lookup_steps
+    def single_slots(self) -> int:
+        """Table slots (four entries each) that are looked up once; the others twice."""
+        return 2 * (self.code_steps - self.double_steps)
 
     @property
     def high_bytes(self) -> int:
@@ -138,7 +150,7 @@ class KernelShape:
     @property
     def low_bytes(self) -> int:
         """Bytes of the table for low nibbles."""
-        return self.half_slots * LEVELS * _SLOT_WORDS * 4
+        return self.lookup_steps * 2 * LEVELS * _SLOT_WORDS * 4
 
     @property
     def constant_offset(self) -> int:
@@ -151,40 +163,59 @@ class KernelShape:
         return self.constant_offset + self.constant_steps * 4 * _SLOT_WORDS * 4
 
     @property
-    def table_bytes(self) -> int:
-        """Bytes of one head's table."""
-        return ceil_div(self.map_offset + 4 * self.entries, 128) * 128
+    def frequency_offset(self) -> int:
+        """Start of the frequencies in a table."""
+        return self.map_offset + 4 * self.entries
 
     @property
-    def page_capacity(self) -> int:
-        """Bytes kept for one page in shared memory."""
+    def table_bytes(self) -> int:
+        """Bytes of one head's table."""
+        return ceil_div(self.frequency_offset + 4 * self.entries, 128) * 128
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
         state_bytes = self.nibbles // 2 + (1 if self.value_bits == 16 else 2)
         payload = PAGE_TOKENS * state_bytes + PAGE_TOKENS * self.head_dim * self.value_bits // 8
-        return ceil_div(64 + payload + 4 * (PAGE_TOKENS // TILE_KEYS), 64) * 64
+        position_words = {
+            PositionMode.CONTIGUOUS: 0,
+            PositionMode.RUNS: _PAGE_TILES,
+            PositionMode.TOKENS: PAGE_TOKENS,
+        }[self.positions]
+        return ceil_div(64 + payload + 4 * position_words, 64) * 64
 
     @property
     def _fixed_bytes(self) -> int:
         warps = 4 * self.teams
-        scratch = warps * max(8 * self.entries, self.columns * 32 * 4)
+        pass_dims = min(self.head_dim, 64 if self.columns == 4 else 32)
+        queries = self.columns * (8 * self.entries + 8) + 4 * _PAGE_TILES * self.entries
+        scratch = max(warps * self.columns * (pass_dims + 8) * 4, queries)
         results = self.columns * self.head_dim * 4 + 16 * warps * self.columns
-        queries = max(0, self.entries // 16 - self.register_pairs) * 128 * self.columns
-        return self.table_bytes + scratch + results + queries + 48 * self.teams + 16
+        return self.table_bytes + scratch + results + 64 * self.teams + 16
 
     @property
     def _stage_bytes(self) -> int:
-        return self.page_capacity + (PAGE_TOKENS // TILE_KEYS) * 4 * self.planes
+        # eight columns need a row of turns per tile unless registers hold two sets of queries
+        is_single = self.columns == 4 or self.head_dim == 64
+        turn_rows = {
+            PositionMode.CONTIGUOUS: 1 if is_single else 2,
+            PositionMode.RUNS: _PAGE_TILES,
+            PositionMode.TOKENS: 0,
+        }[self.positions]
+        turn_words = 2 if self.columns == 4 else 1
+        return self.page_bytes + turn_rows * turn_words * 4 * self.entries
 
     @property
     def num_stages(self) -> int:
         """Pages in shared memory at a time."""
         fitting = (_SHARED_LIMIT - self._fixed_bytes) // self._stage_bytes
-        return min(3, fitting // self.teams) * self.teams
+        return min(4 * self.teams, fitting)
 
     @property
     def is_feasible(self) -> bool:
         """Whether a thread block of this shape fits a multiprocessor."""
-        fits_spread = not self.spread or 128 * self.half_slots <= _SPREAD_STRIDE
-        return fits_spread and self._fixed_bytes + self.teams * self._stage_bytes <= _SHARED_LIMIT
+        fits_spread = not self.spread or 256 * self.lookup_steps <= _SPREAD_STRIDE
+        return fits_spread and self.num_stages > self.teams
 
     @property
     def shared_bytes(self) -> int:
@@ -207,7 +238,7 @@ class KernelShape:
             "COLUMNS": self.columns,
             "TEAMS": self.teams,
             "SPREAD": int(self.spread),
-            "REGISTER_PAIRS": self.register_pairs,
+            "POSITIONS": int(self.positions),
         }
         return tuple(f"-DSPHKV_{name}={value}" for name, value in values.items())
 

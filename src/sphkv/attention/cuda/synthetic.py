@@ -89,11 +89,11 @@ def set_counts(pages: Tensor, counts: Tensor) -> None:
 
 
 def set_bases(pages: Tensor, layout: PageLayout, bases: Tensor) -> None:
-    """Write positions: ``bases [pages]`` of contiguous pages, ``[pages, 8]`` of runs."""
-    is_runs = layout.position_mode is PositionMode.RUNS
-    first = bases[:, 0] if is_runs else bases
+    """Write positions: ``[pages]`` of contiguous pages, ``[pages, 8]`` of runs, 128 of tokens."""
+    is_contiguous = layout.position_mode is PositionMode.CONTIGUOUS
+    first = bases if is_contiguous else bases[:, 0]
     pages[:, 8:12] = first.to(torch.int32)[:, None].contiguous().view(torch.uint8)
-    if is_runs:
+    if not is_contiguous:
         words = bases.to(torch.int32).contiguous().view(torch.uint8)
         pages[:, layout.position_offset : layout.position_offset + words.shape[1]] = words
 
@@ -108,9 +108,12 @@ def _positions(pages: Tensor, layout: PageLayout) -> Tensor:
     if layout.position_mode is PositionMode.CONTIGUOUS:
         base = pages[:, 8:12].contiguous().view(torch.int32).long()
         return base + index
-    size = 4 * PAGE_TOKENS // TILE_KEYS
+    size = 4 * layout.num_position_words
     words = pages[:, layout.position_offset : layout.position_offset + size]
-    return words.contiguous().view(torch.int32).long()[:, index // TILE_KEYS] + index % TILE_KEYS
+    stored = words.contiguous().view(torch.int32).long()
+    if layout.position_mode is PositionMode.TOKENS:
+        return stored
+    return stored[:, index // TILE_KEYS] + index % TILE_KEYS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

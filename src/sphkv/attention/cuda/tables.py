@@ -19,6 +19,7 @@ from sphkv.attention.cuda.geometry import (
 )
 from sphkv.codec.codebook import AngleCodebook
 from sphkv.codec.rope import RopeSpec
+from sphkv.store.paging import PositionMode
 
 _STEP = 8
 
@@ -79,10 +80,14 @@ def build_tables(codebook: AngleCodebook, rope: RopeSpec, shape: KernelShape) ->
     heads, device = entries.plane.shape[0], entries.plane.device
     words = torch.zeros(heads, shape.table_bytes // 4, dtype=torch.int32, device=device)
     frequency = rope.frequencies(device)[entries.plane]  # [heads, entries]
+    _put_words(words, shape.frequency_offset, _turn_fractions(frequency))
+    if shape.positions is PositionMode.TOKENS:
+        # every key has its own position, so the table leaves points where they are
+        frequency = torch.zeros_like(frequency)
     num_lookups = _STEP * shape.lookup_steps
     _put_points(words, entries.points, frequency[:, :num_lookups], shape)
     _put_constants(words, entries.constants, frequency[:, num_lookups:], shape)
-    _put_map(words, entries.plane, rope, shape)
+    _put_words(words, shape.map_offset, _map_words(entries.plane, rope))
     return words.view(torch.uint8)
 
 
@@ -96,8 +101,8 @@ def turn_rows(rope: RopeSpec, num_positions: int, *, step: int, device: torch.de
         device: Where the table lives.
 
     Returns:
-        ``[16 / step, rows, planes]`` int32, two halves each: cosine low, sine high. Entry
-        ``[phase, row]`` belongs to position ``16 * row + step * phase``.
+        ``[16 / step, rows, planes, 2]`` int32, two halves each: cosine and minus sine, sine and
+        cosine. Entry ``[phase, row]`` belongs to position ``16 * row + step * phase``.
     """
     if step not in (1, 2, 4, 8, 16):
         raise ValueError(f"step must be a power of two up to 16, got {step}")
@@ -106,8 +111,9 @@ def turn_rows(rope: RopeSpec, num_positions: int, *, step: int, device: torch.de
     positions = torch.arange(0, TILE_KEYS, step, device=device)[:, None] + TILE_KEYS * torch.arange(
         rows, device=device
     )
-    phase = rope.phases(positions).double()
-    return _half2(torch.stack([phase.cos(), phase.sin()], -1))
+    phase = rope.phases(positions)
+    cos, sin = phase.cos(), phase.sin()
+    return _half2(torch.stack([cos, -sin, sin, cos], -1).unflatten(-1, (2, 2)))
 
 
 def _half2(pair: Tensor) -> Tensor:
@@ -123,23 +129,32 @@ def _turned(points: Tensor, angle: Tensor) -> Tensor:
 
 
 def _put_points(words: Tensor, points: Tensor, frequency: Tensor, shape: KernelShape) -> None:
-    """Slot ``s`` serves entries ``4 * s + t``; low nibbles hold keys ``g``, high ones ``g + 8``."""
+    """Low nibbles hold keys ``g``, high ones ``g + 8``; slot ``s`` serves entries ``4 * s + t``.
+
+    The second look-ups of slots that are looked up twice come last in ``points``.
+    """
     heads, device = points.shape[0], points.device
     g, t = lane_coordinates(device)
-    slots = shape.half_slots
-    entry = 4 * torch.arange(slots, device=device)[:, None] + t  # [slots, lanes]
+    entry = 4 * torch.arange(2 * shape.lookup_steps, device=device)[:, None] + t  # [slots, lanes]
     for half in range(2):
         angle = frequency[:, entry] * (g + 8 * half)  # [heads, slots, lanes]
         turned = _turned(points[:, entry], angle[..., None])  # [heads, slots, lanes, 16, 2]
         word = _half2(turned).permute(0, 1, 3, 2)  # [heads, slots, 16, lanes]
+        first = shape.single_slots
+        second = first + 2 * shape.double_steps
+        single = word[:, :first]
+        # both points of a pair are one load: [heads, double slots, 16, 2 * lanes]
+        both = torch.stack([word[:, first:second], word[:, second:]], -1).flatten(3)
         if half == 1 and shape.spread:
             rows = words[:, : shape.high_bytes // 4].view(heads, LEVELS, -1)
-            rows[:, :, : slots * LANES] = word.transpose(1, 2).reshape(heads, LEVELS, -1)
+            parts = [part.transpose(1, 2).flatten(2) for part in (single, both)]
+            spread = torch.cat(parts, 2)
+            rows[:, :, : spread.shape[2]] = spread
         else:
             start = 0 if half == 1 else shape.high_bytes // 4
-            area = words[:, start : start + shape.low_bytes // 4]
-            paired = word.reshape(heads, slots // 2, 2, LEVELS, LANES).transpose(2, 3)
-            area.copy_(paired.reshape(heads, -1))
+            paired = single.unflatten(1, (-1, 2)).transpose(2, 3).flatten(1)
+            packed = torch.cat([paired, both.flatten(1)], 1)
+            words[:, start : start + packed.shape[1]] = packed
 
 
 def _put_constants(words: Tensor, constants: Tensor, frequency: Tensor, shape: KernelShape) -> None:
@@ -155,11 +170,20 @@ def _put_constants(words: Tensor, constants: Tensor, frequency: Tensor, shape: K
         words[:, start : start + 4 * LANES] = word.transpose(1, 2).reshape(heads, -1)
 
 
-def _put_map(words: Tensor, plane: Tensor, rope: RopeSpec, shape: KernelShape) -> None:
-    """Word ``16 * pair + 4 * t + i`` describes entry ``16 * pair + 4 * i + t``."""
-    heads = plane.shape[0]
+def _put_words(words: Tensor, offset: int, entry_words: Tensor) -> None:
+    """Word ``16 * pair + 4 * t + i`` belongs to entry ``16 * pair + 4 * i + t``."""
+    heads, entries = entry_words.shape
+    ordered = entry_words.reshape(heads, -1, 4, 4).transpose(2, 3).reshape(heads, -1)
+    words[:, offset // 4 : offset // 4 + entries] = ordered.to(torch.int32)
+
+
+def _map_words(plane: Tensor, rope: RopeSpec) -> Tensor:
+    """Plane and the two query channels of each entry."""
     channel = rope.plane_channels(plane.device)
-    word = plane | (channel[plane, 0] << 8) | (channel[plane, 1] << 16)
-    ordered = word.reshape(heads, -1, 4, 4).transpose(2, 3).reshape(heads, -1)
-    start = shape.map_offset // 4
-    words[:, start : start + shape.entries] = ordered.to(torch.int32)
+    return plane | (channel[plane, 0] << 8) | (channel[plane, 1] << 16)
+
+
+def _turn_fractions(frequency: Tensor) -> Tensor:
+    """Radians per position to turns in units of ``2**-32``, as signed 32-bit numbers."""
+    fraction = (frequency / (2 * torch.pi) * 2.0**32).round().long() % 2**32
+    return torch.where(fraction >= 2**31, fraction - 2**32, fraction)

@@ -10,179 +10,196 @@
 
 // What a warp knows about itself.
 struct WarpPlace {
-  int lane, warp, team, quarter;  // quarter: which 32 keys of a page
+  int lane, team, quarter;  // quarter: which 32 keys of a page
+  int plain_count;          // a page with so many keys has no logit to limit or hide
 
-  INLINE explicit WarpPlace(int tid)
-      : lane(tid & 31), warp(tid / 32), team(tid / 32 / TEAM_WARPS), quarter(tid / 32 % TEAM_WARPS) {}
+  INLINE WarpPlace(const Params& p, int tid)
+      : lane(tid & 31), team(tid / 32 / TEAM_WARPS), quarter(tid / 32 % TEAM_WARPS) {
+    plain_count = p.window > 0 || p.softcap > 0.f ? PAGE_TOKENS + 1 : PAGE_TOKENS;
+  }
   INLINE bool is_leader() const { return quarter == team % TEAM_WARPS; }
 };
 
-INLINE float query_element(const Params& p, uint64_t at) {
-  if (!p.query_is_bf16) return ((const float*)p.query)[at];
-  return __uint_as_float((uint32_t)((const uint16_t*)p.query)[at] << 16);
+template <bool IS_BF16>
+INLINE float query_element(const void* query, uint64_t at) {
+  if constexpr (IS_BF16) return __uint_as_float((uint32_t)((const uint16_t*)query)[at] << 16);
+  return ((const float*)query)[at];
 }
 
-// This lane's query planes for one pair of steps, in the order of the head's entries.
-INLINE void gather_query(uint4& along, uint4& across, const Params& p, const Row& row, int pair,
-                         int lane) {
-  const int column = SHARED_COLUMNS ? lane / 4 & 3 : lane / 4;
-  const int in_group = row.block * COLUMNS + column;
-  const uint64_t head =
-      (uint64_t)row.index * (p.kv_heads * p.group) + row.head * p.group + in_group;
-  const uint4 v = load_shared4(SHARED_BASE + MAP_OFFSET + pair * 64 + (lane & 3) * 16);
-  const uint32_t map[4] = {v.x, v.y, v.z, v.w};
-  uint32_t x[4], y[4];
+// One thread's share of a row's queries, in the order of the head's entries (map word
+// 16 * pair + 4 * t + i belongs to entry 16 * pair + 4 * i + t), and of (sin, cos) for the eight
+// tiles of a page at position zero. `load` sets out before pages are asked for, so that it does
+// not queue behind them; the map is read from device memory because the table is on its way.
+struct RowStart {
+  static constexpr int QUERIES = (COLUMNS * ENTRIES + THREADS - 1) / THREADS;
+  static constexpr int TURNS = IS_CONTIGUOUS ? (PAGE_TILES * ENTRIES + THREADS - 1) / THREADS : 0;
+  float a[QUERIES], b[QUERIES];
+  uint32_t turn[TURNS + 1];
+
+  // Places past the end stand for the last one.
+  static INLINE int query_place(int k, int tid) {
+    return min(tid + k * THREADS, COLUMNS * ENTRIES - 1);
+  }
+  static INLINE int turn_place(int k, int tid) {
+    return min(tid + k * THREADS, PAGE_TILES * ENTRIES - 1);
+  }
+
+  template <bool IS_BF16>
+  INLINE void load(const Params& p, const Row& row, const uint32_t* map, int tid) {
+    const uint64_t first = (uint64_t)row.index * (p.kv_heads * p.group) + row.head * p.group;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    float a = 0.f, b = 0.f;
-    if (in_group < p.group) {
-      a = query_element(p, head * HEAD_DIM + (map[i] >> 8 & 255)) * p.logit_scale;
-      b = query_element(p, head * HEAD_DIM + (map[i] >> 16 & 255)) * p.logit_scale;
+    for (int k = 0; k < QUERIES; k++) {
+      const int x = query_place(k, tid), in_group = row.block * COLUMNS + x / ENTRIES;
+      const uint32_t word = __ldg(map + x % ENTRIES);
+      const uint64_t at = (first + min(in_group, p.group - 1)) * HEAD_DIM;
+      const float scale = in_group < p.group ? p.logit_scale : 0.f;
+      a[k] = query_element<IS_BF16>(p.query, at + (word >> 8 & 255)) * scale;
+      b[k] = query_element<IS_BF16>(p.query, at + (word >> 16 & 255)) * scale;
     }
-    x[i] = pack_half2(a, b);
-    y[i] = pack_half2(b, -a);
-  }
-  along = make_uint4(x[0], x[1], x[2], x[3]);
-  across = make_uint4(y[0], y[1], y[2], y[3]);
-}
-
-// The first row's queries set out for the cache while the table is on its way.
-INLINE void prefetch_query(const Params& p, const Row& row, int tid) {
-  const int bytes = HEAD_DIM * (p.query_is_bf16 ? 2 : 4), line = 128;
-  const uint64_t first = (uint64_t)row.index * (p.kv_heads * p.group) + row.head * p.group;
-  if (tid * line < p.group * bytes)
-    prefetch_global((const uint8_t*)p.query + first * bytes + tid * line);
-}
-
-INLINE void load_query(QueryLane& query, const Params& p, const Row& row, const WarpPlace& place) {
-  const int lane = place.lane, column = SHARED_COLUMNS ? lane / 4 & 3 : lane / 4;
-  query.rest = SHARED_BASE + QUERY_OFFSET + column * 64 + (lane & 3) * 16;
-  uint4 x, y;
 #pragma unroll
-  for (int pair = 0; pair < REGISTER_PAIRS; pair++) {
-    gather_query(x, y, p, row, pair, lane);
-    uint32_t *along = query.along + 4 * pair, *across = query.across + 4 * pair;
-    along[0] = x.x, along[1] = x.y, along[2] = x.z, along[3] = x.w;
-    across[0] = y.x, across[1] = y.y, across[2] = y.z, across[3] = y.w;
-  }
-  if constexpr (REGISTER_PAIRS < STEP_PAIRS) {
-    for (int pair = REGISTER_PAIRS + place.warp; pair < STEP_PAIRS; pair += WARPS) {
-      gather_query(x, y, p, row, pair, lane);
-      const uint32_t at = query.rest + (pair - REGISTER_PAIRS) * 2 * QUERY_SIDE_BYTES;
-      store_shared4(at, x);
-      store_shared4(at + QUERY_SIDE_BYTES, y);
-    }
-    __syncthreads();
-  }
-}
-
-// Where this lane's share of a row of turns comes from: byte offsets of the planes of entries lane,
-// lane + 32, ...
-struct TurnOrder {
-  static constexpr int PARTS = (ENTRIES + 31) / 32;
-  uint32_t offset[PARTS];
-
-  INLINE void load(int lane) {
-#pragma unroll
-    for (int k = 0; k < PARTS; k++) {
-      const int entry = min(lane + 32 * k, ENTRIES - 1);
-      offset[k] = (load_shared(SHARED_BASE + MAP_OFFSET + entry * 4) & 255) * 4;
+    for (int k = 0; k < TURNS; k++) {
+      const int x = turn_place(k, tid);
+      const uint2* turns = (const uint2*)p.turns + x / ENTRIES * PLANES;
+      turn[k] = __ldg(&turns[__ldg(map + x % ENTRIES) & 255].y);
     }
   }
 
-  // The turns of this warp's two tiles, out of plane order ...
-  INLINE void fetch(uint32_t (&turn)[2 * PARTS], uint32_t rows) const {
+  INLINE void store(int tid) const {
+    constexpr uint32_t TO = SHARED_BASE + SCRATCH_OFFSET;
 #pragma unroll
-    for (int k = 0; k < 2 * PARTS; k++)
-      turn[k] = load_shared(rows + k % 2 * TURN_ROW_BYTES + offset[k / 2]);
-  }
-
-  // ... and into the head's entry order.
-  static INLINE void store(const uint32_t (&turn)[2 * PARTS], uint32_t to, int lane) {
-#pragma unroll
-    for (int k = 0; k < 2 * PARTS; k++) {
-      const int entry = lane + 32 * (k / 2);
-      if (32 * (k / 2) + 31 < ENTRIES || entry < ENTRIES)
-        store_shared(to + (k % 2 * ENTRIES + entry) * 4, turn[k]);
+    for (int k = 0; k < QUERIES; k++) {
+      const int x = query_place(k, tid);
+      store_shared2(TO + x / ENTRIES * QUERY_COLUMN_BYTES + x % ENTRIES * 8, __float_as_uint(a[k]),
+                    __float_as_uint(b[k]));
     }
-    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < TURNS; k++)
+      store_shared(TO + QUERY_BYTES + turn_place(k, tid) * 4, turn[k]);
   }
 };
+
+INLINE void load_row(RowStart& begin, const Params& p, const Row& row, const uint8_t* table,
+                     int tid) {
+  const uint32_t* map = (const uint32_t*)(table + MAP_OFFSET);
+  if (p.query_is_bf16)
+    begin.load<true>(p, row, map, tid);
+  else
+    begin.load<false>(p, row, map, tid);
+}
+
+// This lane's queries. On contiguous pages they are turned to the warp's quarter, so that a page's
+// own turn does for all its tiles.
+INLINE void take_query(QueryLane& query, const WarpPlace& place) {
+  constexpr uint32_t FROM = SHARED_BASE + SCRATCH_OFFSET;
+  const int lane = place.lane, t = lane & 3, column = SHARED_COLUMNS ? lane / 4 & 3 : lane / 4;
+#pragma unroll
+  for (int set = 0; set < QUERY_SETS; set++)
+#pragma unroll
+    for (int k = 0; k < 4 * STEP_PAIRS; k++) {
+      const int entry = k / 4 * 16 + t * 4 + k % 4;
+      const uint2 v = load_shared2(FROM + column * QUERY_COLUMN_BYTES + entry * 8);
+      float x = __uint_as_float(v.x), y = __uint_as_float(v.y);
+      if constexpr (IS_CONTIGUOUS) {
+        const int tile = 2 * place.quarter + (SHARED_COLUMNS ? lane / 16 : set);
+        const uint32_t turn = load_shared(FROM + QUERY_BYTES + (tile * ENTRIES + entry) * 4);
+        const float s = low_half(turn), c = high_half(turn), a = x;
+        x = a * c + y * s;
+        y = y * c - a * s;
+      }
+      query.at[set][k] = pack_half2(x, y);
+    }
+}
 
 // Radius and scale codes of keys g and g + 8 of one tile.
 struct Gains {
   float radius[2], scale[2];
 };
 
-INLINE Gains load_gains(uint32_t page, int tile, int g) {
-  const uint4 header = load_shared4(page), affine = load_shared4(page + 16);
-  const float radius_low = __uint_as_float(header.w), radius_step = __uint_as_float(affine.x);
+// Code in byte BYTE of a word, as 32768 + code: the byte lands where that number counts ones.
+template <int BYTE>
+INLINE float code_above_32768(uint32_t codes) {
+  return __uint_as_float(__byte_perm(codes, 0x47000000u, 0x7404 | (BYTE << 4)));
+}
+
+// What the header says of a page's radii and scales, with 32768 steps taken off.
+struct Affine {
+  float radius_low, radius_step, scale_low, scale_step;
+  int count;
+
+  INLINE explicit Affine(uint32_t page) {
+    // words: a wider load would carry its fill to every lane
+    count = load_shared(page + 4) & 0xffff;
+    radius_step = load_shared_float(page + 16);
+    radius_low = fmaf(-32768.f, radius_step, load_shared_float(page + 12));
+    scale_step = load_shared_float(page + 24);
+    scale_low = fmaf(-32768.f, scale_step, load_shared_float(page + 20));
+  }
+};
+
+INLINE Gains load_gains(const Affine& affine, uint32_t page, int tile, int g) {
   Gains gains;
+  uint32_t codes;
   if (HAS_SCALES) {
-    const uint32_t codes = load_shared(page + GAIN_OFFSET + tile * GAIN_TILE_BYTES + g * 4);
-    const float scale_low = __uint_as_float(affine.y), scale_step = __uint_as_float(affine.z);
-    gains.radius[0] = radius_low + radius_step * (float)(codes & 255);
-    gains.radius[1] = radius_low + radius_step * (float)(codes >> 8 & 255);
-    gains.scale[0] = scale_low + scale_step * (float)(codes >> 16 & 255);
-    gains.scale[1] = scale_low + scale_step * (float)(codes >> 24);
+    codes = load_shared(page + GAIN_OFFSET + tile * GAIN_TILE_BYTES + g * 4);
+    gains.scale[0] = fmaf(affine.scale_step, code_above_32768<2>(codes), affine.scale_low);
+    gains.scale[1] = fmaf(affine.scale_step, code_above_32768<3>(codes), affine.scale_low);
   } else {
     // two bytes per lane: take the word and pick its half
     const uint32_t at = page + GAIN_OFFSET + tile * GAIN_TILE_BYTES + g * 2;
-    const uint32_t codes = load_shared(at & ~3u) >> (8 * (at & 2));
-    gains.radius[0] = radius_low + radius_step * (float)(codes & 255);
-    gains.radius[1] = radius_low + radius_step * (float)(codes >> 8 & 255);
+    codes = load_shared(at & ~3u) >> (8 * (at & 2));
     gains.scale[0] = gains.scale[1] = 1.f;
   }
+  gains.radius[0] = fmaf(affine.radius_step, code_above_32768<0>(codes), affine.radius_low);
+  gains.radius[1] = fmaf(affine.radius_step, code_above_32768<1>(codes), affine.radius_low);
   return gains;
 }
 
+// Position of a key of a page.
+INLINE int key_position(uint32_t page, int tile, int key) {
+  const uint32_t at = page + POSITION_OFFSET;
+  if (IS_CONTIGUOUS) return (int)load_shared(at) + tile * TILE_KEYS + key;
+  if (IS_RUNS) return (int)load_shared(at + tile * 4) + key;
+  return (int)load_shared(at + (tile * TILE_KEYS + key) * 4);
+}
+
 // Soft-cap, and minus infinity for keys past the page's count or outside the window.
-INLINE void limit_logits(const Params& p, int row, uint32_t page, int tile, int g,
+INLINE void limit_logits(const Params& p, int row, uint32_t page, int count, int tile, int g,
                          float (&logit)[4]) {
   const int last = p.window > 0 ? __ldg(p.query_positions + row) : 0x7fffffff;
   const int first = p.window > 0 ? last - p.window + 1 : -0x7fffffff;
-  const int count = load_shared(page + 4) & 0xffff;
-  const int base = (int)load_shared(page + p.position_offset + tile * p.position_stride) +
-                   tile * p.tile_step;
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    const int key = g + 8 * (k / 2), position = base + key;
+    const int key = g + 8 * (k / 2), position = key_position(page, tile, key);
     if (p.softcap > 0.f) logit[k] = soft_cap(logit[k], p.softcap);
     const bool is_hidden = tile * TILE_KEYS + key >= count || position < first || position > last;
     if (is_hidden) logit[k] = MINUS_INFINITY;
   }
 }
 
-// Products of slots and queries of this warp's two tiles, without radius.
-INLINE void warp_logits(float (&dots)[2][4], const QueryLane& query, const TurnOrder& order,
-                        uint32_t page, const WarpPlace& place) {
-  const int lane = place.lane;
-  const uint32_t keys = page + KEY_OFFSET + 2 * place.quarter * KEY_TILE_BYTES;
-  const uint32_t ordered = SHARED_BASE + SCRATCH_OFFSET + place.warp * TURN_BYTES;
-  const uint32_t mine = ordered + (lane & 3) * 16;
-  uint32_t turn[2 * TurnOrder::PARTS];
-  order.fetch(turn, page + PAGE_CAPACITY + 2 * place.quarter * TURN_ROW_BYTES);
-  const auto store_turns = [&]() { TurnOrder::store(turn, ordered, lane); };
-  if constexpr (SHARED_COLUMNS) {
-    const uint32_t tile = lane >= 16 ? ENTRIES * 4 : 0;
-    tile_logits<2>(dots, query, keys, mine + tile, lane * 4, lane, store_turns);
-  } else {
-    float first[1][4], second[1][4];
-    tile_logits<1>(first, query, keys, mine, lane * 4, lane, store_turns);
-    tile_logits<1>(second, query, keys + KEY_TILE_BYTES, mine + ENTRIES * 4, lane * 4, lane,
-                   []() {});
+// Where the keys of this warp's two tiles are.
+INLINE KeyPlaces key_places(uint32_t page, const WarpPlace& place) {
+  const int lane = place.lane, quarter = place.quarter;
+  KeyPlaces places = {};
 #pragma unroll
-    for (int k = 0; k < 4; k++) dots[0][k] = first[0][k], dots[1][k] = second[0][k];
+  for (int u = 0; u < 2; u++) {
+    if (u < TURN_SETS) {
+      const int row = IS_RUNS ? 2 * quarter + (SHARED_COLUMNS ? lane / 16 : u) : u;
+      places.turns[u % TURN_SETS] = page + PAGE_BYTES + row * TURN_BYTES;
+    }
+    if (IS_TOKENS) {
+      places.position[u][0] = key_position(page, 2 * quarter + u, lane / 4);
+      places.position[u][1] = key_position(page, 2 * quarter + u, lane / 4 + 8);
+    }
   }
+  return places;
 }
 
 // Pick the dots that count and give them their radius; hide keys where a limit asks for it.
 INLINE void scale_logits(Logits& logits, const float (&dots)[2][4],
                          const Gains (&gains)[TILE_SETS], const Params& p, int row, uint32_t page,
-                         int quarter, int lane) {
-  const int g = lane / 4, t = lane & 3;
-  const bool is_partial = (load_shared(page + 4) & 0xffff) < PAGE_TOKENS;
-  const bool is_limited = p.window > 0 || p.softcap > 0.f || is_partial;
+                         int count, const WarpPlace& place) {
+  const int g = place.lane / 4, t = place.lane & 3;
+  const bool is_limited = count < place.plain_count;
 #pragma unroll
   for (int u = 0; u < TILE_SETS; u++) {
 #pragma unroll
@@ -191,22 +208,21 @@ INLINE void scale_logits(Logits& logits, const float (&dots)[2][4],
     logits.radius[u][0] = gains[u].radius[0];
     logits.radius[u][1] = gains[u].radius[1];
     if (is_limited) {
-      const int tile = 2 * quarter + (SHARED_COLUMNS ? t / 2 : u);
+      const int tile = 2 * place.quarter + (SHARED_COLUMNS ? t / 2 : u);
 #pragma unroll
       for (int k = 0; k < 4; k++) logits.dot[u][k] *= gains[u].radius[k / 2];
-      limit_logits(p, row, page, tile, g, logits.dot[u]);
+      limit_logits(p, row, page, count, tile, g, logits.dot[u]);
       logits.radius[u][0] = logits.radius[u][1] = 1.f;
     }
   }
 }
 
 // Weights of 16 keys as the B operand: keys 2t, 2t + 1 of column g, then 8 keys further.
-INLINE void weigh(uint32_t (&weight)[2], const Logits& logits, int set, const Gains& gains,
+INLINE void weigh(uint32_t (&weight)[2], const float (&above)[4], const Gains& gains,
                   Running& run) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const float a = exp2_fast(logits.above(set, 2 * half, run.most));
-    const float b = exp2_fast(logits.above(set, 2 * half + 1, run.most));
+    const float a = exp2_fast(above[2 * half]), b = exp2_fast(above[2 * half + 1]);
     run.mass[0] += a;
     run.mass[1] += b;
     if constexpr (HAS_SCALES) {
@@ -221,23 +237,30 @@ INLINE void weigh(uint32_t (&weight)[2], const Logits& logits, int set, const Ga
 }
 
 // One warp's quarter of a page.
-INLINE void attend_page(const Params& p, int row, const QueryLane& query, const TurnOrder& order,
-                        Running& run, Accumulator& acc, uint32_t page, const WarpPlace& place) {
+INLINE void attend_page(const Params& p, int row, const QueryLane& query, Running& run,
+                        Accumulator& acc, uint32_t page, const WarpPlace& place) {
   const int lane = place.lane, quarter = place.quarter, g = lane / 4, t = lane & 3;
   float dots[2][4];
-  warp_logits(dots, query, order, page, place);
+  tile_logits(dots, query, page + KEY_OFFSET + 2 * quarter * KEY_TILE_BYTES,
+              key_places(page, place), lane);
 
+  const Affine affine(page);
   Gains gains[TILE_SETS];
 #pragma unroll
   for (int u = 0; u < TILE_SETS; u++)
-    gains[u] = load_gains(page, 2 * quarter + (SHARED_COLUMNS ? t / 2 : u), g);
+    gains[u] = load_gains(affine, page, 2 * quarter + (SHARED_COLUMNS ? t / 2 : u), g);
   Logits logits;
-  scale_logits(logits, dots, gains, p, row, page, quarter, lane);
-  if (__any_sync(ALL_LANES, is_too_high(logits, run))) raise_maximum(logits, run, acc);
+  scale_logits(logits, dots, gains, p, row, page, affine.count, place);
+  Above above;
+  above.take(logits, run);
+  if (__any_sync(ALL_LANES, above.is_too_high())) {
+    raise_maximum(logits, run, acc);
+    above.take(logits, run);
+  }
 
   uint32_t weights[TILE_SETS][2];
 #pragma unroll
-  for (int u = 0; u < TILE_SETS; u++) weigh(weights[u], logits, u, gains[u], run);
+  for (int u = 0; u < TILE_SETS; u++) weigh(weights[u], above.at[u], gains[u], run);
   const uint32_t values = page + VALUE_OFFSET + 2 * quarter * VALUE_TILE_BYTES;
 #pragma unroll
   for (int u = 0; u < 2; u++) {
@@ -262,8 +285,8 @@ INLINE void write_empty_rows(const Params& p, const int* rows, Row row, int tid)
 }
 
 // Index of the block whose range holds page `at` of the head.
-INLINE int owner(int at, int pages, int ctas) {
-  return (int)(((uint64_t)(at + 1) * ctas - 1) / pages);
+INLINE int owner(uint32_t at, uint32_t pages, uint32_t ctas) {
+  return (int)(((at + 1) * ctas - 1) / pages);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -272,70 +295,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // addresses are built from constants, without adding a base register
   if (shared_address(shared_memory) != SHARED_BASE) __trap();
   const int tid = threadIdx.x;
-  const WarpPlace place(tid);
+  const WarpPlace place(p, tid);
 
   Row row;
   const int heads = p.kv_heads * p.blocks;
   row.head = blockIdx.x % heads / p.blocks;
   row.block = blockIdx.x % heads % p.blocks;
+  const uint8_t* table = p.tables + (uint64_t)row.head * TABLE_BYTES;
+  if (tid == 0) {
+    // the table sets out first: everything else is read meanwhile
+    init_barriers();
+    publish_barriers();
+    barrier_expect(table_barrier(), TABLE_BYTES);
+    copy_bulk(SHARED_BASE, table, TABLE_BYTES, table_barrier());
+  }
   const int* rows = p.row_start + row.head * p.batch;
   const int head_start = rows[0], head_pages = rows[p.batch] - head_start;
   const int ctas = min(p.ctas, head_pages), cta = blockIdx.x / heads;
-  if (cta == 0) write_empty_rows(p, rows, row, tid);
-  if (cta >= ctas) return;
-  const int start = head_start + (int)((uint64_t)cta * head_pages / ctas);
-  const int end = head_start + (int)((uint64_t)(cta + 1) * head_pages / ctas);
-
-  if (tid == 0) init_barriers(p);
-  publish_barriers();
+  __syncthreads();
+  if (cta >= ctas) {
+    barrier_wait(table_barrier(), 0);  // shared memory must outlive the copy
+    if (cta == 0) write_empty_rows(p, rows, row, tid);
+    return;
+  }
+  // 32 bits: a head's pages times blocks stays far below 2^32
+  const int start = head_start + (uint32_t)(cta * head_pages) / ctas;
+  const int end = head_start + (uint32_t)((cta + 1) * head_pages) / ctas;
   row.index = 0;
   for (int b = tid; b < round_up(p.batch, THREADS); b += THREADS)
     row.index += __syncthreads_count(b < p.batch && rows[b + 1] <= start);
-  prefetch_query(p, row, tid);
-  if (tid == 0) {
-    barrier_expect(table_barrier(), TABLE_BYTES);
-    copy_bulk(SHARED_BASE, p.tables + (uint64_t)row.head * TABLE_BYTES, TABLE_BYTES, table_barrier());
-  }
+  RowStart begin;
+  load_row(begin, p, row, table, tid);
   Supply supply;
-  supply.end = end;
-  if (place.is_leader()) {
-    supply.start(p, start + place.team, place.lane);
-    for (int n = place.team; n < STAGES; n += TEAMS) supply.send(p, n, place.lane);
-  }
+  if (place.is_leader()) supply.start(p, table, start, end, place.team, place.lane);
+  begin.store(tid);
   barrier_wait(table_barrier(), 0);
-  TurnOrder order;
-  order.load(place.lane);
 
   Stage stage = {(uint32_t)place.team, 0u};
-  bool has_left = false;
-  // Leave the page before: its stage is filled again once the whole team has left it.
-  const auto leave_stage = [&]() {
-    if (!has_left) return;
-    if (place.is_leader()) {
-      barrier_wait(empty_barrier(stage.index), stage.parity);
-      supply.send(p, stage.index, place.lane);
-    }
-    stage.advance(TEAMS);
-    has_left = false;
-  };
   int page = start + place.team;
   for (int at = start; at < end; row.index++) {
     if (rows[row.index + 1] <= at) continue;
     const int stop = min(rows[row.index + 1], end);
+    if (at != start) {
+      RowStart next;
+      load_row(next, p, row, table, tid);
+      next.store(tid);
+    }
+    __syncthreads();
     QueryLane query;
-    load_query(query, p, row, place);
+    take_query(query, place);
     Running run;
     Accumulator acc;
     reset(run, acc);
     for (; page < stop; page += TEAMS) {
-      leave_stage();
+      if (place.is_leader()) supply.send(p, place.lane);
       barrier_wait(full_barrier(stage.index), stage.parity);
-      attend_page(p, row.index, query, order, run, acc, stage_address(stage.index), place);
+      attend_page(p, row.index, query, run, acc, stage_address(stage.index), place);
       __syncwarp();
       if (place.lane == 0) barrier_arrive(empty_barrier(stage.index));
-      has_left = true;
+      stage.advance();
     }
-    leave_stage();
     const int first_owner = owner(rows[row.index] - head_start, head_pages, ctas);
     row.num_parts = owner(rows[row.index + 1] - head_start - 1, head_pages, ctas) - first_owner + 1;
     row.part = row.index + cta;
@@ -343,4 +362,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     finish_row(p, row, run, acc, tid);
     at = stop;
   }
+  if (cta == 0) write_empty_rows(p, rows, row, tid);
 }

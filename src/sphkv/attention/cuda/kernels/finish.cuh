@@ -23,6 +23,18 @@ CONSTANT_FUNCTION int stat_at(int kind) { return SHARED_BASE + RESULT_OFFSET + C
 // Column of a lane's logits c = 0, 1 as a query of the group.
 INLINE int lane_query(int t, int c) { return SHARED_COLUMNS ? 2 * (t & 1) + c : 2 * t + c; }
 
+INLINE float warp_max(float x) {
+#pragma unroll
+  for (int k = 1; k < 32; k *= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, k));
+  return x;
+}
+
+INLINE float warp_sum(float x) {
+#pragma unroll
+  for (int k = 1; k < 32; k *= 2) x += __shfl_xor_sync(ALL_LANES, x, k);
+  return x;
+}
+
 // Factors that bring each warp's sums to a common maximum and divide by the total mass.
 INLINE void warp_factors(const Running& run, int tid) {
   const int lane = tid & 31, warp = tid / 32, t = lane & 3;
@@ -37,25 +49,22 @@ INLINE void warp_factors(const Running& run, int tid) {
     }
   }
   __syncthreads();
-  if (tid < COLUMNS) {
-    float most = NO_LOGIT, mass = 0.f, scaled = 0.f;
-    for (int w = 0; w < WARPS; w++)
-      most = fmaxf(most, load_shared_float(stat_at(0) + (w * COLUMNS + tid) * 4));
-    for (int w = 0; w < WARPS; w++) {
-      const uint32_t at = (w * COLUMNS + tid) * 4;
-      const float f = exp2_fast(load_shared_float(at + stat_at(0)) - most);
-      mass += f * load_shared_float(at + stat_at(1));
-      scaled += f * load_shared_float(at + stat_at(2));
-    }
+  if (warp < COLUMNS) {
+    // this warp has one query, its lanes one warp each
+    const uint32_t at = (min(lane, WARPS - 1) * COLUMNS + warp) * 4;
+    const bool is_live = lane < WARPS;
+    const float most = is_live ? load_shared_float(at + stat_at(0)) : NO_LOGIT;
+    const float top = warp_max(most), factor = exp2_fast(most - top);
+    const float mass = warp_sum(is_live ? factor * load_shared_float(at + stat_at(1)) : 0.f);
+    const float scaled = warp_sum(is_live ? factor * load_shared_float(at + stat_at(2)) : 0.f);
     const float inverse = mass > 0.f ? 1.f / mass : 0.f;
-    for (int w = 0; w < WARPS; w++) {
-      const uint32_t at = (w * COLUMNS + tid) * 4;
-      const float f = exp2_fast(load_shared_float(at + stat_at(0)) - most);
-      store_shared_float(at + stat_at(3), f * inverse);
-    }
+    if (is_live) store_shared_float(at + stat_at(3), factor * inverse);
     // warp 0's first two stats are not read again: they carry the row's own
-    store_shared_float(stat_at(0) + tid * 4, mass > 0.f ? most + log2_fast(mass) : MINUS_INFINITY);
-    store_shared_float(stat_at(1) + tid * 4, MIDPOINT * scaled * inverse);
+    if (lane == 0) {
+      store_shared_float(stat_at(0) + warp * 4, 
+                         mass > 0.f ? top + log2_fast(mass) : MINUS_INFINITY);
+      store_shared_float(stat_at(1) + warp * 4, MIDPOINT * scaled * inverse);
+    }
   }
   __syncthreads();
 }
@@ -63,29 +72,39 @@ INLINE void warp_factors(const Running& run, int tid) {
 // Sum the accumulators of all warps into results[query][dim], PASS_DIMS dimensions at a time.
 INLINE void merge_warps(const Accumulator& acc, int tid) {
   const int lane = tid & 31, warp = tid / 32, g = lane / 4, t = lane & 3;
-  const uint32_t mine = SHARED_BASE + SCRATCH_OFFSET + warp * COLUMNS * PASS_DIMS * 4;
+  const uint32_t mine = SHARED_BASE + SCRATCH_OFFSET + warp * COLUMNS * PASS_ROW * 4;
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++) {
 #pragma unroll
     for (int j = 0; j < PASS_DIMS / 16; j++) {
       const int tile = pass * (PASS_DIMS / 16) + j;
+      float v[4];
 #pragma unroll
       for (int k = 0; k < 4; k++) {
-        float v = acc.o[tile][k] * feature_unit(2 * tile + k / 2);
-        if (SHARED_COLUMNS) v += __shfl_xor_sync(ALL_LANES, v, 2);
-        if (!SHARED_COLUMNS || t < 2)
-          store_shared_float(
-              mine + (lane_query(t, k & 1) * PASS_DIMS + 16 * j + 8 * (k / 2) + g) * 4, v);
+        v[k] = acc.o[tile][k] * feature_unit(2 * tile + k / 2);
+        if (SHARED_COLUMNS) v[k] += __shfl_xor_sync(ALL_LANES, v[k], 2);
+      }
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        const uint32_t at = mine + (lane_query(t, c) * PASS_ROW + 16 * j + g) * 4;
+        if constexpr (SHARED_COLUMNS) {
+          // both lanes of a query have the sums: each stores half of them
+          store_shared_float(at + (t < 2 ? 0 : 32), t < 2 ? v[c] : v[2 + c]);
+        } else {
+          store_shared_float(at, v[c]);
+          store_shared_float(at + 32, v[2 + c]);
+        }
       }
     }
     __syncthreads();
     for (int x = tid; x < COLUMNS * PASS_DIMS; x += THREADS) {
       const int query = x / PASS_DIMS, dim = x % PASS_DIMS;
+      const uint32_t from = SHARED_BASE + SCRATCH_OFFSET + (query * PASS_ROW + dim) * 4;
       float sum = -load_shared_float(stat_at(1) + query * 4);
 #pragma unroll
       for (int w = 0; w < WARPS; w++)
         sum += load_shared_float(stat_at(3) + (w * COLUMNS + query) * 4) *
-               load_shared_float(SHARED_BASE + SCRATCH_OFFSET + (w * COLUMNS * PASS_DIMS + x) * 4);
+               load_shared_float(from + w * COLUMNS * PASS_ROW * 4);
       store_shared_float(SHARED_BASE + RESULT_OFFSET + (query * HEAD_DIM + pass * PASS_DIMS + dim) * 4,
                          sum);
     }
@@ -116,22 +135,28 @@ INLINE void hadamard(float (&v)[LANE_DIMS], int lane) {
   for (int i = 0; i < LANE_DIMS; i++) v[i] *= norm;
 }
 
-// Sink, rotation, output: one warp writes one query.
+// Rotation, other partial, sink, output: one warp writes one query.
 INLINE void write_query(const Params& p, const Row& row, int query, float (&v)[LANE_DIMS],
                         float lse2, int lane) {
   const int in_group = row.block * COLUMNS + query;
   if (in_group >= p.group) return;
   const int head = row.head * p.group + in_group;
-  if (p.sinks) {
-    const float sink = p.sinks[head] * LOG2E, top = fmaxf(lse2, sink);
-    const float total = top + log2_fast(exp2_fast(lse2 - top) + exp2_fast(sink - top));
-    const float share = exp2_fast(lse2 - total);
-#pragma unroll
-    for (int i = 0; i < LANE_DIMS; i++) v[i] *= share;
-    lse2 = total;
-  }
-  if (p.unrotate) hadamard(v, lane);
   const uint64_t at = (uint64_t)row.index * (p.kv_heads * p.group) + head;
+  if (p.unrotate) hadamard(v, lane);
+  if (p.other_lse || p.sinks) {
+    const float other = p.other_lse ? p.other_lse[at] * LOG2E : MINUS_INFINITY;
+    const float sink = p.sinks ? p.sinks[head] * LOG2E : MINUS_INFINITY;
+    const float top = fmaxf(fmaxf(fmaxf(lse2, other), sink), NO_LOGIT);
+    const float mine = exp2_fast(lse2 - top), theirs = exp2_fast(other - top);
+    const float mass = mine + theirs + exp2_fast(sink - top);
+    const float inverse = mass > 0.f ? 1.f / mass : 0.f;
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; i++) {
+      v[i] *= mine * inverse;
+      if (theirs > 0.f) v[i] += theirs * inverse * p.other_out[at * HEAD_DIM + lane + 32 * i];
+    }
+    lse2 = mass > 0.f ? top + log2_fast(mass) : MINUS_INFINITY;
+  }
 #pragma unroll
   for (int i = 0; i < LANE_DIMS; i++) p.out[at * HEAD_DIM + lane + 32 * i] = v[i];
   if (lane == 0) p.lse[at] = lse2 * LN2;
@@ -156,13 +181,12 @@ INLINE float merge_parts(const Params& p, const Row& row, int query, float (&v)[
   float most = MINUS_INFINITY;
   for (int s = lane; s < row.num_parts; s += 32)
     most = fmaxf(most, __ldcg(p.part_lse + first + (uint64_t)s * COLUMNS));
-#pragma unroll
-  for (int k = 1; k < 32; k *= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, k));
+  most = warp_max(most);
   const float safe = most == MINUS_INFINITY ? 0.f : most;
   float mass = 0.f;
 #pragma unroll
   for (int i = 0; i < LANE_DIMS; i++) v[i] = 0.f;
-#pragma unroll 4
+#pragma unroll 8
   for (int s = 0; s < row.num_parts; s++) {
     const uint64_t at = first + (uint64_t)s * COLUMNS;
     const float f = exp2_fast(__ldcg(p.part_lse + at) - safe);

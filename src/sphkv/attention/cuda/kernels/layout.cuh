@@ -13,6 +13,11 @@ constexpr int COLUMNS = SPHKV_COLUMNS;  // query columns per key tile: 4 or 8
 constexpr int TEAMS = SPHKV_TEAMS;
 constexpr bool SPREAD = SPHKV_SPREAD != 0;  // high nibbles stay where they are, see high_slot
 
+// How a page stores positions, as in the page header: one base, one per 16 keys, one per key.
+constexpr bool IS_CONTIGUOUS = SPHKV_POSITIONS == 0;
+constexpr bool IS_RUNS = SPHKV_POSITIONS == 1;
+constexpr bool IS_TOKENS = SPHKV_POSITIONS == 2;
+
 CONSTANT_FUNCTION int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 CONSTANT_FUNCTION int smaller(int a, int b) { return a < b ? a : b; }
 CONSTANT_FUNCTION int larger(int a, int b) { return a > b ? a : b; }
@@ -24,7 +29,6 @@ constexpr int THREADS = WARPS * 32;
 constexpr int PAGE_TOKENS = 128;
 constexpr int TILE_KEYS = 16;
 constexpr int PAGE_TILES = PAGE_TOKENS / TILE_KEYS;
-constexpr int WARP_KEYS = 2 * TILE_KEYS;
 
 // With at most four queries both tiles share the eight columns of one product: columns 0-3 hold
 // the queries turned for the first tile, columns 4-7 those for the second.
@@ -40,7 +44,7 @@ constexpr int STEP_PAIRS = (STEPS + 1) / 2;  // a lane reads the turns of two st
 constexpr int ENTRIES = 16 * STEP_PAIRS;
 static_assert(NIBBLES % 16 == 0, "slots are handled 16 at a time");
 
-// Page: header, slots, radius and scale codes, value codes, bases of runs.
+// Page: header, slots, radius and scale codes, value codes, bases of runs or positions of keys.
 constexpr bool HAS_SCALES = VALUE_BITS != 16;
 constexpr int KEY_OFFSET = 64;
 constexpr int KEY_TILE_BYTES = TILE_KEYS * NIBBLES / 2;
@@ -48,48 +52,63 @@ constexpr int GAIN_OFFSET = KEY_OFFSET + PAGE_TILES * KEY_TILE_BYTES;
 constexpr int GAIN_TILE_BYTES = TILE_KEYS * (HAS_SCALES ? 2 : 1);
 constexpr int VALUE_OFFSET = GAIN_OFFSET + PAGE_TILES * GAIN_TILE_BYTES;
 constexpr int VALUE_TILE_BYTES = TILE_KEYS * HEAD_DIM * VALUE_BITS / 8;
-constexpr int PAGE_CAPACITY =
-    round_up(VALUE_OFFSET + PAGE_TILES * VALUE_TILE_BYTES + 4 * PAGE_TILES, 64);
-constexpr int TURN_ROW_BYTES = 4 * PLANES;
+constexpr int POSITION_WORDS = IS_CONTIGUOUS ? 0 : IS_RUNS ? PAGE_TILES : PAGE_TOKENS;
+constexpr int PAYLOAD_END = VALUE_OFFSET + PAGE_TILES * VALUE_TILE_BYTES;
+constexpr int POSITION_OFFSET = IS_CONTIGUOUS ? 8 : PAYLOAD_END;
+constexpr int PAGE_BYTES = round_up(PAYLOAD_END + 4 * POSITION_WORDS, 64);
 
-// Shared memory: table | ring of stages | scratch | results | barriers.
+// Turns: (cos, -sin) and (sin, cos) of each plane in device memory, of each entry in shared memory.
+// On contiguous pages a warp's queries are turned to its quarter beforehand, so that a page needs
+// one row. With eight columns each tile has its own turned queries: from a query set of its own
+// where registers allow it, else from a row of turns of its own. Eight columns read only the second
+// word of a turn and rebuild the first: four columns are short of instructions, eight of loads.
+constexpr int QUERY_SETS = IS_CONTIGUOUS && !SHARED_COLUMNS && HEAD_DIM == 64 ? 2 : 1;
+constexpr int TURN_SETS = IS_TOKENS || SHARED_COLUMNS || QUERY_SETS == 2 ? 1 : 2;
+constexpr int TURN_ROWS = IS_TOKENS ? 0 : IS_RUNS ? PAGE_TILES : TURN_SETS;
+constexpr int TURN_WORDS = SHARED_COLUMNS ? 2 : 1;
+constexpr int TURN_ROW_BYTES = 8 * PLANES;
+constexpr int TURN_BYTES = 4 * TURN_WORDS * ENTRIES;
+
+// Table of a head: points of high nibbles, of low nibbles, constants, entry map, frequencies.
 constexpr int SLOT_BYTES = 128;  // one word per lane
 constexpr int LEVELS = 16;
-constexpr int HALF_SLOTS = 2 * LOOKUP_STEPS;  // low nibbles; as many high ones
+constexpr int BLOCK_BYTES = 2 * SLOT_BYTES * LEVELS;  // two single slots, or one that is double
+constexpr int SINGLE_SLOTS = 2 * (CODE_STEPS - DOUBLE_STEPS);
 constexpr int SPREAD_STRIDE = 4096;
-constexpr int HIGH_BYTES = SPREAD ? LEVELS * SPREAD_STRIDE : HALF_SLOTS * SLOT_BYTES * LEVELS;
-constexpr int LOW_BYTES = HALF_SLOTS * SLOT_BYTES * LEVELS;
+constexpr int LOW_BYTES = LOOKUP_STEPS * BLOCK_BYTES;
+constexpr int HIGH_BYTES = SPREAD ? LEVELS * SPREAD_STRIDE : LOW_BYTES;
 constexpr int CONSTANT_OFFSET = HIGH_BYTES + LOW_BYTES;
 constexpr int MAP_OFFSET = CONSTANT_OFFSET + CONSTANT_STEPS * 4 * SLOT_BYTES;
-constexpr int TABLE_BYTES = round_up(MAP_OFFSET + 4 * ENTRIES, 128);
-static_assert(!SPREAD || HALF_SLOTS * SLOT_BYTES <= SPREAD_STRIDE, "too many high slots");
+constexpr int FREQUENCY_OFFSET = MAP_OFFSET + 4 * ENTRIES;
+constexpr int TABLE_BYTES = round_up(FREQUENCY_OFFSET + 4 * ENTRIES, 128);
+static_assert(!SPREAD || 2 * LOOKUP_STEPS * SLOT_BYTES <= SPREAD_STRIDE, "too many high slots");
 
-constexpr int STAGE_BYTES = PAGE_CAPACITY + PAGE_TILES * TURN_ROW_BYTES;
-constexpr int TURN_BYTES = 2 * 4 * ENTRIES;  // of one warp: two tiles in entry order
-constexpr int PASS_DIMS = 32;
+// Shared memory: table | ring of pages with their turns | scratch | results | barriers.
+constexpr int STAGE_BYTES = PAGE_BYTES + TURN_ROWS * TURN_BYTES;
+constexpr int PASS_DIMS = smaller(HEAD_DIM, SHARED_COLUMNS ? 64 : 32);
 constexpr int PASSES = HEAD_DIM / PASS_DIMS;
-constexpr int SCRATCH_BYTES = WARPS * larger(TURN_BYTES, COLUMNS * PASS_DIMS * 4);
+// Scratch at a row's start: queries and tile turns; at its end: a pass of every warp's sums. Both
+// are padded so that the lanes of an access fall on different banks.
+constexpr int QUERY_COLUMN_BYTES = ENTRIES * 8 + 8;
+constexpr int QUERY_BYTES = COLUMNS * QUERY_COLUMN_BYTES;
+constexpr int PASS_ROW = PASS_DIMS + 8;
+constexpr int SCRATCH_BYTES =
+    larger(WARPS * COLUMNS * PASS_ROW * 4, QUERY_BYTES + PAGE_TILES * ENTRIES * 4);
 constexpr int STAT_BYTES = WARPS * COLUMNS * 4;
 constexpr int RESULT_BYTES = COLUMNS * HEAD_DIM * 4 + 4 * STAT_BYTES;
-// Queries of the first pairs of steps stay in registers, the others in shared memory.
-constexpr int REGISTER_PAIRS = smaller(STEP_PAIRS, SPHKV_REGISTER_PAIRS);
-constexpr int QUERY_SIDE_BYTES = COLUMNS * 64;  // one pair of steps: all columns, four t, 16 bytes
-constexpr int QUERY_BYTES = (STEP_PAIRS - REGISTER_PAIRS) * 2 * QUERY_SIDE_BYTES;
-constexpr int MAX_STAGES = 3 * TEAMS;
+constexpr int MAX_STAGES = 4 * TEAMS;
 constexpr int BARRIER_BYTES = 16 * MAX_STAGES + 16;
 constexpr int SHARED_LIMIT = 232448;
 constexpr int FITTING_STAGES =
-    (SHARED_LIMIT - TABLE_BYTES - SCRATCH_BYTES - RESULT_BYTES - QUERY_BYTES - BARRIER_BYTES) /
-    STAGE_BYTES;
-// A stage always serves the same team: barriers tell two generations of a stage apart, not three.
-constexpr int STAGES = smaller(MAX_STAGES, FITTING_STAGES / TEAMS * TEAMS);
-static_assert(FITTING_STAGES >= TEAMS, "shared memory holds fewer pages than teams");
+    (SHARED_LIMIT - TABLE_BYTES - SCRATCH_BYTES - RESULT_BYTES - BARRIER_BYTES) / STAGE_BYTES;
+constexpr int STAGES = smaller(MAX_STAGES, FITTING_STAGES);
+constexpr int AHEAD = STAGES - TEAMS;  // pages asked for ahead of the one a team begins
+static_assert(AHEAD > 0, "shared memory holds too few pages");
 
 constexpr int RING_OFFSET = TABLE_BYTES;
 constexpr int SCRATCH_OFFSET = RING_OFFSET + STAGES * STAGE_BYTES;
 constexpr int RESULT_OFFSET = SCRATCH_OFFSET + SCRATCH_BYTES;
-constexpr int QUERY_OFFSET = RESULT_OFFSET + RESULT_BYTES;
-constexpr int BARRIER_OFFSET = QUERY_OFFSET + QUERY_BYTES;
+constexpr int BARRIER_OFFSET = RESULT_OFFSET + RESULT_BYTES;
 constexpr int ARRIVED_OFFSET = BARRIER_OFFSET + 16 * MAX_STAGES + 8;
 constexpr int SHARED_BYTES = BARRIER_OFFSET + BARRIER_BYTES;
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "shared memory");
@@ -98,14 +117,16 @@ static_assert(SHARED_BYTES <= SHARED_LIMIT, "shared memory");
 constexpr int SHARED_BASE = 1024;
 
 struct Params {
-  const uint8_t* pages;         // [pages][page_bytes]
+  const uint8_t* pages;         // [pages][PAGE_BYTES]
   const int* page_ids;          // head by head, sequence by sequence
   const int* row_start;         // [kv_heads * batch + 1] into page_ids
   const uint8_t* tables;        // [kv_heads][TABLE_BYTES]
-  const uint8_t* turns;         // [16 >> turn_shift][turn_rows][PLANES] (cos, sin) half2
+  const uint8_t* turns;         // [16 >> turn_shift][turn_rows][PLANES] (cos, -sin, sin, cos)
   const void* query;            // [batch][query_heads][HEAD_DIM] float or bfloat16
   const int* query_positions;   // [batch], read if window > 0
   const float* sinks;           // [query_heads] or null
+  const float* other_out;       // a partial over other keys, laid out as out and lse, or null
+  const float* other_lse;
   float* out;                   // [batch][query_heads][HEAD_DIM]
   float* lse;                   // [batch][query_heads]
   float* part_out;              // [kv_heads * blocks][batch + ctas][COLUMNS][HEAD_DIM]
@@ -116,10 +137,6 @@ struct Params {
   int group;            // query heads per KV head
   int blocks;           // passes over the columns: ceil(group / COLUMNS)
   int ctas;             // per head and block
-  int page_bytes;
-  int position_offset;  // of the first base inside a page
-  int position_stride;  // bytes between bases of tiles: 0 (contiguous) or 4 (runs)
-  int tile_step;        // positions between tiles: 16 (contiguous) or 0 (runs)
   int turn_rows;        // positions 16 apart
   int turn_shift;       // log2 of the positions between phases
   int window;           // 0 for none

@@ -30,6 +30,15 @@ INLINE uint32_t load_shared_at(uint32_t address) {
   return v;
 }
 
+template <int OFFSET>
+INLINE uint2 load_shared2_at(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2+%3];"
+               : "=r"(v.x), "=r"(v.y)
+               : "r"(address), "n"(OFFSET));
+  return v;
+}
+
 INLINE uint2 load_shared2(uint32_t address) {
   uint2 v;
   asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
@@ -48,10 +57,8 @@ INLINE void store_shared(uint32_t address, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
-INLINE void store_shared4(uint32_t address, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
+INLINE void store_shared2(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
 
 INLINE float load_shared_float(uint32_t address) { return __uint_as_float(load_shared(address)); }
@@ -90,10 +97,6 @@ INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-INLINE void prefetch_global(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 INLINE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
@@ -101,9 +104,11 @@ INLINE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
       : "memory");
 }
 
-// 16 bytes by this lane; `track_copies` lets a barrier wait for all copies of the lane so far.
-INLINE void copy_16(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+// 4 or 8 bytes by this lane; `track_copies` lets a barrier wait for all copies of the lane so far.
+template <int BYTES>
+INLINE void copy_small(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES)
+               : "memory");
 }
 
 INLINE void track_copies(uint32_t barrier) {
@@ -167,13 +172,45 @@ INLINE uint32_t pack_bfloat2(float low, float high) {
   return d;
 }
 
-// a * cos + b * sin with turn = (cos, sin) as half2; the broadcasts are free in the instruction.
-INLINE uint32_t turn_half2(uint32_t a, uint32_t b, uint32_t turn) {
+INLINE float sin_fast(float x) {
+  float y;
+  asm("sin.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+INLINE float cos_fast(float x) {
+  float y;
+  asm("cos.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+INLINE float low_half(uint32_t pair) {
+  float y;
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, l;\n}" : "=f"(y) : "r"(pair));
+  return y;
+}
+
+INLINE float high_half(uint32_t pair) { return low_half(pair >> 16); }
+
+INLINE uint32_t mul_half2(uint32_t a, uint32_t b) {
   uint32_t d;
-  asm("{\n.reg .b16 c, s;\n.reg .b32 cc, ss, t;\n"
-      "mov.b32 {c, s}, %3;\nmov.b32 cc, {c, c};\nmov.b32 ss, {s, s};\n"
-      "mul.rn.f16x2 t, %1, cc;\nfma.rn.f16x2 %0, %2, ss, t;\n}"
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+INLINE uint32_t sub_half2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// point.x * u + point.y * v, all half2; the broadcasts are free in the instruction.
+INLINE uint32_t combine_half2(uint32_t point, uint32_t u, uint32_t v) {
+  uint32_t d;
+  asm("{\n.reg .b16 x, y;\n.reg .b32 xx, yy, t;\n"
+      "mov.b32 {x, y}, %1;\nmov.b32 xx, {x, x};\nmov.b32 yy, {y, y};\n"
+      "mul.rn.f16x2 t, xx, %2;\nfma.rn.f16x2 %0, yy, %3, t;\n}"
       : "=r"(d)
-      : "r"(a), "r"(b), "r"(turn));
+      : "r"(point), "r"(u), "r"(v));
   return d;
 }

@@ -42,21 +42,29 @@ INLINE float peer_sum(float x) {
 struct Logits {
   float dot[TILE_SETS][4];
   float radius[TILE_SETS][2];
-
-  // Relative to `most`.
-  INLINE float above(int set, int k, const float (&most)[2]) const {
-    return fmaf(dot[set][k], radius[set][k / 2], -most[k & 1]);
-  }
 };
 
-INLINE bool is_too_high(const Logits& logits, const Running& run) {
-  float top = logits.above(0, 0, run.most);
+// Logits relative to the running maximum.
+struct Above {
+  float at[TILE_SETS][4];
+
+  INLINE void take(const Logits& logits, const Running& run) {
 #pragma unroll
-  for (int u = 0; u < TILE_SETS; u++)
+    for (int u = 0; u < TILE_SETS; u++)
 #pragma unroll
-    for (int k = 0; k < 4; k++) top = fmaxf(top, logits.above(u, k, run.most));
-  return top > MAX_LAG;
-}
+      for (int k = 0; k < 4; k++)
+        at[u][k] = fmaf(logits.dot[u][k], logits.radius[u][k / 2], -run.most[k & 1]);
+  }
+
+  INLINE bool is_too_high() const {
+    float top = at[0][0];
+#pragma unroll
+    for (int u = 0; u < TILE_SETS; u++)
+#pragma unroll
+      for (int k = 0; k < 4; k++) top = fmaxf(top, at[u][k]);
+    return top > MAX_LAG;
+  }
+};
 
 // Move the maximum up to the new logits and bring all sums to it.
 INLINE void raise_maximum(const Logits& logits, Running& run, Accumulator& acc) {

@@ -29,8 +29,11 @@ INLINE void packed_word(Accumulator& acc, uint32_t x, uint32_t w0, uint32_t w1) 
   if constexpr (PART < PARTS) {
     constexpr uint32_t LOW = half_mask(VALUE_BITS, 2 * PART * VALUE_BITS);
     constexpr uint32_t HIGH = half_mask(VALUE_BITS, (2 * PART + 1) * VALUE_BITS);
-    const uint32_t y = x >> 8;
-    mma_f16(acc.o[WORD * PARTS + PART], x & LOW, x & HIGH, y & LOW, y & HIGH, w0, w1);
+    // the upper bytes' high fields are what is left of the bytes when the low ones are taken off:
+    // exact in halves, and done by a pipe that is less busy than that of bit operations
+    const uint32_t y = VALUE_BITS == 4 ? __byte_perm(x, 0, 0x4341) : x >> 8, y_low = y & LOW;
+    const uint32_t y_high = VALUE_BITS == 4 ? sub_half2(y, y_low) : y & HIGH;
+    mma_f16(acc.o[WORD * PARTS + PART], x & LOW, x & HIGH, y_low, y_high, w0, w1);
     packed_word<WORD, PART + 1>(acc, x, w0, w1);
   }
 }

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small cases with every option of the CUDA decode kernel, against the float64 oracle."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from sphkv.attention.cuda.decode import CudaDecode, PageLists, PagePool, TurnTable
+from sphkv.attention.cuda.geometry import PAGE_TOKENS
+from sphkv.attention.cuda.synthetic import (
+    Oracle,
+    random_pages,
+    set_bases,
+    set_counts,
+    synthetic_codebook,
+    tier_layout,
+)
+from sphkv.attention.partial import PartialAttention, merge_partials
+from sphkv.attention.request import AttentionOptions
+from sphkv.codec.rope import RopeSpec
+from sphkv.store.paging import PositionMode
+
+# Relative error of the output against float64: half-precision products and weights.
+ERROR_FLOOR = 5e-3
+HEADS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One small problem; ``counts`` are pages per head and sequence."""
+
+    counts: tuple = ((9, 9), (9, 9))
+    mode: PositionMode = PositionMode.CONTIGUOUS
+    options: AttentionOptions | None = None
+    sinks: bool = False
+    partial: bool = False
+    merge: bool = False
+    group: int = 4
+    head_dim: int = 128
+    nibbles: int = 64
+    value_bits: int = 4
+
+    def codebook(self, device):
+        """The same for every case of a shape."""
+        return synthetic_codebook(HEADS, self.head_dim // 2, self.nibbles, seed=2, device=device)
+
+
+RAGGED = ((3, 0, 1, 17), (0, 5, 2, 1))
+LIMITS = AttentionOptions(0.09, 20.0, 500)
+CASES = {
+    "ragged, empty, partial": Case(counts=RAGGED, partial=True),
+    "runs": Case(mode=PositionMode.RUNS, partial=True),
+    "runs, group 8": Case(mode=PositionMode.RUNS, partial=True, group=8),
+    "a position per token": Case(mode=PositionMode.TOKENS, partial=True),
+    "tokens, ragged, window, d=64, group 8": Case(
+        counts=RAGGED, mode=PositionMode.TOKENS, options=LIMITS, partial=True,
+        group=8, head_dim=64, nibbles=32,
+    ),
+    "window, soft-cap, sinks": Case(options=LIMITS, sinks=True, partial=True),
+    "merged with another partial, sinks": Case(counts=RAGGED, merge=True, sinks=True),
+    "all hidden": Case(options=AttentionOptions(0.09, None, 1)),
+    "group 1": Case(group=1),
+    "group 5": Case(group=5),
+    "group 16": Case(group=16),
+    "head dim 64": Case(head_dim=64, nibbles=32, group=8),
+    **{f"values {b} bits": Case(value_bits=b) for b in (2, 3, 8, 16)},
+    **{f"{n} slots": Case(nibbles=n) for n in (32, 48, 96, 128)},
+}  # fmt: skip
+
+
+def relative_error(got, right):
+    """Norm of the difference over the norm; NaN counts as infinitely wrong."""
+    gap = (got.double() - right).norm() / right.norm().clamp(min=1e-6)
+    return gap.nan_to_num(9e9).item()
+
+
+def case_rope(head_dim):
+    """A rotary embedding with base 5e5."""
+    return RopeSpec(
+        head_dim, head_dim, tuple(5e5 ** (-2 * i / head_dim) for i in range(head_dim // 2))
+    )
+
+
+def run_cases(device):
+    """Check all cases; returns their number."""
+    for name, case in CASES.items():
+        error = run_case(case, device)
+        print(f"  {name:40s} error {error:.1e}", flush=True)
+        if not error < ERROR_FLOOR:
+            raise SystemExit(f"wrong result: {name}: error {error}")
+    return len(CASES)
+
+
+def random_bases(mode, num_pages):
+    """Positions of consecutive pages in the form of their mode."""
+    if mode is PositionMode.CONTIGUOUS:
+        return torch.arange(num_pages) * PAGE_TOKENS + 4
+    words = 8 if mode is PositionMode.RUNS else PAGE_TOKENS
+    gaps = torch.randint(1, 4, (num_pages * words,))
+    if mode is PositionMode.RUNS:
+        gaps = 16 * gaps
+    return (gaps.cumsum(0) + 3).view(num_pages, words)
+
+
+def build_pages(case, layout, num, device):
+    """Pages, block table and largest position."""
+    total, batch = int(num.sum()), num.shape[1]
+    pages = random_pages(layout, total, device=device)
+    table = torch.zeros(HEADS, batch, int(num.max()), dtype=torch.int64)
+    order, at, last = torch.randperm(total), 0, 0
+    bases, live = None, torch.full((total,), PAGE_TOKENS)
+    for h, b in torch.cartesian_prod(torch.arange(HEADS), torch.arange(batch)).tolist():
+        n = int(num[h, b])
+        ids = table[h, b, :n] = order[at : at + n]
+        at += n
+        mine = random_bases(case.mode, n)
+        bases = torch.zeros(total, *mine.shape[1:], dtype=torch.int64) if bases is None else bases
+        bases[ids] = mine
+        if case.partial and n:
+            live[ids[-1]] = int(torch.randint(1, PAGE_TOKENS, (1,)))
+    last = int(bases.max()) + PAGE_TOKENS
+    set_counts(pages, live.to(device))
+    set_bases(pages, layout, bases.to(device))
+    return pages, table.to(device), last
+
+
+def run_case(case, device):
+    """Largest error over the rows of one case."""
+    options = case.options or AttentionOptions(scale=case.head_dim**-0.5)
+    num = torch.tensor(case.counts)
+    batch, group = num.shape[1], case.group
+    rope, layout = case_rope(case.head_dim), tier_layout(
+        case.head_dim, case.nibbles, case.value_bits, case.mode
+    )  # fmt: skip
+    book = case.codebook(device)
+    pages, table, last = build_pages(case, layout, num, device)
+    turns = TurnTable.build(rope, max_positions=last, device=device)
+    decoder = CudaDecode(
+        book, rope, turns, value_bits=case.value_bits, group=group, max_batch=batch
+    )
+    query = torch.randn(batch, HEADS * group, case.head_dim, device=device)
+    sinks = 3 * torch.randn(HEADS * group, device=device) if case.sinks else None
+    where = torch.full((batch,), last, dtype=torch.int32, device=device)
+    other = decoder.empty_result(batch)
+    other = replace(other, output=torch.randn_like(other.output), lse=torch.randn_like(other.lse))
+    result = decoder.empty_result(batch)
+    result.output.fill_(torch.nan)
+    lists = PageLists.from_table(table, num.to(device))
+    for _ in range(2):  # twice: counters must be back at zero
+        decoder.attend(
+            query, PagePool(pages, case.mode), lists, options, result=result,
+            query_positions=where, sink_logits=sinks, merge_with=other if case.merge else None,
+        )  # fmt: skip
+    exact, worst = Oracle(book, rope, layout), 0.0
+    for h, b in torch.cartesian_prod(torch.arange(HEADS), torch.arange(batch)).tolist():
+        rows = slice(h * group, (h + 1) * group)
+        mine = pages[table[h, b, : int(num[h, b])]]
+        right = exact.attend(query[b, rows], mine, h, options, query_position=last)
+        if case.merge:
+            extra = PartialAttention(other.output[b, rows].double(), other.lse[b, rows].double())
+            right = merge_partials([right, extra])
+        if sinks is not None:
+            weightless = torch.zeros_like(right.output)
+            right = merge_partials([right, PartialAttention(weightless, sinks[rows].double())])
+        worst = max(worst, relative_error(result.output[b, rows], right.output))
+        lse = right.lse.nan_to_num(neginf=-1e4)
+        gap = (result.lse[b, rows].double().nan_to_num(neginf=-1e4) - lse).abs().max()
+        worst = max(worst, gap.item() / 10)
+    return worst
