@@ -180,6 +180,7 @@ RECORDS = [
     record("a", "20%", "y", 0.6, 220.0, 22.0),
     record("b", "20%", "x", 0.2, 100.0, 20.0),
     record("b", "20%", "y", 0.6, 100.0, 20.0),
+    record("b", "1%", "y", None, 0, 0, status="refused", reason="too small", quality=None),
     record("b", "1%", "x", None, 0, 0, status="refused", reason="too small", quality=None),
 ]
 
@@ -222,9 +223,16 @@ def test_unfair_records_are_refused(path, value):
         build_panels(records)
 
 
-def test_a_point_must_be_measured_on_every_prompt():
-    with pytest.raises(UnfairComparison, match="a at 20% was not measured on 'qa-4096-y'"):
-        build_panels(with_setup([r for r in RECORDS if r["id"] != "a20%y"]))
+def test_points_are_judged_by_the_same_prompts():
+    (found,) = build_panels(with_setup(RECORDS))
+    assert found.left_out == ()
+    (found,) = build_panels(with_setup([r for r in RECORDS if r["id"] != "a20%y"]))
+    assert found.left_out == ("qa-4096-y",)
+    by_name = {p.method: p for p in found.points}
+    assert by_name["dense"].quality == pytest.approx(40.0)
+    assert {p.num_cases for p in found.points} == {1}
+    with pytest.raises(UnfairComparison, match="no prompt of m, qa was measured with every"):
+        build_panels(with_setup([r for r in RECORDS if r["id"] not in ("a20%y", "b20%x")]))
 
 
 def test_command(tmp_path, capsys):

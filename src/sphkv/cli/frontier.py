@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
                 "unit": panel.unit,
                 "least_b_kv": None if best is None else {"method": best[0], "margin": best[1]},
                 "methods": rows,
+                "left_out": list(panel.left_out),
                 "refused": [list(refusal) for refusal in panel.refused],
             }
         )
@@ -64,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"\n{key.model}, {key.workload}, {key.context} tokens: ", end="")
             print(f"within {panel.tolerance:g} {panel.unit} of dense")
             print(format_table(COLUMNS, rows))
+            if panel.left_out:
+                print(f"{len(panel.left_out)} prompts are not finished and were left out")
             if not frontier.is_informative:
                 print("dense itself scores nothing here: no method can be told from another")
             if best is not None:

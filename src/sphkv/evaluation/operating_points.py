@@ -82,6 +82,7 @@ class Panel:
         refused: Points that could not be made: method, budget, reason.
         tolerance: Quality that may be lost against dense.
         unit: Of quality and tolerance.
+        left_out: Prompts that some point lacks, and that no point is therefore judged by.
     """
 
     key: PanelKey
@@ -89,6 +90,7 @@ class Panel:
     refused: tuple[tuple[str, str, str], ...]
     tolerance: float
     unit: str
+    left_out: tuple[str, ...] = ()
 
 
 def quality_name(workload: str, field: str | None) -> str:
@@ -147,6 +149,9 @@ def build_panels(
 ) -> list[Panel]:
     """Group records into panels and average over prompts.
 
+    Every point of a panel is judged by the same prompts: one that a sweep has not finished for all
+    points is left out for all.
+
     Args:
         records: As ``load_records`` returns them.
         delta: Points of 100 that a score may lose against dense.
@@ -154,8 +159,7 @@ def build_panels(
         quality_field: Judge answers by this field of ``quality`` instead of their own.
 
     Raises:
-        UnfairComparison: As ``check_fair``, or a point was not measured on every prompt of its
-            panel.
+        UnfairComparison: As ``check_fair``, or no prompt was measured for every point.
     """
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
@@ -165,7 +169,13 @@ def build_panels(
     for (model, workload, _), members in groups.items():
         check_fair(members)
         is_nats = quality_name(workload, quality_field) == "kl"
-        points, refused = _average(members, quality_field)
+        left_out = unfinished_cases(members)
+        kept = [record for record in members if record["case"] not in left_out]
+        if not kept:
+            raise UnfairComparison(
+                f"no prompt of {model}, {workload} was measured with every method and budget"
+            )
+        points, refused = _average(kept, quality_field)
         panels.append(
             Panel(
                 PanelKey(model, workload, max(int(r["context"]) for r in members)),
@@ -173,9 +183,19 @@ def build_panels(
                 refused,
                 kl if is_nats else delta,
                 "nats" if is_nats else "points",
+                left_out,
             )
         )
     return panels
+
+
+def unfinished_cases(members: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Prompts that lack a method or budget which another prompt of the panel has."""
+    seen: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for record in members:
+        seen[record["case"]].add((record["method"], record["budget"]))
+    every = set().union(*seen.values())
+    return tuple(case for case, points in seen.items() if points != every)
 
 
 def _average(
@@ -184,7 +204,6 @@ def _average(
     by_point: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for record in members:
         by_point[record["method"], record["budget"]].append(record)
-    all_cases = {record["case"] for record in members}
     order: dict[str, int] = {}
     points, refused = [], []
     for (method, budget), group in by_point.items():
@@ -193,12 +212,6 @@ def _average(
         if bad:
             refused.append((method, budget, str(bad[0]["reason"])))
             continue
-        missing = all_cases - {record["case"] for record in group}
-        if missing:
-            raise UnfairComparison(
-                f"{method} at {budget} was not measured on {sorted(missing)[0]!r}"
-                f" and {len(missing) - 1} more prompts"
-            )
         points.append(_one_point(method, budget, index, group, quality_field))
     return tuple(points), tuple(refused)
 

@@ -240,8 +240,9 @@ def readoff_tables(frontiers: Sequence[PanelFrontier]) -> str:
             said = f"Fewest bytes at equal quality: <b>{html.escape(best[0])}</b>; {next_best}."
         parts.append(
             f"<h3>{html.escape(panel_title(frontier))}</h3><p>Within "
-            f"{frontier.panel.tolerance:g} {frontier.panel.unit} of dense. {said}</p>"
-            + table([name for _, name in columns], rows)
+            f"{frontier.panel.tolerance:g} {frontier.panel.unit} of dense, over "
+            f"{frontier.dense.num_cases} prompts ({len(frontier.panel.left_out)} unfinished ones "
+            f"left out). {said}</p>" + table([name for _, name in columns], rows)
         )
         if frontier.panel.refused:
             refusals = [list(refusal) for refusal in frontier.panel.refused]
