@@ -77,8 +77,17 @@ class PageList:
 def list_pages(store: PageStore, sequence: int, layer: int) -> PageList:
     """Every page of a layer."""
     groups = store.pages(sequence, layer)
-    width = max((group.layout.page_tokens for group in groups), default=1)
-    return PageList.join([_list_group(store, group, layer, width) for group in groups])
+    # one width for all layers, so that their lists can be joined
+    width = max(tier.page_tokens for tier in store.config.tiers)
+    listed = [_list_group(store, group, layer, width) for group in groups]
+    return PageList.join([_no_pages(width), *listed])
+
+
+def _no_pages(width: int) -> PageList:
+    ids = torch.empty(0, dtype=torch.int64)
+    table = torch.empty((0, width), dtype=torch.int64)
+    flags = torch.empty(0, dtype=torch.bool)
+    return PageList(ids, ids, ids, ids, table, table.to(torch.bool), flags)
 
 
 def _list_group(store: PageStore, group: PageGroup, layer: int, width: int) -> PageList:

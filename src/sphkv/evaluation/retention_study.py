@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sphkv.attention.reference import ReferenceBackend
+from sphkv.attention.api import get_backend
 from sphkv.cache.retained import RetainedSequence
 from sphkv.cache.retained_config import RetainedConfig, retention_tiers
 from sphkv.codec.calibration import Calibration
@@ -96,6 +96,7 @@ class StudyRunner:
     def __init__(self, config: StudyConfig, report: Callable[[str], None] = lambda _: None) -> None:
         self.config = config
         self._report = report
+        self._backend = get_backend("auto")
         self._measured: dict[str, dict[int, LayerInput]] = {}
         self.model, self.tokenizer = load_model(config.model, torch.float32)
         self.geometry = model_geometry(self.model)
@@ -133,7 +134,7 @@ class StudyRunner:
             segments=prompt.segments,
         )
         measured = self._measured.setdefault(prompt.name, {})
-        return RetainedSequence(config, self.codec, ReferenceBackend(), measured=measured)
+        return RetainedSequence(config, self.codec, self._backend, measured=measured)
 
     def measure(self, prompt: StudyPrompt, variant: str, budget: str) -> dict[str, Any]:
         """One prompt at one setting; ``kl`` is None where the variant cannot meet the budget."""
@@ -190,6 +191,7 @@ class StudyRunner:
             "config": recorded_config(self.config),
             "policy": asdict(replace(self.policy, sensitivity=None)),
             "is_fitted": self.policy.sensitivity is not None,
+            "backend": self._backend.name,
             "environment": describe_environment(),
             "records": records,
             "table": summarise(records),
