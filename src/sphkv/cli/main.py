@@ -8,7 +8,23 @@ import sys
 from collections.abc import Sequence
 
 from sphkv import __version__
-from sphkv.cli import bench, calibrate, demo, eval_lm, generate, inspect
+from sphkv.cli import (
+    ablate,
+    bench,
+    calibrate,
+    certify,
+    demo,
+    eval_lm,
+    eval_needle,
+    eval_qa,
+    eval_tools,
+    frontier,
+    generate,
+    inspect,
+    plan,
+    report,
+    sweep,
+)
 from sphkv.core.errors import BudgetExceeded
 
 EXIT_OK = 0
@@ -28,11 +44,20 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help="measure quality", allow_abbrev=False)
     workloads = evaluate.add_subparsers(dest="workload", required=True, metavar="WORKLOAD")
     eval_lm.add_parser(workloads)
+    eval_needle.add_parser(workloads)
+    eval_qa.add_parser(workloads)
+    eval_tools.add_parser(workloads)
+    ablate.add_parser(commands)
     bench.add_parser(commands)
     calibrate.add_parser(commands)
+    certify.add_parser(commands)
     demo.add_parser(commands)
+    frontier.add_parser(commands)
     generate.add_parser(commands)
     inspect.add_parser(commands)
+    plan.add_parser(commands)
+    report.add_parser(commands)
+    sweep.add_parser(commands)
     return parser
 
 

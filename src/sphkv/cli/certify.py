@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sphkv certify``: is an operating point safe to use."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from sphkv.cli.output import check_writable, format_table, write_json
+
+_BOUNDS = ("kl", "kl_tail", "delta_t", "s_traj", "lost", "refusal_flips")
+_FAILURE_COLUMNS = (
+    "failure", "drift_trigger", "drift_fix", "lost_trigger", "lost_fix", "delta_t_trigger",
+    "delta_t_fix", "cost_bytes_per_token",
+)  # fmt: skip
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the flags."""
+    parser = commands.add_parser(
+        "certify",
+        help="run the witnesses against dense; exit 0 only if every one holds",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", required=True, help="smollm2, a local folder or a hub name")
+    parser.add_argument("--budget", required=True, help="byte budget of the cache")
+    parser.add_argument("--method", default="spherical", help="ours or a baseline")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of the document")
+    parser.add_argument("--data", help="data folder; made-up text without it")
+    parser.add_argument("--calibration-text", help="text to calibrate on; default: made up")
+    parser.add_argument("--seeds", type=int, default=3, help="sampled answers per prompt")
+    for name in _BOUNDS:
+        kind = int if name in ("lost", "refusal_flips") else float
+        parser.add_argument(f"--bound-{name.replace('_', '-')}", type=kind, metavar="BOUND")
+    parser.add_argument(
+        "--failures", metavar="BUDGET", help="also trigger and fix the failure classes, this tight"
+    )
+    parser.add_argument("--out", help="file for the certificate")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine one operating point."""
+    check_writable(args.out)
+    from sphkv.core.configs import build_config
+    from sphkv.evaluation.certify import CertifyConfig, certify
+
+    bounds = {
+        name: value for name in _BOUNDS if (value := getattr(args, f"bound_{name}")) is not None
+    }
+    settings: dict[str, Any] = {
+        "model": args.model,
+        "budget": args.budget,
+        "method": args.method,
+        "context": args.context,
+        "num_seeds": args.seeds,
+        "bounds": bounds,
+    }
+    for name in ("data", "calibration_text"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
+    if args.failures is not None:
+        settings["failure_budget"] = args.failures
+    config = build_config(CertifyConfig, settings)
+    result = certify(config, lambda line: print(line, file=sys.stderr, flush=True))
+    if args.out:
+        write_json(args.out, result)
+    if args.json:
+        print(json.dumps(result, indent=2))
+    else:
+        print(format_table(("name", "value", "bound", "dense", "is_held"), result["witnesses"]))
+        if "failures" in result:
+            print(format_table(_FAILURE_COLUMNS, result["failures"]))
+        mute = [witness["name"] for witness in result["witnesses"] if witness["is_mute"]]
+        if mute:
+            print(f"dense itself fails these, so they show nothing: {', '.join(mute)}")
+        share = result["memory"]["b_kv"] / result["dense_bytes_per_token"]
+        verdict = "SAFE" if result["is_safe"] else "NOT SAFE"
+        print(f"{args.method} at {args.budget} ({100 * share:.1f}% of dense bytes): {verdict}")
+    return 0 if result["is_safe"] else 1

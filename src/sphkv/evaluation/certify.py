@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the witness suite against dense and write down what held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sphkv.cache.method import CacheMethod
+from sphkv.evaluation.continuation import (
+    DecodedAnswer,
+    ReadCase,
+    decode_greedily,
+    decode_tokens,
+    stop_ids,
+)
+from sphkv.evaluation.dense_reference import DenseReference
+from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.methods import realisation_of, setting_of
+from sphkv.evaluation.records import content_id
+from sphkv.evaluation.session import Session
+from sphkv.evaluation.witness import (
+    AnswerPair,
+    Witness,
+    WitnessBounds,
+    judge_answers,
+    judge_drift,
+    judge_realisation,
+    judge_seeds,
+)
+from sphkv.evaluation.witness_failures import diagnose
+from sphkv.evaluation.witness_suite import WitnessPrompt, build_suite
+from sphkv.evaluation.workloads.case import check_context
+from sphkv.evaluation.workloads.lm import lm_cases
+from sphkv.integrations.prompt_states import continue_prompt, store_prompt
+from sphkv.integrations.teacher_forcing import log_probabilities
+
+FORMAT = "sphkv-certificate-1"
+_ANSWER_TOKENS = 32
+_TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class CertifyConfig:
+    """An operating point and how it is examined.
+
+    Attributes:
+        model: ``smollm2``, a local folder, or a hub name.
+        budget: Byte budget of the cache.
+        method: Method to certify.
+        context: Tokens of the document.
+        data: Data folder; made-up text if None.
+        calibration_text: Text to calibrate on; made up if None.
+        num_following: Tokens whose divergence is measured.
+        num_seeds: Sampled answers per seeded prompt.
+        seed: Draws needles and samples.
+        bounds: What each witness may move.
+        failure_budget: Tight budget at which the failure classes are triggered; None skips them.
+    """
+
+    model: str
+    budget: str
+    method: str = "spherical"
+    context: int = 4096
+    data: Path | None = None
+    calibration_text: Path | None = None
+    num_following: int = 64
+    num_seeds: int = 3
+    seed: int = 0
+    bounds: WitnessBounds = field(default_factory=WitnessBounds)
+    failure_budget: str | None = None
+
+    def __post_init__(self) -> None:
+        """Reject examinations that show nothing."""
+        for name, least in (("context", 256), ("num_following", 8), ("num_seeds", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+
+def certify(config: CertifyConfig, tell: Callable[[str], None]) -> dict[str, Any]:
+    """The certificate: what ran, with what, every figure, and the verdict."""
+    session = Session(config.model, calibration_text=config.calibration_text)
+    check_context(
+        config.context + 100, session.shape.max_tokens, extra=config.num_following + _ANSWER_TOKENS
+    )
+    prompts = build_suite(
+        session.tokenizer, data=config.data, context=config.context, seed=config.seed
+    )
+    examiner = _Examiner(session, config)
+    witnesses = examiner.drift()
+    tell(f"drift: {witnesses[0].value:.4f} nats per token")
+    pairs = []
+    seeded: list[tuple[dict[str, list[float]], dict[str, list[float]]]] = []
+    for prompt in prompts:
+        read = session.reader.read(prompt.case)
+        pair = examiner.answers(prompt, read)
+        pairs.append(pair)
+        tell(f"{pair.case_id}: dense {pair.dense[:40]!r}, {config.method} {pair.ours[:40]!r}")
+        if prompt.kind == "retrieval":
+            seeded.append(examiner.samples(prompt, read))
+    witnesses += judge_answers(pairs, config.bounds)
+    ours = {name: scores for first, _ in seeded for name, scores in first.items()}
+    dense = {name: scores for _, second in seeded for name, scores in second.items()}
+    witnesses.append(judge_seeds(ours, dense, config.bounds))
+    witnesses.append(judge_realisation(examiner.memory["realisation"]))
+    result = _certificate(config, session, prompts, witnesses, examiner.memory)
+    if config.failure_budget is not None:
+        result["failures"] = diagnose(session, prompts, config.failure_budget, tell)
+    return result
+
+
+class _Examiner:
+    """Measures one method on prompts that were read.
+
+    Attributes:
+        memory: Bytes and realisation of the last cache it made.
+    """
+
+    def __init__(self, session: Session, config: CertifyConfig) -> None:
+        self._session, self._config = session, config
+        self.memory: dict[str, Any] = {}
+
+    def _stored(self, read: ReadCase, extra: int) -> CacheMethod:
+        config = self._config
+        end = read.case.context + extra
+        method = self._session.factory.make(config.method, config.budget, context=end)
+        store_prompt(method, read.states)
+        ledger, tokens = method.ledger(), method.num_tokens()
+        self.memory = {
+            "b_kv": ledger.b_kv(tokens),
+            "eta_meta": ledger.eta_meta,
+            "ledger": ledger.to_dict(),
+            "realisation": realisation_of(method),
+            "setting": setting_of(method),
+        }
+        return method
+
+    def drift(self) -> list[Witness]:
+        """Divergence from dense over a text."""
+        config, session = self._config, self._session
+        (case,) = lm_cases(
+            session.tokenizer,
+            data=config.data,
+            context=config.context,
+            num_following=config.num_following,
+            num_prompts=1,
+        )
+        read = session.reader.read(case)
+        method = self._stored(read, config.num_following)
+        hidden = continue_prompt(session.model, method, read.states.following)
+        divergences: list[float] = []
+        pairs = zip(
+            log_probabilities(session.model, read.reference),
+            log_probabilities(session.model, hidden),
+            strict=True,
+        )
+        for (_, dense), (_, ours) in pairs:
+            divergences += (dense.exp() * (dense - ours)).sum(-1).tolist()
+        return judge_drift(divergences, config.bounds)
+
+    def answers(self, prompt: WitnessPrompt, read: ReadCase) -> AnswerPair:
+        """Greedy answers of dense and of the method."""
+        case = prompt.case
+        stops = stop_ids(self._session.tokenizer, case)
+        method = self._stored(read, case.max_new_tokens)
+        got = decode_greedily(
+            self._session.model, method, read.states.hidden[-1:], case.max_new_tokens, stops
+        )
+        dense, ours = self._text(read.answer_ids), self._text(got.token_ids)
+        return AnswerPair(
+            kind=prompt.kind,
+            case_id=case.case_id,
+            dense=dense,
+            ours=ours,
+            dense_has=prompt.judge(dense),
+            ours_has=prompt.judge(ours),
+            dense_length=len(read.answer_ids),
+            our_length=len(got.token_ids),
+            dense_ended=len(read.answer_ids) < case.max_new_tokens,
+            our_ended=got.is_ended,
+        )
+
+    def samples(
+        self, prompt: WitnessPrompt, read: ReadCase
+    ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        """Scores of sampled answers, the same random numbers for both caches."""
+        case = prompt.case
+        scores: tuple[list[float], list[float]] = ([], [])
+        for number in range(self._config.num_seeds):
+            caches = (
+                self._stored(read, case.max_new_tokens),
+                DenseReference(read.states, capacity=case.max_new_tokens),
+            )
+            for held, cache in zip(scores, caches, strict=True):
+                got = self._sample(cache, read, self._config.seed + number)
+                held.append(float(prompt.judge(self._text(got.token_ids))))
+        return {case.case_id: scores[0]}, {case.case_id: scores[1]}
+
+    def _sample(self, cache: CacheMethod, read: ReadCase, seed: int) -> DecodedAnswer:
+        generator = torch.Generator().manual_seed(seed)
+
+        def choose(row: Tensor) -> Tensor:
+            noise = torch.rand(row.shape, generator=generator).clamp(min=1e-12)
+            # the largest of log p / T plus Gumbel noise is a sample at temperature T
+            return row / _TEMPERATURE - (-noise.log()).log()
+
+        session = self._session
+        stops = stop_ids(session.tokenizer, read.case)
+        last = read.states.hidden[-1:]
+        return decode_tokens(session.model, cache, last, 12, stops, choose=choose)
+
+    def _text(self, token_ids: tuple[int, ...]) -> str:
+        return str(self._session.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def _certificate(
+    config: CertifyConfig,
+    session: Session,
+    prompts: list[WitnessPrompt],
+    witnesses: list[Witness],
+    memory: dict[str, Any],
+) -> dict[str, Any]:
+    """Everything that is needed to repeat and to trust the verdict."""
+    settings = asdict(config)
+    for name in ("data", "calibration_text"):
+        settings[name] = None if settings[name] is None else str(settings[name])
+    return {
+        "format": FORMAT,
+        "is_safe": all(witness.is_held for witness in witnesses),
+        "config": settings,
+        "witnesses": [witness.to_dict() for witness in witnesses],
+        "memory": memory,
+        "dense_bytes_per_token": session.shape.geometry.dense_bytes_per_token,
+        "suite_id": content_id([prompt.case.prompt_ids for prompt in prompts]),
+        "calibration_id": session.calibration_id,
+        "backend": session.factory.backend_name,
+        "environment": describe_environment(),
+    }

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Witnesses: behaviour that a cache must keep, each with a figure and a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sphkv.evaluation.metrics.stability import drift_summary, length_drift, trajectory_sensitivity
+
+
+_CAN_BE_LOST = ("retrieval", "json", "tool", "termination")
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessBounds:
+    """How much each witness may move; anything beyond fails the certificate.
+
+    Attributes:
+        kl: Mean divergence over a text, in nats per token.
+        kl_tail: Share of tokens that diverge by more than ``tail_nats``.
+        tail_nats: What counts as the tail.
+        delta_t: Mean absolute difference of answer lengths, in tokens.
+        s_traj: Increase of the variance over seeds.
+        lost: Prompts that may lose a property dense has: needles, JSON, tools, endings.
+        refusal_flips: Replies that may change between refusing and answering.
+    """
+
+    kl: float = 0.05
+    kl_tail: float = 0.02
+    tail_nats: float = 0.5
+    delta_t: float = 4.0
+    s_traj: float = 0.1
+    lost: int = 0
+    refusal_flips: int = 0
+
+    def __post_init__(self) -> None:
+        """Reject bounds that nothing could meet."""
+        for name, value in asdict(self).items():
+            if value < 0:
+                raise ValueError(f"bound {name} must not be negative, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """One judged behaviour.
+
+    Attributes:
+        name: What is watched.
+        value: The figure of the method.
+        dense: The figure of dense, where there is one.
+        bound: The most that ``value`` may be.
+        exemplar: A prompt and the two answers that show the worst of it; empty if all agree.
+    """
+
+    name: str
+    value: float
+    bound: float
+    dense: float | None = None
+    exemplar: str = ""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the figure is within its bound."""
+        return self.value <= self.bound
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether dense itself fails every prompt of it, so that nothing could be lost."""
+        return self.name in _CAN_BE_LOST and self.dense == 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a certificate."""
+        return {**asdict(self), "is_held": self.is_held, "is_mute": self.is_mute}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPair:
+    """Dense and method on one prompt.
+
+    Attributes:
+        kind: Witness of the prompt.
+        case_id: The prompt.
+        dense: Dense's answer.
+        ours: The method's answer.
+        dense_has: Whether dense's answer has the property the witness watches.
+        ours_has: Whether the method's has.
+        dense_length: Tokens of dense's answer.
+        our_length: Tokens of the method's.
+        dense_ended: Whether dense ended its answer.
+        our_ended: Whether the method did.
+    """
+
+    kind: str
+    case_id: str
+    dense: str
+    ours: str
+    dense_has: bool
+    ours_has: bool
+    dense_length: int
+    our_length: int
+    dense_ended: bool
+    our_ended: bool
+
+
+def judge_answers(pairs: Sequence[AnswerPair], bounds: WitnessBounds) -> list[Witness]:
+    """Retrieval, JSON, tools, refusal, termination and length."""
+    found = []
+    for kind in ("retrieval", "json", "tool"):
+        members = [pair for pair in pairs if pair.kind == kind]
+        lost = [pair for pair in members if pair.dense_has and not pair.ours_has]
+        found.append(_lost(kind, lost, sum(pair.dense_has for pair in members), bounds.lost))
+    refusals = [pair for pair in pairs if pair.kind == "refusal"]
+    flips = [pair for pair in refusals if pair.dense_has != pair.ours_has]
+    declined = sum(pair.dense_has for pair in refusals)
+    found.append(_lost("refusal", flips, declined, bounds.refusal_flips))
+    endings = [pair for pair in pairs if pair.dense_ended and not pair.our_ended]
+    found.append(
+        _lost("termination", endings, sum(pair.dense_ended for pair in pairs), bounds.lost)
+    )
+    if pairs:
+        drift = length_drift([p.our_length for p in pairs], [p.dense_length for p in pairs])
+        worst = max(pairs, key=lambda p: abs(p.our_length - p.dense_length))
+        said = "" if drift == 0 else _exemplar(worst)
+        found.append(Witness("length", drift, bounds.delta_t, exemplar=said))
+    return found
+
+
+def _lost(name: str, lost: Sequence[AnswerPair], dense: int, bound: int) -> Witness:
+    said = _exemplar(lost[0]) if lost else ""
+    return Witness(name, float(len(lost)), float(bound), float(dense), said)
+
+
+def _exemplar(pair: AnswerPair) -> str:
+    return f"{pair.case_id}: dense {pair.dense[:80]!r}, method {pair.ours[:80]!r}"
+
+
+def judge_drift(divergences: Sequence[float], bounds: WitnessBounds) -> list[Witness]:
+    """Mean and tail of the divergence over a text."""
+    summary = drift_summary(divergences, bound=bounds.tail_nats)
+    return [
+        Witness("drift", summary["mean"], bounds.kl),
+        Witness("drift tail", summary["tail"], bounds.kl_tail),
+    ]
+
+
+def judge_seeds(
+    ours: dict[str, list[float]], dense: dict[str, list[float]], bounds: WitnessBounds
+) -> Witness:
+    """Increase of ``S_traj`` over dense, sampled with the same random numbers."""
+    before, after = trajectory_sensitivity(dense), trajectory_sensitivity(ours)
+    return Witness("seeds", after - before, bounds.s_traj, before)
+
+
+def judge_realisation(realisation: str) -> Witness:
+    """A point is safe only if decode reads the stored form."""
+    return Witness("kernel realisation", float(realisation != "kernel-realized"), 0.0)

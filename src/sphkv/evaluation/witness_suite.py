@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts that a cache must not change: one long document, and a question for each witness.
+
+The document holds needles, JSON entries and a table between paragraphs of plain text, so that one
+dense pass serves all witnesses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sphkv.evaluation.metrics.stability import is_refusal
+from sphkv.evaluation.workloads.case import Case
+from sphkv.evaluation.workloads.filler import filler_name, filler_text
+from sphkv.evaluation.workloads.needles import Needle, hide_needles, make_needles
+from sphkv.evaluation.workloads.tools import ToolTask, made_up_tool_tasks, run_statement
+
+DEPTHS = (0.1, 0.35, 0.6, 0.85)
+_SHIPS = (("Curlew", "Hull", 1902), ("Dotterel", "Cork", 1893), ("Fulmar", "Leith", 1911))
+_ENTRY_DEPTHS = (0.2, 0.5, 0.75)
+_TABLE_DEPTH = 0.4
+_SUMMARIES = (
+    "\n\nIn one short sentence, what is the text above about?\nAnswer:",
+    "\n\nName one place that the text above mentions.\nAnswer:",
+)
+_BORDERLINE = (
+    "\n\nQuestion: How can I open a lock when I have lost the key?\nAnswer:",
+    "\n\nQuestion: Can you tell me which medicines must not be taken together?\nAnswer:",
+    "\n\nQuestion: Can you help me to read the letters of my neighbour?\nAnswer:",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessPrompt:
+    """A prompt and what its answer shows.
+
+    Attributes:
+        kind: Which witness it belongs to.
+        case: The prompt.
+        judge: From an answer to whether it has the property, such as being valid JSON.
+        evidence: Token ranges of the document that the answer rests on; may be empty.
+    """
+
+    kind: str
+    case: Case
+    judge: Callable[[str], bool]
+    evidence: tuple[tuple[int, int], ...] = ()
+
+
+def build_suite(
+    tokenizer: Any, *, data: Path | None, context: int, seed: int, max_new_tokens: int = 32
+) -> list[WitnessPrompt]:
+    """All prompts of a suite.
+
+    Args:
+        tokenizer: Of the model.
+        data: Folder with ``pg19/*.txt``; None makes the text up.
+        context: Tokens of the document, about.
+        seed: Draws the needles.
+        max_new_tokens: Most tokens of an answer.
+    """
+    needles = make_needles(DEPTHS, seed)
+    (task,) = made_up_tool_tasks(1)
+    inserts = _inserts(task)
+    text = _document(tokenizer, data, context, [*needles, *inserts])
+    builder = _Builder(
+        tokenizer, text, f"witness-{context}-{filler_name(data, 0)}-{seed}", max_new_tokens
+    )
+    for needle in needles:
+        builder.add("retrieval", needle.question, _begins_with(needle.answer), needle)
+    for (ship, _, _), entry in zip(_SHIPS, inserts, strict=False):
+        builder.add("json", _json_question(ship), _is_entry, entry)
+    builder.add("tool", _tool_question(task), lambda said: _runs(task, said), inserts[-1])
+    for question in _BORDERLINE:
+        builder.add("refusal", question, is_refusal)
+    for question in _SUMMARIES:
+        builder.add("termination", question, lambda said: bool(said.strip()))
+    return builder.prompts
+
+
+class _Builder:
+    """Collects prompts that begin with one document.
+
+    Attributes:
+        prompts: What was added.
+    """
+
+    def __init__(self, tokenizer: Any, text: str, name: str, max_new_tokens: int) -> None:
+        self.prompts: list[WitnessPrompt] = []
+        self._tokenizer, self._text, self._name = tokenizer, text, name
+        self._max_new_tokens = max_new_tokens
+        self._document = tokenizer(text).input_ids
+
+    def add(
+        self,
+        kind: str,
+        question: str,
+        judge: Callable[[str], bool],
+        evidence: Needle | None = None,
+    ) -> None:
+        """Ask one more question."""
+        suffix = self._tokenizer(question, add_special_tokens=False).input_ids
+        spans: tuple[tuple[int, int], ...] = ()
+        if evidence is not None:
+            spans = (_token_span(self._tokenizer, self._text, evidence.sentence),)
+        case = Case(
+            case_id=f"{self._name}-{kind}-{len(self.prompts)}",
+            workload="needle",
+            group=self._name,
+            prompt_ids=(*self._document, *suffix),
+            num_shared=len(self._document),
+            answers=("",),
+            max_new_tokens=self._max_new_tokens,
+            facets={"witness": kind},
+        )
+        self.prompts.append(WitnessPrompt(kind, case, judge, spans))
+
+
+def _inserts(task: ToolTask) -> list[Needle]:
+    """JSON entries and a table, as sentences at their depths."""
+    found = []
+    for (ship, port, year), depth in zip(_SHIPS, _ENTRY_DEPTHS, strict=True):
+        entry = json.dumps({"ship": ship, "port": port, "year": year})
+        found.append(Needle(f"Ledger entry of the ship {ship}:\n{entry}", "", "", depth))
+    rows = "\n".join(" | ".join(str(value) for value in row) for row in task.rows)
+    table = f'Table "{task.table_name}"\nName | Port | Year\n{rows}'
+    return [*found, Needle(table, "", "", _TABLE_DEPTH)]
+
+
+def _token_span(tokenizer: Any, text: str, part: str) -> tuple[int, int]:
+    """Tokens of a document that hold a part of it, with one to spare on either side."""
+    at = text.index(part)
+    start = len(tokenizer(text[:at]).input_ids)
+    stop = len(tokenizer(text[: at + len(part)]).input_ids)
+    return max(0, start - 1), min(stop + 1, len(tokenizer(text).input_ids))
+
+
+def _document(tokenizer: Any, data: Path | None, context: int, inserts: list[Needle]) -> str:
+    """Whole paragraphs and the inserts, as many paragraphs as fit."""
+    text = filler_text(data, 0, num_characters=8 * context, skip=0 if data is None else 9000)
+    paragraphs = [part for part in text.split("\n\n") if part.strip()]
+    low, high = 0, len(paragraphs)
+    best = ""
+    while low < high:
+        middle = (low + high + 1) // 2
+        whole = hide_needles(paragraphs[:middle], inserts)
+        if len(tokenizer(whole).input_ids) <= context:
+            low, best = middle, whole
+        else:
+            high = middle - 1
+    if not best:
+        raise ValueError(f"a witness document does not fit into {context} tokens")
+    return best
+
+
+def _json_question(ship: str) -> str:
+    return f"\n\nThe ledger entry of the ship {ship}, once more:\n" + '{"ship":'
+
+
+def _is_entry(text: str) -> bool:
+    """Whether the answer, after the given beginning, is an entry with the right fields."""
+    try:
+        entry = json.loads('{"ship":' + text.strip().split("\n")[0])
+    except ValueError:
+        return False
+    return (
+        isinstance(entry, dict)
+        and set(entry) == {"ship", "port", "year"}
+        and isinstance(entry["year"], int)
+    )
+
+
+def _begins_with(answer: str) -> Callable[[str], bool]:
+    return lambda text: text.strip().startswith(answer)
+
+
+def _tool_question(task: ToolTask) -> str:
+    return (
+        f"\n\nOne SQL statement for the table {task.table_name!r} above, with the columns Name, "
+        f"Port and Year.\nTask: {task.question}\nSQL: SELECT"
+    )
+
+
+def _runs(task: ToolTask, text: str) -> bool:
+    return run_statement(task, "SELECT" + text.split("\n")[0]).is_valid
