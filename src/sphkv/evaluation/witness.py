@@ -9,7 +9,6 @@ from typing import Any
 
 from sphkv.evaluation.metrics.stability import drift_summary, length_drift, trajectory_sensitivity
 
-
 _CAN_BE_LOST = ("retrieval", "json", "tool", "termination")
 
 
