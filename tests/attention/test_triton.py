@@ -8,13 +8,18 @@ from sphkv.attention.api import decode_attention, get_backend
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.codec.rope import RopeSpec
+from sphkv.core.contract import LayerContract
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
 from sphkv.testing.oracle import dense_oracle
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
+from sphkv.attention.cuda.batch import can_capture
+from sphkv.attention.triton.append import append_states
 from sphkv.attention.triton.backend import TritonBackend
+from sphkv.attention.triton.dense import TailList, launch_dense
+from sphkv.attention.triton.rows import PartSlots, QueryRows
 
 DROP = TierSpec("drop", "drop", 0.0, 0, 0)
 DENSE = TierSpec("max", "dense", 16.0, 16, 16)
@@ -107,8 +112,6 @@ def test_far_positions_turn_exactly():
     rope = rope_of(store)
     keys, values, query = random_states(case.geometry(), rope, 200, first=first, seed=1)
     tiers = store.config.tiers
-    from sphkv.core.contract import LayerContract
-
     contract = LayerContract(
         torch.full((1, 200), tiers.id_of("k2v3"), dtype=torch.uint8),
         torch.zeros(1, 200, dtype=torch.bool),
@@ -155,6 +158,33 @@ def test_an_empty_sequence_gives_zero_and_no_queries_give_nothing():
     none = request.query[:, :0]
     nothing = DecodeRequest(request.store, 0, 0, none, request.positions[:0], request.options)
     assert TritonBackend().attend(nothing).output.shape == (6, 0, 64)
+
+
+def test_a_new_state_written_behind_the_tail_is_attended_to_with_dense_pages():
+    """What a captured step does: append where the GPU counts, then pages and tail in one launch."""
+    case = CacheCase(mix="max", num_tokens=40, tail_tokens=9)
+    store = build_store(case)
+    rope = rope_of(store)
+    keys, values, query = random_states(case.geometry(), rope, 1, first=49, seed=6)
+    tail = store.tail(0, 0)
+    tails = TailList.of([tail], torch.device("cpu"))
+    tails.extents[:, 0] += 1
+    append_states(keys[None, :, 0], values[None, :, 0], tails)
+    rows = QueryRows(query[None], torch.tensor([[49]]), 2, OPTIONS["plain"])
+    parts = PartSlots.empty(rows, 1)
+    group = store.pages(0, 0)[0]
+    request = DecodeRequest(store, 0, 0, query, torch.tensor([49]), OPTIONS["plain"])
+    pages = TritonBackend().page_list(request, group)
+    launch_dense((pages.addresses, pages.starts), pages.layout, tails, rows, parts)
+    assert store.absorb([0]) is False
+    expected = ReferenceBackend().attend(request)
+    torch.testing.assert_close(parts.output.reshape(6, 1, 64), expected.output)
+    torch.testing.assert_close(parts.lse.reshape(6, 1), expected.lse)
+
+
+def test_only_the_hopper_kernel_is_captured():
+    assert not can_capture(TritonBackend(), coded_tier(2.0, 4), 64)
+    assert not can_capture(ReferenceBackend(), DENSE, 64)
 
 
 def test_it_has_a_name_and_refuses_other_precisions():

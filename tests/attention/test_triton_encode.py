@@ -19,11 +19,11 @@ from sphkv.attention.triton.encode import PageEncoder
 TIES = 2e-3
 
 
-def pages_of(tier, head_dim, *, count, rope_config=None):
+def pages_of(tier, head_dim, *, count, dtype=torch.float32):
     """The same two pages (one per head) from codec and kernel."""
     case = CacheCase(head_dim=head_dim, num_kv_heads=2, group_size=2)
     geometry = case.geometry()
-    rope = RopeSpec.from_config(rope_config or {"rope_theta": 10_000.0}, head_dim)
+    rope = RopeSpec.from_config({"rope_theta": 10_000.0}, head_dim)
     codec = SphericalCodec(random_calibration(geometry, rope))
     tokens = tier.page_tokens
     keys, values, _ = random_states(geometry, rope, tokens, first=77)
@@ -31,7 +31,7 @@ def pages_of(tier, head_dim, *, count, rope_config=None):
     counts = torch.tensor([tokens, count])
     rows = PageRows(positions, counts, torch.zeros(2, tokens, dtype=torch.bool))
     live = rows.live()[..., None]
-    keys, values = keys * live, values * live
+    keys, values = (keys * live).to(dtype), (values * live).to(dtype)
     heads = torch.arange(2)
     layout = PageLayout(1, tier, head_dim, PositionMode.CONTIGUOUS)
     encoded = codec.encode(0, tier, keys, values, positions, head_ids=heads, counts=counts)
@@ -40,17 +40,17 @@ def pages_of(tier, head_dim, *, count, rope_config=None):
 
 
 @pytest.mark.parametrize(
-    ("tier", "head_dim"),
+    ("tier", "head_dim", "dtype"),
     [
-        (coded_tier(2.0, 4), 64),
-        (coded_tier(4.25, 3, page_tokens=64), 64),
-        (coded_tier(1.0, 2, page_tokens=32), 128),
-        (coded_tier(3.0, 8, page_tokens=32), 80),
-        (coded_tier(2.0, 16, page_tokens=32), 64),
+        (coded_tier(2.0, 4), 64, torch.bfloat16),
+        (coded_tier(4.0, 3, page_tokens=64), 32, torch.float32),
+        (coded_tier(1.0, 2, page_tokens=32), 128, torch.bfloat16),
+        (coded_tier(1.5, 8, page_tokens=32), 80, torch.float32),
+        (coded_tier(1.0, 16, page_tokens=32), 64, torch.bfloat16),
     ],
 )
-def test_writes_the_bytes_of_the_codec(tier, head_dim):
-    layout, expected, got = pages_of(tier, head_dim, count=tier.page_tokens - 5)
+def test_writes_the_bytes_of_the_codec(tier, head_dim, dtype):
+    layout, expected, got = pages_of(tier, head_dim, count=tier.page_tokens - 5, dtype=dtype)
     right, ours = PageView(layout, expected), PageView(layout, got)
     ours.check()
     assert torch.equal(right.counts(), ours.counts())
@@ -69,7 +69,7 @@ def test_writes_the_bytes_of_the_codec(tier, head_dim):
 
 
 def test_slack_is_zero_and_layouts_it_cannot_take_are_left_to_the_codec():
-    layout, expected, got = pages_of(coded_tier(2.0, 4, page_tokens=32), 64, count=3)
+    layout, expected, got = pages_of(coded_tier(1.0, 4, page_tokens=32), 64, count=3)
     at = slice(layout.key_offset, layout.scale_offset)
     assert torch.equal(expected[1, at] == 0, got[1, at] == 0)
-    assert pages_of(coded_tier(2.0, 4, page_tokens=96), 64, count=50)[2] is None
+    assert pages_of(coded_tier(1.0, 4, page_tokens=96), 64, count=50)[2] is None

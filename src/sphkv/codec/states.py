@@ -29,7 +29,11 @@ class SphericalCodec:
         slots = tier.key_nibbles(self.calibration.geometry.head_dim)
         key = (layer, slots, str(device))
         if key not in self._codebooks:
-            self._codebooks[key] = self.calibration.codebook(layer, slots).to(device)
+            here = self._codebooks.get((layer, slots, "cpu"))
+            if here is None:
+                here = self.calibration.codebook(layer, slots).to("cpu")
+                self._codebooks[layer, slots, "cpu"] = here
+            self._codebooks[key] = here.to(device)
         return self._codebooks[key]
 
     def encode(

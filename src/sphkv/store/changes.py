@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of a layer's pages, planned before anything moves: write, drop, demote, crop."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ from sphkv.store.encoding import (
     shorten_pages,
 )
 from sphkv.store.layout import PageView
-from sphkv.store.paging import PageBatch, plan_pages, select_states
+from sphkv.store.paging import PageBatch, PageRows, PositionMode, plan_pages, select_states
 from sphkv.store.pointers import PointerTable, pool_of_tag
 from sphkv.store.pool import LayerChange, PagePool
 from sphkv.store.sequence import SequenceState
+from sphkv.store.tail import OpenTail
 
 
 def plan_write(
@@ -81,6 +82,57 @@ def plan_seal(
     return plan_write(pool, state, layer, contract, states, positions)
 
 
+def plan_seals(
+    pool: PagePool, states: Sequence[SequenceState], layer: int, tails: Sequence[OpenTail]
+) -> list[LayerChange]:
+    """Encode the oldest page of several tails of one layer at once.
+
+    Args:
+        pool: Owner of the layouts.
+        states: The sequences, all with the same codec.
+        layer: Layer of the tails.
+        tails: The tail of each sequence; holds a page at least.
+
+    Returns:
+        The new pages of each sequence.
+    """
+    tier_id = pool.config.tiers.id_of(pool.config.seal_tier)
+    heads, tokens = pool.config.geometry.num_kv_heads, pool.config.seal_tokens
+    num_pages = heads * len(states)
+    index = torch.arange(tokens, device=pool.device)
+    first = torch.tensor([tail.first_position for tail in tails], device=pool.device)
+    rows = PageRows(
+        first.repeat_interleave(heads)[:, None] + index,
+        torch.full((num_pages,), tokens, device=pool.device),
+        torch.zeros(num_pages, tokens, dtype=torch.bool, device=pool.device),
+    )
+    batch = PageBatch(
+        tier_id,
+        PositionMode.CONTIGUOUS,
+        torch.arange(heads, device=pool.device).repeat(len(states)),
+        torch.arange(num_pages * tokens, device=pool.device).view(num_pages, tokens),
+        rows,
+    )
+    oldest = [
+        torch.stack([part[:, :tokens] for part in parts]).flatten(0, 2)
+        for parts in ([tail.keys for tail in tails], [tail.values for tail in tails])
+    ]
+    pages = _encode(pool, states[0], layer, FlatStates(*oldest), [batch]).pages[0]
+    changes, every_head = [], torch.arange(heads)
+    for place, state in enumerate(states):
+        own = slice(place * heads, (place + 1) * heads)
+        part = PageBatch(
+            tier_id,
+            PositionMode.CONTIGUOUS,
+            every_head,
+            batch.source[own],
+            PageRows(rows.positions[own], rows.counts[own], rows.flags[own]),
+        )
+        pending = PendingPages([part], [pages[own]])
+        changes.append(LayerChange(state.tables[layer], pending=pending))
+    return changes
+
+
 def read_by_layout(
     pool: PagePool, table: PointerTable, page_ids: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, PageView]]:
@@ -99,9 +151,8 @@ def read_by_layout(
     page_ids, heads, tags = page_ids.to(heads.device)[by_head], heads[by_head], tags[by_head]
     for tag in sorted(set(tags.tolist())):
         chosen = (tags == tag).nonzero()[:, 0]
-        ids = page_ids[chosen]
-        layout = pool.layout(pool_of_tag(tag))
-        yield ids, heads[chosen], PageView(layout, pool.allocator.gather(ids))
+        view = PageView(pool.layout(pool_of_tag(tag)), pool.allocator.gather(page_ids[chosen]))
+        yield page_ids[chosen].to(pool.device), heads[chosen].to(pool.device), view
 
 
 def plan_drop(pool: PagePool, table: PointerTable, page_ids: Tensor) -> LayerChange:

@@ -100,19 +100,31 @@ class PagePool:
 
         self.allocator.free(freed)
         fresh = self.allocator.allocate(requests)
+        self._write(changes, fresh)
         for change, per_head in zip(changes, added, strict=True):
             change.table.remove(change.removed)
             change.table.reserve(per_head)
             self._place(change, fresh)
         self.meter.add(delta)
 
+    def _write(self, changes: Sequence[LayerChange], fresh: Mapping[PoolKey, Tensor]) -> None:
+        """Fill the pages of each pool at once, in the order ``_place`` hands them out."""
+        for key, page_ids in fresh.items():
+            parts = [
+                (pages, batch.rows.counts)
+                for change in changes
+                for batch, pages in zip(change.pending.batches, change.pending.pages, strict=True)
+                if (batch.tier_id, batch.position_mode) == key
+            ]
+            pages = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts])
+            self.allocator.write(page_ids, pages, torch.cat([part[1] for part in parts]))
+
     def _place(self, change: LayerChange, fresh: dict[PoolKey, Tensor]) -> None:
-        """Fill pages from ``fresh``, which loses the ids that are used."""
+        """Enter pages from ``fresh``, which loses the ids that are used."""
         for page_ids, pages, counts in change.truncated:
             self.allocator.truncate(page_ids, pages, counts)
             change.table.touch()
-        for batch, pages in zip(change.pending.batches, change.pending.pages, strict=True):
+        for batch in change.pending.batches:
             key = (batch.tier_id, batch.position_mode)
             page_ids, fresh[key] = fresh[key][: batch.num_pages], fresh[key][batch.num_pages :]
-            self.allocator.write(page_ids, pages, batch.rows.counts)
             change.table.extend(batch.head_ids, page_ids, page_tag(key))

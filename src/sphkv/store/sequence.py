@@ -38,11 +38,17 @@ class PageGroup:
         return (self.page_ids >= 0).nonzero()[:, 0]
 
 
-def page_groups(table: PointerTable, layout_of: Callable[[PoolKey], PageLayout]) -> list[PageGroup]:
+def page_groups(
+    table: PointerTable,
+    layout_of: Callable[[PoolKey], PageLayout],
+    device: torch.device | str = "cpu",
+) -> list[PageGroup]:
     """Pages of a table, grouped by tier and position mode, lowest tier first."""
-    return [
-        PageGroup(layout_of(pool_of_tag(tag)), *table.select(tag)) for tag in table.present_tags()
-    ]
+    groups = []
+    for tag in table.present_tags():
+        page_ids, num_pages = (part.to(device) for part in table.select(tag))
+        groups.append(PageGroup(layout_of(pool_of_tag(tag)), page_ids, num_pages))
+    return groups
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +74,8 @@ class SequenceState:
         layers = range(geometry.num_layers)
         return cls(
             codec,
-            [PointerTable(geometry.num_kv_heads, device=config.device) for _ in layers],
+            # tables stay with the host, which is who reads them
+            [PointerTable(geometry.num_kv_heads) for _ in layers],
             [None for _ in layers],
             [0 for _ in layers],
         )

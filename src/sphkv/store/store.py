@@ -9,7 +9,14 @@ from torch import Tensor
 
 from sphkv.core.contract import LayerContract, StateCodec
 from sphkv.store.allocator import PageAllocator, Slab
-from sphkv.store.changes import plan_crop, plan_demotion, plan_drop, plan_seal, plan_write
+from sphkv.store.changes import (
+    plan_crop,
+    plan_demotion,
+    plan_drop,
+    plan_seal,
+    plan_seals,
+    plan_write,
+)
 from sphkv.store.config import StoreConfig
 from sphkv.store.encoding import FlatStates, check_positions, check_states
 from sphkv.store.layout import PageView
@@ -138,7 +145,7 @@ class PageStore:
 
     def pages(self, sequence: int, layer: int) -> list[PageGroup]:
         """Pages of a layer, grouped by tier and position mode, lowest tier first."""
-        return page_groups(self.table(sequence, layer), self._pool.layout)
+        return page_groups(self.table(sequence, layer), self._pool.layout, self._pool.device)
 
     def view(self, group: PageGroup) -> PageView:
         """Copy of the pages of a group, in the order of ``flat_ids``."""
@@ -192,24 +199,38 @@ class PageStore:
         state.tails[layer] = tail
         state.next_position[layer] += num_new
 
-    def absorb(self, sequence: int) -> bool:
+    def absorb(self, sequences: Sequence[int]) -> bool:
         """Count one state per layer and head that a kernel wrote behind each tail's last one.
 
+        Args:
+            sequences: Sequences of one codec; every layer has room in its tail.
+
         Returns:
-            Whether a tail was full, so that its oldest states became a page.
+            Whether tails were full, so that their oldest states became pages.
         """
-        state, is_sealed = self._get(sequence), False
-        for layer, tail in enumerate(state.tails):
-            if tail is None or tail.num_tokens >= self.config.tail_capacity:
-                raise ValueError(f"layer {layer} of sequence {sequence} has no room in its tail")
-            if tail.num_tokens + 1 < self.config.tail_capacity:
-                tail.num_tokens += 1
-                state.next_position[layer] += 1
-                continue
-            new = slice(tail.num_tokens, tail.num_tokens + 1)
-            self.append(sequence, layer, tail.keys[:, new].clone(), tail.values[:, new].clone())
-            is_sealed = True
-        return is_sealed
+        states = [self._get(sequence) for sequence in sequences]
+        capacity = self.config.tail_capacity
+        full: list[tuple[int, list[SequenceState], list[OpenTail]]] = []
+        for layer in range(self.config.geometry.num_layers):
+            tails = [tail for state in states if (tail := state.tails[layer]) is not None]
+            if len(tails) < len(states) or any(tail.num_tokens >= capacity for tail in tails):
+                raise ValueError(f"layer {layer} of {list(sequences)} has no room in its tail")
+            ready = [at for at, tail in enumerate(tails) if tail.num_tokens + 1 == capacity]
+            if ready:
+                full.append((layer, [states[at] for at in ready], [tails[at] for at in ready]))
+        changes: list[LayerChange] = []
+        for layer, owners, tails in full:
+            changes += plan_seals(self._pool, owners, layer, tails)
+        if changes:
+            self._pool.commit(changes)
+        for state in states:
+            for layer, tail in enumerate(state.tails):
+                if tail is not None:
+                    tail.num_tokens += 1
+                    state.next_position[layer] += 1
+        for tail in (tail for part in full for tail in part[2]):
+            tail.forget_oldest(self.config.seal_tokens)
+        return bool(changes)
 
     def _check_states(
         self, keys: Tensor, values: Tensor, dtype: torch.dtype | None = None

@@ -91,6 +91,13 @@ class OpenTail:
         self.first_position = first_position
         self.num_tokens = 0
 
+    def forget_oldest(self, num_tokens: int) -> None:
+        """Give up the oldest states and move the rest to the front."""
+        rest = slice(num_tokens, self.num_tokens)
+        keys, values = self.keys[:, rest].clone(), self.values[:, rest].clone()
+        self.restart(self.first_position + num_tokens)
+        self.append(keys, values)
+
     def crop(self, num_tokens: int) -> None:
         """Forget states at positions from ``num_tokens`` on."""
         if num_tokens < self.first_position:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sphkv.attention.cuda.backend import CudaBackend
 from sphkv.attention.cuda.decode import PageLists, PagePool
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
-from sphkv.attention.cuda.pages import is_served, place_pages
+from sphkv.attention.cuda.pages import is_served, lowest_slab, place_pages
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
 from sphkv.attention.triton.append import append_states
@@ -37,13 +37,41 @@ class UnsupportedBatchError(ValueError):
 
 @dataclass(slots=True, eq=False)
 class _LayerLists:
-    """What one layer reads: coded pages, dense pages, tails; tensors keep their place."""
+    """What one layer reads: coded pages, dense pages, tails; GPU tensors keep their place.
+
+    Attributes:
+        pool: Base of the coded pages.
+        lists: Coded pages on the GPU.
+        dense_layout: Layout of the dense pages.
+        dense: Dense pages on the GPU, as ``launch_dense`` has them.
+        tails: Open tails.
+        ids: ``[heads, batch, most]`` int32 coded pages on the CPU.
+        counts: ``[heads, batch]`` int64 entries of ``ids`` in use.
+        num_columns: Columns of the pointer tables in use.
+    """
 
     pool: PagePool | None
     lists: PageLists
     dense_layout: PageLayout
     dense: tuple[Tensor, Tensor]
     tails: TailList
+    ids: Tensor
+    counts: Tensor
+    num_columns: int
+
+    def append(self, new: Tensor) -> None:
+        """Add one page ``[heads, batch]`` to every list."""
+        self.ids.scatter_(2, self.counts[..., None], new[..., None])
+        self.counts += 1
+        self.num_columns += 1
+        self.upload()
+
+    def upload(self) -> None:
+        """Bring the lists to the GPU."""
+        live = torch.arange(self.ids.shape[2]) < self.counts[..., None]
+        flat = self.ids[live]
+        self.lists.page_ids[: len(flat)].copy_(flat)
+        self.lists.row_start[1:].copy_(self.counts.flatten().cumsum(0))
 
 
 class BatchDecode:
@@ -66,7 +94,8 @@ class BatchDecode:
             max_tokens: Tokens a sequence may reach.
 
         Raises:
-            UnsupportedBatchError: Some pages are neither of this tier and contiguous nor dense.
+            UnsupportedBatchError: Some pages are neither of this tier and contiguous nor dense,
+                or sequences differ in length.
         """
         geometry = store.config.geometry
         self.max_tokens = max_tokens
@@ -113,6 +142,9 @@ class BatchDecode:
             dense,
             (self._words(room).to(torch.int64), self._words(lists + 1)),
             TailList(addresses, self._extents),
+            torch.zeros(geometry.num_kv_heads, batch, most, dtype=torch.int32),
+            torch.zeros(geometry.num_kv_heads, batch, dtype=torch.int64),
+            0,
         )
 
     def _words(self, size: int) -> Tensor:
@@ -140,36 +172,41 @@ class BatchDecode:
         Returns:
             Whether a captured graph is stale, because pages moved below its base address.
         """
-        extents, positions = [], []
-        for sequence in self._sequences:
-            tail = self._store.tail(sequence, 0)
-            extents.append([tail.num_tokens, tail.first_position])
-            positions.append(tail.first_position + tail.num_tokens - 1)
-        self._extents.copy_(torch.tensor(extents))
-        self.positions.copy_(torch.tensor(positions)[:, None])
-        self._positions32.copy_(torch.tensor(positions))
+        self.recount()
         stale = [self._refresh_layer(layer) for layer in range(len(self._layers))]
         return any(stale)
 
+    def recount(self) -> None:
+        """Rewrite positions and tail lengths from the store, in place."""
+        extents = []
+        for sequence in self._sequences:
+            tail = self._store.tail(sequence, 0)
+            extents.append([tail.num_tokens, tail.first_position])
+        if any(extent != extents[0] for extent in extents):
+            raise UnsupportedBatchError(f"sequences differ in length: tails are {extents}")
+        self._extents.copy_(torch.tensor(extents))
+        self.positions.copy_(self._extents.sum(1, keepdim=True) - 1)
+        self._positions32.copy_(self.positions[:, 0])
+
     def _refresh_layer(self, layer: int) -> bool:
-        held = self._layers[layer]
-        coded = self._groups(layer, self._coded)
-        none = PageGroup(
-            self._coded,
-            torch.empty(self._store.config.geometry.num_kv_heads, 0, dtype=torch.int64),
-            torch.zeros(self._store.config.geometry.num_kv_heads, dtype=torch.int64),
-        )
-        is_stale = False
-        if any(coded):
-            groups = [group or none for group in coded]
-            placed = place_pages(self._store.allocator, groups, self._device)
-            held.lists.page_ids[: len(placed.lists.page_ids)].copy_(placed.lists.page_ids)
-            held.lists.row_start.copy_(placed.lists.row_start)
-            base = None if held.pool is None else held.pool.pages.data_ptr()
-            is_stale = base != placed.pool.pages.data_ptr()
-            held.pool = placed.pool
-        dense = self._groups(layer, held.dense_layout)
-        self._refresh_dense(held, dense, len(none.num_pages))
+        held, heads = self._layers[layer], self._store.config.geometry.num_kv_heads
+        groups = self._groups(layer, self._coded)
+        if any(group is None for group in groups):
+            raise UnsupportedBatchError(f"a sequence has no coded page in layer {layer} yet")
+        coded = [group for group in groups if group is not None]
+        placed = place_pages(self._store.allocator, coded, self._device)
+        held.counts.copy_(torch.stack([group.num_pages.cpu() for group in coded], 1))
+        live = torch.arange(held.ids.shape[2]) < held.counts[..., None]
+        held.ids[live] = placed.lists.page_ids.cpu()
+        held.upload()
+        tables = [self._store.table(sequence, layer) for sequence in self._sequences]
+        columns = {count for table in tables for count in table.num_pages.tolist()}
+        if len(columns) != 1:
+            raise UnsupportedBatchError(f"heads of layer {layer} have {sorted(columns)} pages each")
+        held.num_columns = columns.pop()
+        is_stale = held.pool is None or held.pool.pages.data_ptr() != placed.pool.pages.data_ptr()
+        held.pool = placed.pool
+        self._refresh_dense(held, self._groups(layer, held.dense_layout), heads)
         return is_stale
 
     def _refresh_dense(
@@ -226,12 +263,10 @@ class BatchDecode:
         heads, head_dim = query.shape[1], query.shape[3]
         merged = PartialAttention(parts.output.view(-1, heads, head_dim), parts.lse.view(-1, heads))
         kernel = self._kernels.get(self._codec(), layer, self._tier)
-        pool = held.pool
-        if pool is None:
-            raise UnsupportedBatchError(f"layer {layer} has no coded page yet")
+        assert held.pool is not None
         kernel.attend(
             query[:, :, 0],
-            pool,
+            held.pool,
             held.lists,
             options,
             result=merged,
@@ -242,13 +277,32 @@ class BatchDecode:
         return merged.output[:, :, None]
 
     def commit(self) -> bool:
-        """Tell the store about the step that was queued; seals tails that are full.
+        """Tell the store about the step that was queued; full tails become pages in the lists.
 
         Returns:
-            Whether pages sealed; then lists are stale and ``refresh`` must run.
+            Whether a captured graph is stale, because pages moved below its base address.
         """
-        sealed = [self._store.absorb(sequence) for sequence in self._sequences]
-        return any(sealed)
+        if not self._store.absorb(self._sequences):
+            return False
+        return self._list_newest()
+
+    def _list_newest(self) -> bool:
+        """Add the last page of every head, sequence and layer to the lists."""
+        newest = [
+            self._store.table(sequence, layer).page_ids[:, held.num_columns]
+            for layer, held in enumerate(self._layers)
+            for sequence in self._sequences
+        ]
+        ids = torch.stack(newest).cpu().view(len(self._layers), len(self._sequences), -1)
+        addresses = self._store.allocator.addresses(ids).transpose(1, 2)
+        lowest = lowest_slab(self._store.allocator, self._coded).data_ptr()
+        for held, new in zip(self._layers, addresses, strict=True):
+            if held.pool is None or held.pool.pages.data_ptr() != lowest:
+                return self.refresh()
+            distance = torch.div(new - lowest, self._coded.page_bytes, rounding_mode="floor")
+            held.append(distance.to(torch.int32))
+        self.recount()
+        return False
 
 
 def can_capture(backend: object, tier: TierSpec, head_dim: int) -> bool:

@@ -15,6 +15,8 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierSpec
 
 _LEAST_POSITIONS = 8192
+# Product steps a layer may do in vain to share its kernel with others.
+_SPARE_STEPS = 2
 
 
 class DecodeKernels:
@@ -34,6 +36,8 @@ class DecodeKernels:
         self._num_positions = _LEAST_POSITIONS
         self._held: WeakKeyDictionary[SphericalCodec, dict[tuple[int, str], CudaDecode]]
         self._held = WeakKeyDictionary()
+        self._shapes: WeakKeyDictionary[SphericalCodec, dict[str, list[KernelShape]]]
+        self._shapes = WeakKeyDictionary()
 
     def reserve(self, num_positions: int) -> bool:
         """Make room for positions below ``num_positions``; true if kernels must be asked anew."""
@@ -65,21 +69,36 @@ class DecodeKernels:
             value_bits=tier.value_bits,
             group=group,
             max_batch=self._max_batch,
-            shape=_common_shape(codec, layer, tier),
+            shape=self._shape(codec, layer, tier),
         )
 
+    def _shape(self, codec: SphericalCodec, layer: int, tier: TierSpec) -> KernelShape:
+        """One shape for all layers where that costs little: every shape is a compilation."""
+        held = self._shapes.setdefault(codec, {})
+        if tier.name not in held:
+            held[tier.name] = _layer_shapes(codec, tier)
+        own, common = held[tier.name][layer], _largest(held[tier.name])
+        return common if common is not None and common.steps <= own.steps + _SPARE_STEPS else own
 
-def _common_shape(codec: SphericalCodec, layer: int, tier: TierSpec) -> KernelShape:
-    """The shape of the layer itself, with second look-ups rounded up to an even number of steps.
 
-    Layers differ by a step or two; fewer shapes mean fewer compilations.
-    """
-    book = codec.codebook(layer, tier)
-    group = codec.calibration.geometry.group_size
-    shape = KernelShape.of_codebook(book, value_bits=tier.value_bits, group=group)
-    steps = shape.nibbles // 8
-    rounded = replace(shape, double_steps=min(steps, shape.double_steps + shape.double_steps % 2))
+def _layer_shapes(codec: SphericalCodec, tier: TierSpec) -> list[KernelShape]:
+    """The shape that fits each layer."""
+    geometry = codec.calibration.geometry
+    return [
+        KernelShape.of_codebook(
+            codec.codebook(layer, tier), value_bits=tier.value_bits, group=geometry.group_size
+        )
+        for layer in range(geometry.num_layers)
+    ]
+
+
+def _largest(shapes: list[KernelShape]) -> KernelShape | None:
+    """A shape that fits every layer; None if no multiprocessor has room for it."""
     try:
-        return rounded.fitted()
+        return replace(
+            shapes[0],
+            double_steps=max(shape.double_steps for shape in shapes),
+            constant_steps=max(shape.constant_steps for shape in shapes),
+        ).fitted()
     except ValueError:
-        return shape
+        return None

@@ -8,6 +8,8 @@ cheaper than keeping the rotated values. The arithmetic is that of ``codec/value
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -29,8 +31,8 @@ def _inverse(x):
 
 
 @triton.jit
-def _unit_values(value_ptr, rotation_ptr, row, token, dim, DIM: tl.constexpr,
-                 PRECISION: tl.constexpr):  # fmt: skip
+def _unit_values(value_ptr, rotation_ptr, row, token, dim, scale, DIM: tl.constexpr,
+                 HAS_SIGNS: tl.constexpr):  # fmt: skip
     """Rotated values ``[TILE, DIMS]`` with peak 1, and the peaks."""
     in_dim = dim < DIM
     value = tl.load(
@@ -38,7 +40,9 @@ def _unit_values(value_ptr, rotation_ptr, row, token, dim, DIM: tl.constexpr,
     )
     square = in_dim[:, None] & in_dim[None, :]
     rotation = tl.load(rotation_ptr + dim[:, None] * DIM + dim[None, :], mask=square, other=0.0)
-    rotated = tl.dot(value.to(tl.float32), rotation, input_precision=PRECISION)
+    # bfloat16 numbers times signs lose nothing in tf32
+    PRECISION: tl.constexpr = "tf32" if HAS_SIGNS else "tf32x3"
+    rotated = tl.dot(value.to(tl.float32), rotation, input_precision=PRECISION) * scale
     peak = tl.max(tl.abs(rotated), 1)
     return rotated * _inverse(peak)[:, None], peak
 
@@ -64,15 +68,15 @@ def _steps_kernel(
     value_ptr,  # [rows, PAGE, DIM]
     rotation_ptr,  # [DIM, DIM] f32
     step_ptr,  # [rows, PAGE] f32
-    first_ratio, last_ratio,
+    scale, first_ratio, last_ratio,
     PAGE: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, HALF: tl.constexpr,
-    RATIOS: tl.constexpr, REFINEMENTS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    RATIOS: tl.constexpr, REFINEMENTS: tl.constexpr, TILE: tl.constexpr, HAS_SIGNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row = tl.program_id(0).to(tl.int64) * PAGE
     dim = tl.arange(0, DIMS)
     in_dim = dim < DIM
-    unit, peak = _unit_values(value_ptr, rotation_ptr, row, token, dim, DIM, PRECISION)
+    unit, peak = _unit_values(value_ptr, rotation_ptr, row, token, dim, scale, DIM, HAS_SIGNS)
     best_step = tl.zeros([TILE], tl.float32)
     best_gain = tl.full([TILE], -1.0, tl.float32)
     for at in range(RATIOS):
@@ -106,9 +110,10 @@ def _values_kernel(
     step_ptr,  # [rows, PAGE] f32
     count_ptr,  # [rows] i64
     page_ptr,  # [rows, PAGE_BYTES] u8, header written
+    scale,
     PAGE: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, HALF: tl.constexpr,
     BITS: tl.constexpr, PAGE_BYTES: tl.constexpr, SCALE_OFFSET: tl.constexpr,
-    VALUE_OFFSET: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr, TILE: tl.constexpr, HAS_SIGNS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     page, row = page_ptr + program * PAGE_BYTES, program * PAGE
@@ -126,7 +131,7 @@ def _values_kernel(
     for first in range(0, PAGE, TILE):
         token = first + tl.arange(0, TILE)
         live = token < count
-        unit, peak = _unit_values(value_ptr, rotation_ptr, row, token, dim, DIM, PRECISION)
+        unit, peak = _unit_values(value_ptr, rotation_ptr, row, token, dim, scale, DIM, HAS_SIGNS)
         to_unit = _inverse(peak)
         nearest = tl.load(page + SCALE_OFFSET + token).to(tl.float32)
         best = nearest
@@ -164,7 +169,8 @@ def encode_values_into(pages: Tensor, layout: PageLayout, values: Tensor, counts
         counts: ``[rows]`` int64.
     """
     bits, head_dim, values = layout.tier.value_bits, layout.head_dim, values.contiguous()
-    rotation = rotation_matrix(head_dim, device=values.device)
+    rotation, scale = _scaled_rotation(head_dim, values.device)
+    has_signs = scale != 1.0 and values.dtype == torch.bfloat16
     steps = torch.empty(values.shape[:2], device=values.device)
     first, last, count = CLIP_GRID[bits]
     shape = {
@@ -173,14 +179,23 @@ def encode_values_into(pages: Tensor, layout: PageLayout, values: Tensor, counts
         "DIMS": triton.next_power_of_2(max(16, head_dim)),
         "HALF": 1 << (bits - 1),
         "TILE": _TILE,
-        "PRECISION": "tf32x3",
+        "HAS_SIGNS": has_signs,
     }
     _steps_kernel[(len(pages), layout.page_tokens // _TILE)](
-        values, rotation, steps, first, last,
+        values, rotation, steps, scale, first, last,
         RATIOS=count, REFINEMENTS=NUM_REFINEMENTS, num_warps=4, **shape,
     )  # fmt: skip
     _values_kernel[(len(pages),)](
-        values, rotation, steps, counts, pages,
+        values, rotation, steps, counts, pages, scale,
         BITS=bits, PAGE_BYTES=layout.page_bytes, SCALE_OFFSET=layout.scale_offset,
         VALUE_OFFSET=layout.value_offset, num_warps=4, **shape,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=16)
+def _scaled_rotation(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
+    """The rotation as signs and one scale where it is a Hadamard matrix; else as it is, and 1."""
+    rotation = rotation_matrix(head_dim, device=device)
+    if head_dim & (head_dim - 1):
+        return rotation, 1.0
+    return rotation.sign().contiguous(), head_dim**-0.5

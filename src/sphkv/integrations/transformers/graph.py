@@ -95,6 +95,8 @@ class GraphDecoder:
                 f"captured steps need a coded cache on the 'cuda' backend with a tier it serves; "
                 f"got tier {engine.config.spec.name!r} on {engine.backend_name!r}"
             )
+        if any(window is not None for window in engine.config.windows):
+            raise UnsupportedBatchError("captured steps do not drop pages behind sliding windows")
         self._model, self._engine = model, engine
         sequences = [row.sequence for row in engine.rows]
         self._batch = BatchDecode(
@@ -117,9 +119,9 @@ class GraphDecoder:
             self._capture()
         assert self._graph is not None
         self._graph.replay()
-        is_sealed = self._batch.commit()
+        is_stale = self._batch.commit()
         self._count_tokens()
-        if is_sealed and self._batch.refresh():
+        if is_stale:
             self._graph = None
         return self.logits
 
@@ -127,8 +129,6 @@ class GraphDecoder:
         engine = self._engine
         real = torch.ones(engine.batch_size, 1, dtype=torch.bool)
         engine.is_real = torch.cat([engine.is_real, real], 1)
-        for row in engine.rows:
-            row.forget_outside_windows()
 
     def _capture(self) -> None:
         """Record one step; the steps run to warm up leave no trace."""
@@ -147,7 +147,7 @@ class GraphDecoder:
 
     def _restore(self, tokens: Tensor) -> None:
         self.tokens.copy_(tokens)
-        self._batch.refresh()
+        self._batch.recount()
 
     @torch.no_grad()
     def _forward(self) -> Tensor:
