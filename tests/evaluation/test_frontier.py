@@ -245,6 +245,7 @@ def test_command(tmp_path, capsys):
     assert "least bytes at equal quality: a (no other retained)" in capsys.readouterr().out
     (result,) = json.loads(out.read_text())
     assert result["least_b_kv"] == {"method": "a", "margin": None}
+    assert result["methods"][1]["star_interval"] == "40 to 60"
     assert result["methods"][1]["gamma_s"] == pytest.approx(21.0 / 11.0)
     assert main(["frontier", str(path), "--delta", "15"]) == 0
     assert "least bytes at equal quality: b (next needs 2.10x)" in capsys.readouterr().out

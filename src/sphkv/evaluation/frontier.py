@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sphkv.evaluation.metrics.statistics import paired_sign_flip
+from sphkv.evaluation.metrics.statistics import bootstrap_interval, paired_sign_flip
 from sphkv.evaluation.operating_points import OperatingPoint, Panel
 
 # Rounding of averages must not turn an equal score into a lost one.
@@ -208,6 +208,7 @@ def frontier_rows(frontier: PanelFrontier) -> list[dict[str, Any]]:
                 "star_b_hbm": star.b_hbm if star else None,
                 "star_tok_s": star.speed if star else None,
                 "star_quality": star.quality if star else None,
+                "star_interval": _interval(star),
                 "gamma_s": method.gamma_s,
                 "gamma_m": method.gamma_m,
                 "gamma_m_iso": method.gamma_m_iso,
@@ -218,6 +219,14 @@ def frontier_rows(frontier: PanelFrontier) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _interval(star: OperatingPoint | None) -> str | None:
+    """95% bootstrap interval of the star's quality over prompts; one prompt has none."""
+    if star is None or len(star.case_quality) < 2:
+        return None
+    low, high = bootstrap_interval([*star.case_quality.values()])
+    return f"{low:.4g} to {high:.4g}"
 
 
 def _paired_p(star: OperatingPoint | None, dense: OperatingPoint) -> float | None:

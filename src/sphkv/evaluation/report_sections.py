@@ -219,6 +219,7 @@ def readoff_tables(frontiers: Sequence[PanelFrontier]) -> str:
         ("method", "method"), ("retained", "points retained"), ("least_b_kv", "least b_KV"),
         ("share", "of dense"), ("star_budget", "star"), ("star_b_kv", "b_KV"),
         ("star_b_hbm", "b_HBM (counted)"), ("star_tok_s", "tok/s"), ("star_quality", "Q"),
+        ("star_interval", "95% over prompts"),
         ("gamma_s", "Gamma_s"), ("gamma_m", "Gamma_m"), ("gamma_m_iso", "Gamma_m, iso-quality"),
         ("g_iso_q", "G_isoQ"), ("r_iso_s", "R_isoS"), ("p_value", "p against dense"),
         ("realisation", "decode"),
