@@ -9,11 +9,11 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import coded_tier
 from sphkv.store.layout import PageLayout, PageView, write_pages
 from sphkv.store.paging import PageRows, PositionMode
-from sphkv.testing.cases import CacheCase, random_calibration, random_states
+from sphkv.testing.cases import CacheCase, build_store, random_calibration, random_states
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
-from sphkv.attention.triton.encode import PageEncoder
+from sphkv.attention.triton.encode import PageEncoder, TokenOrder
 
 # Codes that may differ by rounding: a distance or a ratio on an edge between two codes.
 TIES = 2e-3
@@ -73,3 +73,13 @@ def test_slack_is_zero_and_layouts_it_cannot_take_are_left_to_the_codec():
     at = slice(layout.key_offset, layout.scale_offset)
     assert torch.equal(expected[1, at] == 0, got[1, at] == 0)
     assert pages_of(coded_tier(1.0, 4, page_tokens=96), 64, count=50)[2] is None
+
+
+def test_a_store_encodes_with_the_kernels_when_it_is_told_to():
+    case = CacheCase(mix="k1v2", num_tokens=140, num_kv_heads=1)
+    plain, fused = build_store(case), build_store(case, order=TokenOrder())
+    for one, other in zip(plain.pages(0, 0), fused.pages(0, 0), strict=True):
+        left, right = plain.view(one).pages, fused.view(other).pages
+        assert left.shape == right.shape
+        assert float((left != right).float().mean()) <= TIES
+    assert fused.ledger().total == sum(tensor.nbytes for tensor in fused.live_tensors())
