@@ -288,7 +288,7 @@ def main():
     print(f"copy bandwidth {copy:.2f} TB/s")
     dram = dram_ratios(arguments.dram) if arguments.dram else {}
     rows = []
-    for model in (m for m in MODELS if m.name in arguments.models.split(",")):
+    for model in [m for n in arguments.models.split(",") for m in MODELS if m.name == n]:
         dense = {}
         for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
             pool = DensePool(model, dtype)
@@ -307,10 +307,10 @@ def main():
                 rows[-1] |= common(arguments.commit, copy)
             del space
             torch.cuda.empty_cache()
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(rows, indent=1) + "\n"
-        (arguments.output / "decode.json").write_text(text)
+            if arguments.output:
+                arguments.output.mkdir(parents=True, exist_ok=True)
+                text = json.dumps(rows, indent=1) + "\n"
+                (arguments.output / "decode.json").write_text(text)
 
 
 def common(commit, copy):

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fragment order, tables and shapes of the CUDA kernels; none of it needs a GPU."""
 
+import itertools
+import shutil
+import subprocess
+
 import pytest
 import torch
 
@@ -242,6 +246,47 @@ def test_shapes_refuse_what_no_kernel_reads():
             KernelShape(
                 values["head_dim"], values["nibbles"], 0, 0, values["value_bits"], values["columns"]
             )
+
+
+def _layout_source(shape, index):
+    """The constants of ``layout.cuh`` for one shape, with what Python computes asserted."""
+    text = compiler.sources()["layout.cuh"]
+    body = text[text.index("// What a build is for.") : text.index("struct Params")]
+    body = "\n".join(line for line in body.splitlines() if "CONSTANT_FUNCTION" not in line)
+    names = [flag[2:].split("=") for flag in shape.defines()]
+    defines = "\n".join(f"#undef {name}\n#define {name} {value}" for name, value in names)
+    expected = {
+        "SHARED_BYTES": shape.shared_bytes,
+        "STAGES": shape.num_stages,
+        "PAGE_BYTES": shape.page_bytes,
+        "TABLE_BYTES": shape.table_bytes,
+        "FREQUENCY_OFFSET": shape.frequency_offset,
+        "CONSTANT_OFFSET": shape.constant_offset,
+    }
+    checks = "\n".join(f'static_assert({k} == {v}, "{k}");' for k, v in expected.items())
+    return f"{defines}\nnamespace shape{index} {{\n{body}\n{checks}\n}}\n"
+
+
+def test_kernel_computes_the_same_layout(tmp_path):
+    compile_command = shutil.which("g++") or shutil.which("clang++")
+    if compile_command is None:
+        pytest.skip("no C++ compiler to evaluate the kernel's constants")
+    shapes = [
+        KernelShape(head_dim, nibbles, 1, 1, bits, columns, positions=mode).fitted()
+        for (head_dim, nibbles), bits, columns, mode in itertools.product(
+            ((64, 32), (128, 48), (128, 64), (128, 96)), (2, 3, 4, 8), (4, 8), PositionMode
+        )
+    ]
+    functions = """
+        constexpr int round_up(int x, int m) { return (x + m - 1) / m * m; }
+        constexpr int smaller(int a, int b) { return a < b ? a : b; }
+        constexpr int larger(int a, int b) { return a > b ? a : b; }
+    """
+    source = tmp_path / "layout.cpp"
+    source.write_text(functions + "".join(map(_layout_source, shapes, range(len(shapes)))))
+    command = [compile_command, "-std=c++17", "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:2000]
 
 
 def test_sources_name_every_definition():

@@ -216,7 +216,7 @@ class CudaDecode:
             return
         shape = self.shape
         if mode is not PositionMode.CONTIGUOUS:
-            shape = replace(shape, positions=mode, teams=MAX_TEAMS, spread=False).fitted()
+            shape = replace(shape, positions=mode, teams=MAX_TEAMS).fitted()
         device = self._codebook.points.device
         kernel = Kernel(
             load_cubin(shape, architecture(device)),

@@ -101,14 +101,18 @@ class KernelShape:
         """This shape with as many teams as registers and shared memory allow.
 
         Queries of many entries, and points that are turned one by one, need more registers than
-        four teams leave.
+        four teams leave. A spread table pays in wide heads, whose pages take long enough for two
+        stages per team to do.
         """
         is_wide = self.entries > _LONG_ENTRIES or self.positions is PositionMode.TOKENS
         most = min(self.teams, 3 if is_wide else MAX_TEAMS)
-        for buffers in (2, 1):
+        is_spread = self.head_dim == 128 and self.positions is PositionMode.CONTIGUOUS
+        for buffers, spread in ((2, is_spread), (2, False), (1, False)):
             for teams in range(most, 0, -1):
-                shape = replace(self, teams=teams)
-                if shape.num_stages >= buffers * teams + (buffers == 1):
+                shape = replace(self, teams=teams, spread=spread)
+                if not shape.is_feasible or shape.num_stages < buffers * teams:
+                    continue
+                if not spread or teams == most:
                     return shape
         raise ValueError(f"{self} needs more shared memory than a multiprocessor has")
 
