@@ -5,15 +5,26 @@ import pytest
 import torch
 
 from sphkv.core.tiers import default_tiers
-from sphkv.retention.blocks import BlockShape, PageCosts, convex_steps, rank_blocks, sum_blocks
+from sphkv.retention.blocks import (
+    BlockShape,
+    PageCosts,
+    convex_steps,
+    rank_units,
+    sum_blocks,
+    unit_tokens,
+)
+from sphkv.retention.distortion import TierErrors, state_distortion
 from sphkv.retention.features import (
     AttentionRows,
     drop_losses,
     expected_rows,
     measure_features,
     mix_rows,
+    pool_runs,
+    weigh_tokens,
     window_rows,
 )
+from sphkv.retention.policy import RetentionPolicy
 
 HEADS, TOKENS, DIM = 2, 96, 16
 
@@ -117,15 +128,28 @@ def test_blocks_hold_like_states_and_every_free_one_once():
     score = torch.rand(96, generator=torch.Generator().manual_seed(0))
     free = torch.ones(96, dtype=torch.bool)
     free[:16] = False
-    single = rank_blocks(score, free, block_tokens=32, granularity=1)
-    live = single[single >= 0]
+    blocks = rank_units(score, free, block_units=32)
+    live = blocks[blocks >= 0]
     assert sorted(live.tolist()) == list(range(16, 96))
-    assert float(score[single[0]].min()) >= float(score[single[1]].max())
-    runs = rank_blocks(score, free, block_tokens=32, granularity=16)
-    for run in runs.reshape(-1, 16).tolist():
-        if run[0] >= 0:
-            assert run == list(range(run[0], run[0] + 16))
-            assert run[0] % 16 == 0
+    assert float(score[blocks[0]].min()) >= float(score[blocks[1]].max())
+
+
+def test_blocks_of_runs_name_their_tokens():
+    tokens = unit_tokens(torch.tensor([[2, 0], [1, -1]]), 16, 40)
+    assert tokens[0].tolist() == [*range(32, 40), *[-1] * 8, *range(16)]
+    assert tokens[1].tolist() == [*range(16, 32), *[-1] * 16]
+
+
+def test_pooled_runs_lose_what_their_tokens_lose():
+    _, keys, values = make_layer()
+    features = measure_features(make_rows(), keys, values, sinks=4, recent=8)
+    errors = TierErrors(*(torch.full((HEADS, 3), 1e-4) for _ in range(3)))
+    policy = RetentionPolicy()
+    each = state_distortion(features, errors, policy, head=1)
+    runs = state_distortion(pool_runs(features, 16), errors, policy, head=1)
+    assert torch.allclose(runs, each.reshape(-1, 16, 3).sum(1), rtol=1e-3)
+    heavier = weigh_tokens(features, torch.full((TOKENS,), 3.0))
+    assert torch.allclose(state_distortion(heavier, errors, policy, head=1), 3 * each)
 
 
 def test_sums_leave_padding_out():

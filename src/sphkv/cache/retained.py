@@ -43,6 +43,8 @@ class RetainedSequence:
         config: What the sequence was built from.
         contract: The decision about the prompt; None before it.
         features: What every layer of the prompt told, in order.
+        is_frozen: Whether new tokens stay dense and the budget is not met again; for
+            measurements of the decision about the prompt alone.
     """
 
     name = "retained"
@@ -67,6 +69,7 @@ class RetainedSequence:
         self.config = config
         self.contract: WriteContract | None = None
         self.features: list[TokenFeatures] = []
+        self.is_frozen = False
         self._codec = codec
         self._measured = measured
         self._backend = backend
@@ -246,7 +249,7 @@ class RetainedSequence:
             options,
             sink_logits=sink_logits,
         )
-        if layer == self.config.geometry.num_layers - 1:
+        if layer == self.config.geometry.num_layers - 1 and not self.is_frozen:
             self._refresher.settle()
         return output
 

@@ -55,9 +55,11 @@ class _StoreTwin:
 
     def write(self, contract: WriteContract, layer: int, num_tokens: int) -> None:
         decision = contract.layer(layer)
-        tier_id = decision.tier_id[:, :num_tokens]
-        protected = decision.protected[:, :num_tokens]
-        positions = torch.arange(num_tokens)
+        # runs of 16 share a tier, so counting runs is counting states
+        unit = contract.granularity if num_tokens % contract.granularity == 0 else 1
+        tier_id = decision.tier_id[:, :num_tokens:unit]
+        protected = decision.protected[:, :num_tokens:unit]
+        positions = torch.arange(num_tokens // unit)
         heads = tier_id.shape[0]
         per_head = torch.zeros(heads, dtype=torch.int64)
         requests: dict[PoolKey, int] = {}
@@ -65,8 +67,12 @@ class _StoreTwin:
             if spec.kind == "drop":
                 continue
             states = select_states(tier_id, protected, positions, tier)
-            for batch in plan_pages(states, tier_id=tier, page_tokens=spec.page_tokens):
-                key = (batch.tier_id, batch.position_mode)
+            pages = plan_pages(states, tier_id=tier, page_tokens=spec.page_tokens // unit)
+            for batch in pages:
+                mode = batch.position_mode
+                if unit > 1 and mode is not PositionMode.CONTIGUOUS:
+                    mode = PositionMode.RUNS
+                key = (batch.tier_id, mode)
                 requests[key] = requests.get(key, 0) + batch.num_pages
                 per_head += batch.head_ids.bincount(minlength=heads)
         for key, wanted in requests.items():

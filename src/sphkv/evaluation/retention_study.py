@@ -155,6 +155,8 @@ class StudyRunner:
         record["limit_bytes"] = sequence.limit_bytes()
         record["bytes"] = sequence.resident_bytes()
         record |= self._spread(sequence, prompt)
+        # one chunk follows; what would happen to its own states afterwards is not compared
+        sequence.is_frozen = True
         hidden = continue_prompt(self.model, sequence, prompt.states.following)
         record |= compare(self.model, prompt.states.hidden[1:], hidden)
         record["store_s"] = stored - began

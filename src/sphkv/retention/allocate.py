@@ -111,13 +111,16 @@ def best_at_price(choices: TierChoices, price: float) -> Tensor:
     Only vertices of a unit's lower convex hull are ever chosen.
     """
     best = torch.empty(choices.num_units, dtype=torch.int64, device=choices.distortion.device)
+    cost = choices.cost.to(choices.distortion.dtype)
+    allowed = choices.allowed()
     for at in range(0, choices.num_units, _CHUNK_UNITS):
-        part = choices.part(slice(at, at + _CHUNK_UNITS))
-        total = torch.add(part.distortion, part.cost.to(part.distortion.dtype), alpha=price)
-        allowed = part.allowed()
+        part = slice(at, at + _CHUNK_UNITS)
+        total = torch.add(
+            choices.distortion[part], cost if cost.dim() == 1 else cost[part], alpha=price
+        )
         if allowed is not None:
-            total.masked_fill_(~allowed, torch.inf)
-        torch.argmin(total, dim=1, out=best[at : at + _CHUNK_UNITS])
+            total.masked_fill_(~allowed[part], torch.inf)
+        torch.argmin(total, dim=1, out=best[part])
     return best
 
 

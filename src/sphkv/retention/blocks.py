@@ -91,31 +91,30 @@ class HeadBlocks:
         out[self.tokens[live]] = tier_id[:, None].expand_as(self.tokens)[live].to(out.dtype)
 
 
-def rank_blocks(score: Tensor, is_free: Tensor, *, block_tokens: int, granularity: int) -> Tensor:
-    """Cut the free states of a head into blocks of like importance.
+def rank_units(score: Tensor, is_free: Tensor, *, block_units: int) -> Tensor:
+    """Cut the free units of a head, states or runs, into blocks of like importance.
 
     Args:
-        score: ``[tokens]`` importance.
-        is_free: ``[tokens]`` bool; whole aligned runs if ``granularity`` is 16.
-        block_tokens: States of a block.
-        granularity: Tokens per decision.
+        score: ``[units]`` importance.
+        is_free: ``[units]`` bool.
+        block_units: Units of a block.
 
     Returns:
-        ``[blocks, block_tokens]`` int64 tokens, most important block first; the last one is
-        padded with -1. Ties keep the order of tokens.
+        ``[blocks, block_units]`` int64 units, most important block first; the last block is
+        padded with -1. Ties keep the order of units.
     """
-    tokens = score.numel()
-    runs = -(-tokens // granularity)
-    padding = runs * granularity - tokens
-    by_run = torch.nn.functional.pad(score, (0, padding)).reshape(runs, granularity).sum(1)
-    free = torch.nn.functional.pad(is_free, (0, padding)).reshape(runs, granularity).any(1)
-    chosen = free.nonzero()[:, 0]
-    order = chosen[by_run[chosen].argsort(descending=True, stable=True)]
-    index = order[:, None] * granularity + torch.arange(granularity, device=order.device)
-    flat = torch.where(index < tokens, index, -1).flatten()
-    blocks = -(-flat.numel() // block_tokens)
-    flat = torch.nn.functional.pad(flat, (0, blocks * block_tokens - flat.numel()), value=-1)
-    return flat.reshape(blocks, block_tokens)
+    chosen = is_free.nonzero()[:, 0]
+    flat = chosen[score[chosen].argsort(descending=True, stable=True)]
+    blocks = -(-flat.numel() // block_units)
+    flat = torch.nn.functional.pad(flat, (0, blocks * block_units - flat.numel()), value=-1)
+    return flat.reshape(blocks, block_units)
+
+
+def unit_tokens(units: Tensor, granularity: int, num_tokens: int) -> Tensor:
+    """Tokens of blocks of units: ``[blocks, units]`` to ``[blocks, units * granularity]``."""
+    index = units[..., None] * granularity + torch.arange(granularity, device=units.device)
+    is_token = (units[..., None] >= 0) & (index < num_tokens)
+    return torch.where(is_token, index, -1).flatten(1)
 
 
 def convex_steps(losses: Tensor) -> Tensor:

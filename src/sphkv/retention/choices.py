@@ -50,15 +50,6 @@ class TierChoices:
         """Units to decide about."""
         return self.distortion.shape[0]
 
-    def part(self, at: slice) -> TierChoices:
-        """Some of the units."""
-        return TierChoices(
-            self.distortion[at],
-            self.cost if self.cost.dim() == 1 else self.cost[at],
-            None if self.floor is None else self.floor[at],
-            None if self.ceiling is None else self.ceiling[at],
-        )
-
     def lowest(self) -> Tensor:
         """``[units]`` int64 cheapest tier of each unit."""
         if self.floor is not None:

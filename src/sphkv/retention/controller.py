@@ -11,17 +11,25 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import WriteContract
+from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.allocate import InfeasibleBudget, Solver
 from sphkv.retention.blocks import (
     BlockShape,
     HeadBlocks,
     PageCosts,
     convex_steps,
-    rank_blocks,
+    rank_units,
     sum_blocks,
+    unit_tokens,
 )
 from sphkv.retention.distortion import TierErrors, segment_weight, state_distortion
-from sphkv.retention.features import AttentionRows, TokenFeatures, drop_losses
+from sphkv.retention.features import (
+    AttentionRows,
+    TokenFeatures,
+    drop_losses,
+    pool_runs,
+    weigh_tokens,
+)
 from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.protection import widen_to_runs
 from sphkv.retention.variants import decide_blocks
@@ -123,6 +131,7 @@ class RetentionController:
         self.price = 0.0
         self.loss = 0.0
         self._segments = segments if self.options.use_segments else None
+        self._weight = torch.empty(0)
         self._heads: list[dict[BlockShape, HeadBlocks]] = []
         self._protected: list[Tensor] = []
 
@@ -132,49 +141,60 @@ class RetentionController:
         if self.options.granularity > 1:
             protected = widen_to_runs(protected)
         self._protected.append(protected)
+        features = layer.features
+        if self._segments is not None:
+            features = weigh_tokens(features, segment_weight(self.policy, self._segments))
+        pooled = pool_runs(features, RUN_TOKENS)
+        # tokens that few rows speak for count as much as the others
+        self._weight = 1 / layer.rows.coverage()
+        if self._segments is not None:
+            self._weight = self._weight * segment_weight(self.policy, self._segments)
         scale = 1.0
         if self.policy.sensitivity is None:
             # outputs of layers differ in size and only the relative move matters
-            scale = 1.0 / max(float(layer.features.output_energy.sum()), 1e-30)
+            scale = 1.0 / max(float(features.output_energy.sum()), 1e-30)
         for head in range(protected.shape[0]):
-            loss = scale * state_distortion(
-                layer.features, layer.errors, self.policy, head=head, segments=self._segments
-            )
-            self._heads.append(
-                {
-                    shape: self._price(layer, head, loss, ~protected[head], shape, scale)
-                    for shape in self.options.shapes
-                }
-            )
+            shapes = {}
+            for shape in self.options.shapes:
+                source = features if shape is BlockShape.TOKENS else pooled
+                loss = scale * state_distortion(source, layer.errors, self.policy, head=head)
+                score = self._score(source, head, loss)
+                units = self._units(score, ~protected[head], shape)
+                shapes[shape] = self._price(layer, head, loss, units, shape, scale)
+            self._heads.append(shapes)
+
+    def _units(self, score: Tensor, is_free: Tensor, shape: BlockShape) -> Tensor:
+        """Blocks of states or runs, ``[blocks, units]``, padded with -1."""
+        if shape is not BlockShape.TOKENS:
+            runs = torch.nn.functional.pad(is_free, (0, -is_free.numel() % RUN_TOKENS))
+            is_free = runs.reshape(-1, RUN_TOKENS).any(1)
+        if shape is BlockShape.WHOLE:
+            units = is_free.nonzero().reshape(1, -1)
+            return units if units.numel() else units.new_empty((0, 1))
+        size = self.costs.block_tokens // shape.granularity
+        return rank_units(score, is_free, block_units=size)
 
     def _price(
         self,
         layer: LayerInput,
         head: int,
         loss: Tensor,
-        is_free: Tensor,
+        units: Tensor,
         shape: BlockShape,
         scale: float,
     ) -> HeadBlocks:
-        score = self._score(layer.features, head, loss)
-        size = self.costs.block_tokens
-        if shape is BlockShape.WHOLE:
-            tokens = is_free.nonzero().reshape(1, -1)[:, : is_free.numel()]
-            tokens = tokens if tokens.numel() else tokens.new_empty((0, 1))
-        else:
-            tokens = rank_blocks(score, is_free, block_tokens=size, granularity=shape.granularity)
-        distortion = sum_blocks(loss, tokens)
+        """Distortion and bytes of every block at every tier."""
+        tokens = unit_tokens(units, shape.granularity, layer.values.shape[1])
+        distortion = sum_blocks(loss, units)
         drops = self.policy.alpha_drop * scale * drop_losses(layer.rows, layer.values, tokens, head)
-        # tokens that few rows speak for count as much as the others
-        weight = 1 / layer.rows.coverage()[head]
-        if self._segments is not None:
-            weight = weight * segment_weight(self.policy, self._segments)
-        mean = sum_blocks(weight[:, None], tokens)[:, 0] / (tokens >= 0).sum(1).clamp(min=1)
+        counts = (tokens >= 0).sum(1)
+        mean = sum_blocks(self._weight[head][:, None], tokens)[:, 0] / counts.clamp(min=1)
         distortion[:, 0] = convex_steps(drops).flip(0).to(distortion.device) * mean
-        counts = (tokens >= 0).sum(1).tolist()
-        cost = torch.tensor(
-            [self.costs.block_cost(count, shape) for count in counts], dtype=torch.int64
-        ).reshape(len(counts), len(self.costs.tiers))
+        full = int(counts[0]) if counts.numel() else 0
+        cost = torch.tensor(self.costs.block_cost(full, shape), dtype=torch.int64)
+        cost = cost.repeat(counts.numel(), 1)
+        if counts.numel():
+            cost[-1] = torch.tensor(self.costs.block_cost(int(counts[-1]), shape))
         return HeadBlocks(shape, tokens, distortion, cost)
 
     def _score(self, features: TokenFeatures, head: int, loss: Tensor) -> Tensor:

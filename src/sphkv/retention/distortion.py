@@ -48,7 +48,6 @@ def state_distortion(
     policy: RetentionPolicy,
     *,
     head: int,
-    segments: Tensor | None = None,
 ) -> Tensor:
     """Expected loss of every state of a head at every tier.
 
@@ -60,7 +59,6 @@ def state_distortion(
         errors: The layer's error models.
         policy: Weights.
         head: The head.
-        segments: ``[tokens]`` values of ``Segment``; None weighs all tokens alike.
 
     Returns:
         ``[tokens, tiers]`` float32.
@@ -72,8 +70,6 @@ def state_distortion(
     value = features.energy[head] * features.value_norm[head].square()
     loss.addr_(value, policy.alpha_value * errors.value[head])
     loss[:, 0] = policy.alpha_drop * features.shift[head]
-    if segments is not None:
-        loss *= segment_weight(policy, segments)[:, None]
     return loss
 
 

@@ -8,7 +8,7 @@ closed form. Derivation: docs/math/retention.md, sections 1 and 2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,6 +62,38 @@ class TokenFeatures:
     reuse: Tensor
     stability: Tensor
     output_energy: Tensor
+
+
+def weigh_tokens(features: TokenFeatures, weight: Tensor) -> TokenFeatures:
+    """The same features with every token's losses multiplied by ``weight [tokens]``."""
+    return replace(features, shift=features.shift * weight, energy=features.energy * weight)
+
+
+def pool_runs(features: TokenFeatures, run: int) -> TokenFeatures:
+    """Features of aligned runs of tokens, whose losses are the sums over the run.
+
+    Radius and value norm become means weighted by what they are multiplied with.
+
+    Args:
+        features: Features ``[heads, tokens]``.
+        run: Tokens of a run; the last one may be shorter.
+    """
+
+    def total(each: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(each, (0, -each.shape[1] % run))
+        return padded.reshape(each.shape[0], -1, run).sum(2)
+
+    shift, energy = total(features.shift), total(features.energy)
+    radius = total(features.shift * features.radius.square()) / shift.clamp(min=_TINY)
+    norm = total(features.energy * features.value_norm.square()) / energy.clamp(min=_TINY)
+    return replace(
+        features,
+        mass=total(features.mass),
+        energy=energy,
+        shift=shift,
+        radius=radius.sqrt(),
+        value_norm=norm.sqrt(),
+    )
 
 
 def window_rows(
