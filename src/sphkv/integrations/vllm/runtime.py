@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the worker of this process set up, for the attention layers to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sphkv.attention.request import AttentionOptions
+from sphkv.codec.calibration import Calibration, Calibrator
+from sphkv.codec.states import SphericalCodec
+from sphkv.integrations.vllm.blocks import CodedBlock
+from sphkv.integrations.vllm.options import ServeOptions
+from sphkv.integrations.vllm.paged import PagedAttention, causal_attention
+from sphkv.integrations.vllm.tails import TailPool, tail_bytes
+
+if TYPE_CHECKING:
+    from sphkv.integrations.vllm.steps import StepPlan
+
+
+class Runtime:
+    """Codebooks, block layout, kernels and tails of one worker.
+
+    Attributes:
+        options: What the server was asked for.
+        block: Layout of a block.
+        num_kv_heads: KV heads of this worker.
+        max_sequences: Sequences that may run at once.
+        layer_ids: Index of every attention layer by its name.
+        calibrator: Set while the worker calibrates itself.
+    """
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        *,
+        block_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_sequences: int,
+    ) -> None:
+        self.options = options
+        self.block = CodedBlock(options.tier(block_tokens), head_dim, options.sink_tokens)
+        self.num_kv_heads = num_kv_heads
+        self.max_sequences = max_sequences
+        self.layer_ids: dict[str, int] = {}
+        self.calibrator: Calibrator | None = None
+        self._pools: dict[tuple[str, ...], TailPool] = {}
+        self._codec: SphericalCodec | None = None
+        self._paged: PagedAttention | None = None
+
+    @property
+    def tail_shape(self) -> tuple[int, int, int]:
+        """Heads, tokens and head dimension of one slot."""
+        return self.num_kv_heads, self.block.tokens, self.block.layout.head_dim
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of all dense slots."""
+        return tail_bytes(self.max_sequences, len(self.layer_ids), self.tail_shape)
+
+    @property
+    def block_bytes_per_token(self) -> int:
+        """Bytes of one token in coded blocks, all layers and heads of this worker."""
+        return len(self.layer_ids) * self.num_kv_heads * self.block.content_bytes
+
+    @property
+    def paged(self) -> PagedAttention:
+        """The kernels over this worker's blocks."""
+        if self._paged is None:
+            raise RuntimeError("no calibration was loaded or fitted")
+        return self._paged
+
+    def use(self, calibration: Calibration, *, variant: str | None = None) -> None:
+        """Code with this calibration from now on, and read with these kernels."""
+        self._codec = SphericalCodec(calibration)
+        self._paged = PagedAttention(self.block, self._codec, variant=variant)
+
+    def add_pool(self, layer_names: Iterable[str]) -> TailPool:
+        """Dense slots of the layers that share a block table; the same ones if asked again."""
+        names = tuple(layer_names)
+        if names not in self._pools:
+            layers = [self.layer_ids[name] for name in names]
+            self._pools[names] = TailPool(layers, self.max_sequences, self.tail_shape)
+        return self._pools[names]
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Give back the slots of a sequence that ended or lost its blocks."""
+        held = list(blocks)
+        for pool in self._pools.values():
+            pool.release(held)
+
+    def store(
+        self, layer: int, states: tuple[Tensor, Tensor], kv_cache: Tensor, step: StepPlan
+    ) -> None:
+        """Write the new keys and values ``[rows, heads, head_dim]`` of a step."""
+        if self._codec is None:
+            raise RuntimeError("no calibration was loaded or fitted")
+        tails = (step.pool.keys[layer], step.pool.values[layer])
+        for tail, new in zip(tails, states, strict=True):
+            tail[step.tail_slots, :, step.tail_offsets] = new[step.tail_rows].to(tail.dtype)
+        if not step.sealed:
+            return
+        tokens = self.block.tokens
+
+        def whole(tail: Tensor, new: Tensor) -> Tensor:
+            return torch.stack(
+                [
+                    tail[one.slot]
+                    if one.slot >= 0
+                    else new[one.row : one.row + tokens].transpose(0, 1).to(tail.dtype)
+                    for one in step.sealed
+                ]
+            )
+
+        full = (whole(tails[0], states[0]), whole(tails[1], states[1]))
+        first = torch.tensor([one.first_position for one in step.sealed])
+        pages = self.block.write(self._codec, layer, full, first)
+        ids = torch.tensor([one.block for one in step.sealed])
+        kv_cache[ids] = pages.view(len(ids), *kv_cache.shape[1:])
+
+    def observe(
+        self, layer: int, states: tuple[Tensor, Tensor, Tensor], options: AttentionOptions
+    ) -> Tensor | None:
+        """Fit a layer from the states of a calibration text; None outside a calibration.
+
+        Returns:
+            The layer's attention output ``[rows, query_heads, head_dim]``.
+        """
+        if self.calibrator is None:
+            return None
+        query, keys, values = (part.transpose(0, 1) for part in states)
+        self.calibrator.add_layer(layer, keys, query, torch.arange(query.shape[1]))
+        return causal_attention(query, keys, values, scale=options.scale).transpose(0, 1)
+
+
+_active: Runtime | None = None
+
+
+def activate(runtime: Runtime | None) -> None:
+    """Make a runtime the one of this process."""
+    global _active
+    _active = runtime
+
+
+def active_runtime() -> Runtime:
+    """The runtime of this process.
+
+    Raises:
+        RuntimeError: The worker is not ours, so nothing was set up.
+    """
+    if _active is None:
+        raise RuntimeError(
+            "additional_config names sphkv, but the worker is not SphericalWorker: pass "
+            "--worker-cls sphkv.integrations.vllm.worker.SphericalWorker or start the server "
+            "with python -m sphkv.integrations.vllm.serve"
+        )
+    return _active

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines without a server: text beside stock, prefix cache, chunks, ranks, refusals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.vllm.conftest import Generation
+from tests.vllm.prompts import long_prompt
+
+WORKER = "sphkv.integrations.vllm.worker.SphericalWorker"
+Generate = Callable[..., Generation]
+PROMPTS = [long_prompt(seed) for seed in range(4)]
+SHORT = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def stock(generate: Generate, model_folder: Path) -> Generation:
+    return generate(model_folder, [PROMPTS, [SHORT]])
+
+
+@pytest.fixture(scope="module")
+def coded(generate: Generate, model_folder: Path, calibration_file: Path) -> Generation:
+    return generate(
+        model_folder,
+        [PROMPTS, [SHORT], PROMPTS],
+        worker_cls=WORKER,
+        # several blocks, and chunks that end inside one
+        block_size=64,
+        max_num_batched_tokens=1024,
+        long_prefill_token_threshold=150,
+        additional_config={
+            "sphkv": {"calibration": str(calibration_file), "key_bits": 4.0, "value_bits": 4}
+        },
+    )
+
+
+def same_start(a: list[int], b: list[int]) -> int:
+    """Tokens before two continuations differ."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def test_text_is_that_of_stock(stock: Generation, coded: Generation):
+    # a sequence that never fills a block is dense
+    assert coded.texts[4] == stock.texts[4]
+    agreed = [same_start(a, b) for a, b in zip(stock.tokens[:4], coded.tokens[:4], strict=True)]
+    assert sum(agreed) / sum(map(len, stock.tokens[:4])) > 0.5, agreed
+
+
+def test_prefix_cache_holds(coded: Generation):
+    assert coded.cached[:4] == [0] * 4
+    assert all(count >= 256 and count % 64 == 0 for count in coded.cached[5:])
+    agreed = [same_start(a, b) for a, b in zip(coded.tokens[:4], coded.tokens[5:], strict=True)]
+    assert sum(agreed) / sum(map(len, coded.tokens[:4])) > 0.5, agreed
+
+
+def test_the_start_up_line_says_what_serves(coded: Generation):
+    line = re.search(
+        r"sphkv serves: backend native \(\w+\), tier k4v4 .* (\d+) bytes per token "
+        r"\(bfloat16: 23040\), (\d+) tokens in (\d+) blocks",
+        coded.log,
+    )
+    assert line is not None
+    assert int(line[1]) == 30 * 3 * (-(-(64 + 64 * 66 + 64 + 4 * 256) // 64))
+    assert int(line[2]) == 64 * int(line[3])
+
+
+def test_tensor_parallel(
+    generate: Generate, model_folder: Path, calibration_file: Path, coded: Generation
+):
+    # SmolLM2 has three KV heads
+    ranks = generate(
+        model_folder,
+        [PROMPTS[:2]],
+        worker_cls=WORKER,
+        tensor_parallel_size=3,
+        distributed_executor_backend="mp",
+        block_size=64,
+        additional_config={
+            "sphkv": {"calibration": str(calibration_file), "key_bits": 4.0, "value_bits": 4}
+        },
+    )
+    agreed = [same_start(a, b) for a, b in zip(coded.tokens[:2], ranks.tokens, strict=True)]
+    assert sum(agreed) / sum(map(len, ranks.tokens)) > 0.5, agreed
+
+
+def test_it_calibrates_itself(generate: Generate, model_folder: Path, stock: Generation):
+    own = generate(
+        model_folder,
+        [PROMPTS[:2]],
+        worker_cls=WORKER,
+        block_size=64,
+        additional_config={"sphkv": {"calibration_tokens": 512, "key_bits": 4.0, "value_bits": 4}},
+    )
+    agreed = [same_start(a, b) for a, b in zip(stock.tokens[:2], own.tokens, strict=True)]
+    assert sum(agreed) / sum(map(len, own.tokens)) > 0.3, agreed
