@@ -95,12 +95,27 @@ def engine(arguments: argparse.Namespace, prompts: list[list[int]], **given: Any
     return result
 
 
+def kept(
+    arguments: argparse.Namespace, name: str, prompts: list[list[int]], **given: Any
+) -> dict[str, Any]:
+    """The result of an engine, from an earlier run of this part if ``--keep`` has it."""
+    file = arguments.keep / f"{name}.json" if arguments.keep else None
+    if file is not None and file.is_file():
+        result: dict[str, Any] = json.loads(file.read_text())
+        return result
+    result = engine(arguments, prompts, **given)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(result))
+    return result
+
+
 def capacity(arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens that the same bytes of cache hold."""
-    stock = engine(arguments, [], dtype="bfloat16")
+    stock = kept(arguments, "empty-stock", [], dtype="bfloat16")
     record: dict[str, Any] = {"stock_bfloat16": stock["tokens_held"]}
     for tier in TIERS:
-        got = engine(arguments, [], **coded(arguments, tier))
+        got = kept(arguments, f"empty-{tier}", [], **coded(arguments, tier))
         record[tier] = {
             "tokens": got["tokens_held"],
             "line": got["start_up_line"],
@@ -140,11 +155,16 @@ def text(arguments: argparse.Namespace) -> dict[str, Any]:
         "fp8_rounding": {"worker_cls": "vllm_fp8_rounding.RoundingWorker"},
         **{tier: coded(arguments, tier) for tier in TIERS},
     }
-    stock = engine(arguments, prompts)
+    stock = kept(arguments, "text-stock", prompts)
     record: dict[str, Any] = {"stock_seconds": stock["seconds"]}
-    for name in arguments.variants or variants:
-        got = engine(arguments, prompts, **variants[name])
-        record[name] = {**compare(got["tokens"], stock["tokens"]), "seconds": got["seconds"]}
+    for name in variants if arguments.variants is None else arguments.variants:
+        got = kept(arguments, f"text-{name}", prompts, **variants[name])
+        record[name] = {
+            **compare(got["tokens"], stock["tokens"]),
+            "seconds": got["seconds"],
+            "tokens_held": got["tokens_held"],
+            "start_up_line": got["start_up_line"],
+        }
     return record
 
 
@@ -158,7 +178,7 @@ def load(arguments: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "sphkv.integrations.vllm.serve", str(arguments.model)]
     command += ["--sphkv", config, "--port", str(port), "--host", "127.0.0.1"]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    command += ["--served-model-name", "m", "--block-size", "64", "--max-num-seqs", "64"]
+    command += ["--served-model-name", "m", "--block-size", "32", "--max-num-seqs", "64"]
     command += ["--kv-cache-memory-bytes", str(arguments.cache_bytes)]
     with tempfile.NamedTemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -183,8 +203,8 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: str) -> None:
 
 
 def _ask(url: str, index: int) -> tuple[bool, float]:
-    words = " ".join(f"item {(index * 7 + i) % 97}" for i in range(2 + index % 23))
-    body = {"model": "m", "prompt": f"List {index}: {words},", "max_tokens": 8, "temperature": 0}
+    words = " ".join(f"item {(index * 7 + i) % 97}" for i in range(1 + index % 9))
+    body = {"model": "m", "prompt": f"List {index}: {words},", "max_tokens": 4, "temperature": 0}
     body["ignore_eos"] = True
     request = urllib.request.Request(
         url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -193,7 +213,7 @@ def _ask(url: str, index: int) -> tuple[bool, float]:
     try:
         with urllib.request.urlopen(request, timeout=560) as answer:
             usage = json.loads(answer.read())["usage"]
-        return usage["completion_tokens"] == 8, time.perf_counter() - start
+        return usage["completion_tokens"] == 4, time.perf_counter() - start
     except (urllib.error.URLError, OSError):
         return False, time.perf_counter() - start
 
@@ -209,7 +229,7 @@ def _ask_all(url: str, count: int) -> dict[str, Any]:
         "requests": count,
         "answered_in_full": sum(is_whole for is_whole, _ in answers),
         "seconds": seconds,
-        "output_tokens_per_second": 8 * count / seconds,
+        "output_tokens_per_second": 4 * count / seconds,
         "slowest_seconds": max(latency for _, latency in answers),
         "preemptions": sum(map(float, preempted)),
     }
@@ -227,6 +247,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=384)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--variants", nargs="*")
+    parser.add_argument("--keep", type=Path, help="folder of engine results, to go on from")
     arguments = parser.parse_args()
     if arguments.part == "engine":
         run_engine(arguments.job)

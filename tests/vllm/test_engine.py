@@ -13,7 +13,7 @@ from tests.vllm.prompts import long_prompt
 
 WORKER = "sphkv.integrations.vllm.worker.SphericalWorker"
 Generate = Callable[..., Generation]
-PROMPTS = [long_prompt(seed) for seed in range(4)]
+PROMPTS = [long_prompt(seed, 20) for seed in range(3)]
 SHORT = "The capital of France is"
 
 
@@ -47,16 +47,16 @@ def same_start(a: list[int], b: list[int]) -> int:
 
 def test_text_is_that_of_stock(stock: Generation, coded: Generation):
     # a sequence that never fills a block is dense
-    assert coded.texts[4] == stock.texts[4]
-    agreed = [same_start(a, b) for a, b in zip(stock.tokens[:4], coded.tokens[:4], strict=True)]
-    assert sum(agreed) / sum(map(len, stock.tokens[:4])) > 0.5, agreed
+    assert coded.texts[3] == stock.texts[3]
+    agreed = [same_start(a, b) for a, b in zip(stock.tokens[:3], coded.tokens[:3], strict=True)]
+    assert sum(agreed) / sum(map(len, stock.tokens[:3])) > 0.5, agreed
 
 
 def test_prefix_cache_holds(coded: Generation):
-    assert coded.cached[:4] == [0] * 4
-    assert all(count >= 256 and count % 64 == 0 for count in coded.cached[5:])
-    agreed = [same_start(a, b) for a, b in zip(coded.tokens[:4], coded.tokens[5:], strict=True)]
-    assert sum(agreed) / sum(map(len, coded.tokens[:4])) > 0.5, agreed
+    assert coded.cached[:3] == [0] * 3
+    assert all(count >= 192 and count % 64 == 0 for count in coded.cached[4:])
+    agreed = [same_start(a, b) for a, b in zip(coded.tokens[:3], coded.tokens[4:], strict=True)]
+    assert sum(agreed) / sum(map(len, coded.tokens[:3])) > 0.5, agreed
 
 
 def test_the_start_up_line_says_what_serves(coded: Generation):
