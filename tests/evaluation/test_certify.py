@@ -5,6 +5,7 @@ import pytest
 
 from sphkv.cli.main import main
 from sphkv.evaluation.session import Session
+from sphkv.evaluation.witness import Witness
 from sphkv.evaluation.witness_failures import FAILURE_CLASSES, diagnose
 from sphkv.evaluation.witness_suite import build_suite
 
@@ -21,22 +22,36 @@ def run(tiny_model_folder, tmp_path):
     return certify
 
 
-def test_dense_is_safe_and_an_impossible_bound_is_not(run):
-    code, certificate = run("--method", "dense")
-    assert code == 0
-    assert certificate["is_safe"]
+def test_an_impossible_bound_breaks_its_witness_only(run):
+    code, certificate = run("--method", "dense", "--bound-kl", "0")
+    assert code == 1
+    assert not certificate["is_safe"]
     names = [witness["name"] for witness in certificate["witnesses"]]
     assert names == [
         "drift", "drift tail", "retrieval", "json", "tool", "refusal", "termination", "length",
         "seeds", "kernel realisation",
     ]  # fmt: skip
+    assert [w["name"] for w in certificate["witnesses"] if not w["is_held"]] == ["drift"]
     assert certificate["memory"]["b_kv"] >= certificate["dense_bytes_per_token"]
     assert len(certificate["suite_id"]) == 16
 
-    code, certificate = run("--method", "dense", "--bound-kl", "0")
-    assert code == 1
-    broken = [w["name"] for w in certificate["witnesses"] if not w["is_held"]]
-    assert broken == ["drift"]
+
+@pytest.mark.parametrize("is_safe", [True, False])
+def test_only_a_safe_point_exits_with_zero(run, monkeypatch, capsys, is_safe):
+    witness = Witness("tool", 0.0 if is_safe else 1.0, 0.0, 0.0)
+    made = {
+        "is_safe": is_safe,
+        "witnesses": [witness.to_dict()],
+        "memory": {"b_kv": 25.0},
+        "dense_bytes_per_token": 100,
+    }
+    monkeypatch.setattr("sphkv.evaluation.certify.certify", lambda config, tell: made)
+    code, certificate = run()
+    assert code == (0 if is_safe else 1)
+    assert certificate["is_safe"] == is_safe
+    said = capsys.readouterr().out
+    assert ("90% (25.0% of dense bytes): SAFE" in said) == is_safe
+    assert "show nothing: tool" in said
 
 
 def test_a_fix_costs_what_it_pins(tiny_model_folder):
@@ -48,8 +63,9 @@ def test_a_fix_costs_what_it_pins(tiny_model_folder):
     ((start, stop),) = prompt.evidence
     pinned = stop - start + 64
     states = session.shape.geometry.dense_bytes_per_token
-    # the rule's own sinks are pinned with and without the fix
-    assert row["cost_bytes_per_token"] == pytest.approx(pinned * states / prompt.case.context)
+    # sinks are pinned either way, and tokens of an unfinished page are dense without being pinned
+    most = pinned * states / prompt.case.context
+    assert most - 16 * states / prompt.case.context <= row["cost_bytes_per_token"] <= most
     assert row["drift_trigger"] > 0.0
     assert row["num_prompts"] == 1
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
+from sphkv.evaluation.continuation import StopRule
 from sphkv.evaluation.metrics.answers import (
     begins_with_answer,
     best_f1,
@@ -75,3 +76,12 @@ def test_times_by_hand():
     assert quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.5
     with pytest.raises(ValueError, match="share must lie"):
         quantile([1.0], 2.0)
+
+
+def test_a_line_end_ends_an_answer_that_has_begun():
+    rule = StopRule(end_ids=frozenset({0}), line_ids=frozenset({5}))
+    assert rule.ends(0, [])
+    assert not rule.ends(5, [])
+    assert not rule.ends(5, [5])
+    assert rule.ends(5, [5, 7])
+    assert not rule.ends(7, [7])

@@ -17,7 +17,7 @@ from sphkv.evaluation.continuation import (
     ReadCase,
     decode_greedily,
     decode_tokens,
-    stop_ids,
+    stop_rule,
 )
 from sphkv.evaluation.dense_reference import DenseReference
 from sphkv.evaluation.environment import describe_environment
@@ -166,7 +166,7 @@ class _Examiner:
     def answers(self, prompt: WitnessPrompt, read: ReadCase) -> AnswerPair:
         """Greedy answers of dense and of the method."""
         case = prompt.case
-        stops = stop_ids(self._session.tokenizer, case)
+        stops = stop_rule(self._session.tokenizer, at_line_end=case.stops_at_newline)
         method = self._stored(read, case.max_new_tokens)
         got = decode_greedily(
             self._session.model, method, read.states.hidden[-1:], case.max_new_tokens, stops
@@ -210,7 +210,7 @@ class _Examiner:
             return row / _TEMPERATURE - (-noise.log()).log()
 
         session = self._session
-        stops = stop_ids(session.tokenizer, read.case)
+        stops = stop_rule(session.tokenizer, at_line_end=read.case.stops_at_newline)
         last = read.states.hidden[-1:]
         return decode_tokens(session.model, cache, last, 12, stops, choose=choose)
 

@@ -124,7 +124,7 @@ class PromptReader:
             exact,
             states.hidden[-1:],
             case.max_new_tokens,
-            stop_ids(self._tokenizer, case),
+            stop_rule(self._tokenizer, at_line_end=case.stops_at_newline),
         )
         return steps.hidden, steps.token_ids
 
@@ -148,7 +148,7 @@ class DecodedAnswer:
 
 
 def decode_greedily(
-    model: Any, method: CacheMethod, last: Tensor, limit: int, stops: frozenset[int]
+    model: Any, method: CacheMethod, last: Tensor, limit: int, stops: StopRule
 ) -> DecodedAnswer:
     """Most likely tokens after a stored prompt.
 
@@ -157,7 +157,7 @@ def decode_greedily(
         method: Holds the prompt.
         last: ``[1, width]`` final hidden state of the prompt's last token.
         limit: Most tokens.
-        stops: Ids that end the answer.
+        stops: What ends the answer.
     """
     return decode_tokens(model, method, last, limit, stops, choose=lambda row: row)
 
@@ -167,7 +167,7 @@ def decode_tokens(
     method: CacheMethod,
     last: Tensor,
     limit: int,
-    stops: frozenset[int],
+    stops: StopRule,
     *,
     choose: Callable[[Tensor], Tensor],
 ) -> DecodedAnswer:
@@ -178,7 +178,7 @@ def decode_tokens(
         method: Holds the prompt.
         last: ``[1, width]`` final hidden state of the prompt's last token.
         limit: Most tokens.
-        stops: Ids that end the answer.
+        stops: What ends the answer.
         choose: Scores ``[vocabulary]`` from log-probabilities; called once per step.
     """
     ids: list[int] = []
@@ -186,24 +186,44 @@ def decode_tokens(
     while True:
         row = next(log_probabilities(model, rows[-1]))[1][0]
         token = int(choose(row).argmax())
-        if token in stops or len(ids) == limit:
+        is_ended = stops.ends(token, ids)
+        if is_ended or len(ids) == limit:
             break
         ids.append(token)
         began = time.perf_counter()
         rows.append(continue_prompt(model, method, torch.tensor([[token]]))[-1:])
         seconds.append(time.perf_counter() - began)
-    return DecodedAnswer(tuple(ids), torch.cat(rows), tuple(seconds), token in stops)
+    return DecodedAnswer(tuple(ids), torch.cat(rows), tuple(seconds), is_ended)
 
 
-def stop_ids(tokenizer: Any, case: Case) -> frozenset[int]:
-    """Ids that end an answer: the end token, and all that hold a line end if a line is enough."""
-    found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    if case.stops_at_newline:
-        for text in ("\n", "\n\n", ".\n", ".\n\n"):
-            ids = tokenizer(text, add_special_tokens=False).input_ids
-            if len(ids) == 1:
-                found.add(int(ids[0]))
-    return frozenset(found)
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """What ends an answer.
+
+    Attributes:
+        end_ids: Tokens that always do.
+        line_ids: Line ends, which do once the answer has begun.
+    """
+
+    end_ids: frozenset[int]
+    line_ids: frozenset[int] = frozenset()
+
+    def ends(self, token: int, before: Sequence[int]) -> bool:
+        """Whether a token ends an answer that so far consists of ``before``."""
+        if token in self.end_ids:
+            return True
+        return token in self.line_ids and any(other not in self.line_ids for other in before)
+
+
+def stop_rule(tokenizer: Any, *, at_line_end: bool) -> StopRule:
+    """The model's end token, and line ends if a line is enough."""
+    ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    lines = set()
+    for text in ("\n", "\n\n", ".\n", ".\n\n", ";\n") if at_line_end else ():
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) == 1:
+            lines.add(int(ids[0]))
+    return StopRule(frozenset(ends), frozenset(lines))
 
 
 def measure_case(
@@ -287,10 +307,10 @@ def _answer(
 ) -> tuple[dict[str, Any], Sequence[float]]:
     """The method's own greedy answer, scored against the truth and the exact model's answer."""
     case = read.case
-    stops = stop_ids(tokenizer, case)
+    stops = stop_rule(tokenizer, at_line_end=case.stops_at_newline)
     got = decode_greedily(model, method, read.states.hidden[-1:], case.max_new_tokens, stops)
-    text = tokenizer.decode(got.token_ids, skip_special_tokens=True)
-    exact = tokenizer.decode(read.answer_ids, skip_special_tokens=True)
+    text = tokenizer.decode(got.token_ids, skip_special_tokens=True).strip()
+    exact = tokenizer.decode(read.answer_ids, skip_special_tokens=True).strip()
     common = _common_steps(got.token_ids, read.answer_ids)
     rows = min(common + 1, got.hidden.shape[0], read.reference.shape[0])
     drift = compare_hidden(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sphkv.cache.method import CacheMethod
-from sphkv.evaluation.continuation import decode_greedily
+from sphkv.evaluation.continuation import decode_greedily, stop_rule
 from sphkv.evaluation.metrics.stability import (
     Failure,
     count_failures,
@@ -68,7 +68,7 @@ def run_episode(
         max_new_tokens: Most tokens of a statement.
         max_steps: Most statements.
     """
-    stops = _line_ends(tokenizer)
+    stops = stop_rule(tokenizer, at_line_end=True)
     actions: list[str] = []
     solved, valid, tokens, ended, looping = False, 0, 0, True, False
     for _ in range(max_steps):
@@ -87,15 +87,6 @@ def run_episode(
         ids = tokenizer(said, add_special_tokens=False).input_ids
         last = continue_prompt(model, method, torch.tensor([ids]))[-1:]
     return Episode(tuple(actions), solved, valid, tokens, ended, looping)
-
-
-def _line_ends(tokenizer: Any) -> frozenset[int]:
-    found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    for text in ("\n", "\n\n", ";\n"):
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        if len(ids) == 1:
-            found.add(int(ids[0]))
-    return frozenset(found)
 
 
 def episode_failures(ours: Episode, dense: Episode) -> list[Failure]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sphkv.evaluation.continuation import ReadCase, compare_hidden, decode_greedily, stop_ids
+from sphkv.evaluation.continuation import ReadCase, compare_hidden, decode_greedily, stop_rule
 from sphkv.evaluation.session import Session
 from sphkv.evaluation.witness_suite import WitnessPrompt
 from sphkv.integrations.prompt_states import store_prompt
@@ -187,7 +187,7 @@ def _examine(
         cache,
         read.states.hidden[-1:],
         case.max_new_tokens,
-        stop_ids(tokenizer, case),
+        stop_rule(tokenizer, at_line_end=case.stops_at_newline),
     )
     same = 0
     for ours, theirs in zip(got.token_ids, read.answer_ids, strict=False):
