@@ -45,7 +45,7 @@ def record(workload, method, budget, case, quality, b_kv, speed, facets):
 
 
 def lm_quality(kl):
-    return {"kl": kl}
+    return {"kl": kl, "kl_counts": [1, 0, 2, 0, 0, 0, 0, 1]}
 
 
 def answered(found, drift=0):
@@ -115,6 +115,8 @@ def test_the_page_is_whole_and_fetches_nothing(folder):
     assert not re.search(r"https?://|@import|url\(", text)
     assert "m<script>" not in text
     words = "".join(page.text)
+    assert "ours 10%: 50% differ" in words
+    assert "above 1 25 %" in words
     for heading in ("Frontiers at equal quality", "Needles by depth", "Behaviour against budget"):
         assert heading in words
     assert "Fewest bytes at equal quality: ours" in words

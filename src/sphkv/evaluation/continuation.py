@@ -35,6 +35,9 @@ from sphkv.integrations.prompt_states import (
 )
 from sphkv.integrations.teacher_forcing import log_probabilities
 
+DRIFT_EDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""Nats between which tokens are counted."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeWindow:
@@ -265,7 +268,21 @@ def _follow_text(
         seconds.append(time.perf_counter() - began)
     if num_steps < ids.shape[1]:
         rows.append(continue_prompt(model, method, ids[:, num_steps:]))
-    return compare_hidden(model, read.reference, torch.cat(rows), ids[0, 1:]), seconds
+    hidden = torch.cat(rows)
+    quality: dict[str, Any] = compare_hidden(model, read.reference, hidden, ids[0, 1:])
+    quality["kl_counts"] = drift_counts(model, read.reference, hidden)
+    return quality, seconds
+
+
+def drift_counts(model: Any, reference: Tensor, hidden: Tensor) -> list[int]:
+    """Tokens by divergence: below each of ``DRIFT_EDGES`` in turn, and above the last."""
+    pairs = zip(log_probabilities(model, reference), log_probabilities(model, hidden), strict=True)
+    counts = torch.zeros(len(DRIFT_EDGES) + 1, dtype=torch.int64)
+    edges = torch.tensor(DRIFT_EDGES)
+    for (_, dense), (_, ours) in pairs:
+        kl = (dense.exp() * (dense - ours)).sum(-1)
+        counts += torch.bincount(torch.bucketize(kl, edges), minlength=len(counts))
+    return [int(count) for count in counts]
 
 
 def compare_hidden(

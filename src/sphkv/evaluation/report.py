@@ -15,9 +15,11 @@ from sphkv.evaluation.frontier import PanelFrontier, build_frontier
 from sphkv.evaluation.operating_points import build_panels
 from sphkv.evaluation.report_charts import colour_of
 from sphkv.evaluation.report_sections import (
+    behaviour_curves,
     behaviour_table,
     budget_curves,
     byte_bars,
+    drift_bars,
     facet_table,
     frontier_panels,
     panel_title,
@@ -82,7 +84,9 @@ def render_report(
         ("Quality against budget", budget_curves(frontiers)),
         ("Needles by depth, % found", facet_table(records, "needle", "depth")),
         ("Questions by place of the answer, F1", facet_table(records, "qa", "position")),
+        ("Answers that differ from dense's, against budget", behaviour_curves(records, frontiers)),
         ("Behaviour against budget", behaviour_table(records)),
+        ("Drift of single tokens", drift_bars(records, frontiers)),
         ("Time of each star", time_bars(records, frontiers)),
         ("Bytes of each star", byte_bars(records, frontiers)),
     ]

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sphkv.evaluation.continuation import DRIFT_EDGES
 from sphkv.evaluation.frontier import PanelFrontier, frontier_rows, winner
 from sphkv.evaluation.operating_points import OperatingPoint, record_quality
 from sphkv.evaluation.report_charts import Mark, Series, number_text, scatter, stacked_bars
@@ -145,6 +146,61 @@ def behaviour_table(records: Sequence[Record]) -> str:
         "F1 against dense's answer", "R_fail, %", "KL",
     )  # fmt: skip
     return table(header, rows)
+
+
+def behaviour_curves(records: Sequence[Record], frontiers: Sequence[PanelFrontier]) -> str:
+    """Share of answers that differ from dense's, against bytes: failure versus budget."""
+    charts = []
+    for frontier in frontiers:
+        if frontier.panel.key.workload not in ("qa", "needle"):
+            continue
+        same = {
+            (record["case"], record["method"], record["budget"]): record["quality"]["is_same"]
+            for record in records
+            if record["status"] == "measured" and "is_same" in record["quality"]
+        }
+        series = []
+        for method in frontier.methods:
+            points = sorted(method.retained + method.excluded, key=lambda p: p.b_kv)
+            marks = []
+            for p in points:
+                found = [same[case, p.method, p.budget] for case in p.case_quality]
+                share = 100 * (1.0 - statistics.fmean(found))
+                marks.append(Mark(p.b_kv, share, f"{p.method} {p.budget}: {share:.0f}% differ"))
+            series.append(Series(method.method, tuple(marks), tuple((m.x, m.y) for m in marks)))
+        charts.append(
+            scatter(
+                panel_title(frontier), "KV bytes per token", "answers that differ, %", series,
+                log_x=True, log_y=False,
+            )
+        )  # fmt: skip
+    return f"<div class='panels'>{''.join(charts)}</div>" if charts else ""
+
+
+def drift_bars(records: Sequence[Record], frontiers: Sequence[PanelFrontier]) -> str:
+    """Tokens of a text by divergence from dense, for every point of the language workloads."""
+    charts = []
+    names = [f"below {edge:g}" for edge in DRIFT_EDGES] + [f"above {DRIFT_EDGES[-1]:g}"]
+    for frontier in frontiers:
+        rows = []
+        for method in frontier.methods:
+            for p in method.retained + method.excluded:
+                found = [
+                    record["quality"]["kl_counts"]
+                    for record in records
+                    if record["case"] in p.case_quality
+                    and (record["method"], record["budget"]) == (p.method, p.budget)
+                    and "kl_counts" in record["quality"]
+                ]
+                if found:
+                    sums = [sum(column) for column in zip(*found, strict=True)]
+                    shares = [100 * count / sum(sums) for count in sums]
+                    label = f"{p.method} {p.budget}"
+                    rows.append((label, list(zip(names, shares, strict=True))))
+        if rows:
+            title = f"{panel_title(frontier)}: tokens by divergence, nats"
+            charts.append(stacked_bars(title, "%", rows))
+    return "".join(charts)
 
 
 def _has_failed(quality: Mapping[str, Any]) -> bool:
