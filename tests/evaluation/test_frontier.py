@@ -223,6 +223,17 @@ def test_unfair_records_are_refused(path, value):
         build_panels(records)
 
 
+def test_questions_that_dense_cannot_answer_are_judged_by_agreement():
+    mute = copy.deepcopy(RECORDS)
+    for entry in mute:
+        if entry["quality"] is not None:
+            entry["quality"].update(f1=0.0, agreement_f1=0.5 if entry["method"] == "b" else 1.0)
+    (found,) = build_panels(with_setup(mute))
+    assert found.key.workload == "qa, agreement with dense"
+    assert {p.method: p.quality for p in found.points} == {"dense": 100.0, "a": 100.0, "b": 50.0}
+    assert build_panels(with_setup(RECORDS))[0].key.workload == "qa"
+
+
 def test_points_are_judged_by_the_same_prompts():
     (found,) = build_panels(with_setup(RECORDS))
     assert found.left_out == ()

@@ -19,6 +19,10 @@ QUALITY_FIELD = {"lm": "kl", "qa": "f1", "needle": "found", "tools": "success"}
 """What each workload is judged by; KL counts downwards from 0, the others are shares."""
 
 
+AGREEMENT = "qa, agreement with dense"
+"""Label of a panel of questions of which dense answers none."""
+
+
 class UnfairComparison(ValueError):  # noqa: N818 - named after what it is
     """Records that must not be compared."""
 
@@ -150,7 +154,8 @@ def build_panels(
     """Group records into panels and average over prompts.
 
     Every point of a panel is judged by the same prompts: one that a sweep has not finished for all
-    points is left out for all.
+    points is left out for all. Questions of which dense answers none are judged by agreement with
+    dense's answers instead, and the panel's label says so.
 
     Args:
         records: As ``load_records`` returns them.
@@ -168,17 +173,21 @@ def build_panels(
     panels = []
     for (model, workload, _), members in groups.items():
         check_fair(members)
-        is_nats = quality_name(workload, quality_field) == "kl"
         left_out = unfinished_cases(members)
         kept = [record for record in members if record["case"] not in left_out]
         if not kept:
             raise UnfairComparison(
                 f"no prompt of {model}, {workload} was measured with every method and budget"
             )
-        points, refused = _average(kept, quality_field)
+        field, label = quality_field, workload
+        if quality_field is None and workload == "qa" and not _dense_scores(kept):
+            # a small model answers nothing right, yet a cache must not change what it says
+            field, label = "agreement_f1", AGREEMENT
+        is_nats = quality_name(workload, field) == "kl"
+        points, refused = _average(kept, field)
         panels.append(
             Panel(
-                PanelKey(model, workload, max(int(r["context"]) for r in members)),
+                PanelKey(model, label, max(int(r["context"]) for r in members)),
                 points,
                 refused,
                 kl if is_nats else delta,
@@ -187,6 +196,12 @@ def build_panels(
             )
         )
     return panels
+
+
+def _dense_scores(members: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether dense gets anything right."""
+    dense = [r for r in members if r["method"] == DENSE and r["status"] == "measured"]
+    return any(record_quality(record) > 0.0 for record in dense)
 
 
 def unfinished_cases(members: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -152,7 +152,7 @@ def behaviour_curves(records: Sequence[Record], frontiers: Sequence[PanelFrontie
     """Share of answers that differ from dense's, against bytes: failure versus budget."""
     charts = []
     for frontier in frontiers:
-        if frontier.panel.key.workload not in ("qa", "needle"):
+        if frontier.panel.key.workload == "lm":
             continue
         same = {
             (record["case"], record["method"], record["budget"]): record["quality"]["is_same"]
