@@ -10,16 +10,30 @@ from sphkv.cli.main import build_parser, main
 # A command line that works for every command; PLACES are filled in from fixtures.
 COMMANDS = {
     "eval lm": ["--model", "MODEL", "--text", "TEXT", "--context", "300", "--out", "OUT"],
+    "eval needle": ["--model", "MODEL", "--method", "dense", "--context", "512", "--out", "OUT"],
+    "eval qa": ["--model", "MODEL", "--method", "dense", "--context", "512", "--out", "OUT"],
+    "eval tools": ["--model", "MODEL", "--method", "dense", "--tasks", "1", "--out", "OUT"],
+    "ablate": ["--model", "MODEL", "--data", "DATA", "--context", "256", "--out", "OUT"],
+    "fit-policy": ["--model", "MODEL", "--data", "DATA", "--policy-out", "OUT"],
     "bench decode": ["--context", "512", "--repeats", "1", "--out", "OUT"],
+    "bench llama": ["--gguf", "TEXT", "--out", "OUT"],
     "calibrate": ["--model", "MODEL", "--text", "TEXT", "--tokens", "256", "--out", "OUT"],
+    "certify": ["--model", "MODEL", "--budget", "50%", "--context", "512", "--out", "OUT"],
     "demo": ["--model", "MODEL", "--context", "1024", "--report", "OUT"],
+    "frontier": ["TEXT", "--out", "OUT"],
     "generate": ["--model", "MODEL", "--prompt-file", "TEXT", "--max-new-tokens", "2"],
     "inspect": ["--model", "MODEL", "--prompt-file", "TEXT", "--map", "OUT"],
+    "plan": ["--model", "MODEL", "--prompt-file", "TEXT", "--budget", "50%", "--out", "OUT"],
+    "report": ["TEXT", "--out", "OUT"],
+    "sweep": ["TEXT", "--out", "OUT"],
 }
 JUNK = ("", "-1", "0", "nan", "inf", "1e99", "99999999999999999999", "k2", "%", "\0", "é\n", "DIR")
+# Enough for commands that load a model before they look at every flag.
+SOME_JUNK = ("", "-1", "nan", "\0")
+SLOW = ("eval needle", "eval qa", "eval tools", "ablate", "fit-policy", "certify", "plan")
 # A file may have almost any name.
 BAD_OUTPUTS = ("", "\0", "DIR", "absent/out")
-OUTPUTS = ("--out", "--report", "--map", "--save-cache")
+OUTPUTS = ("--out", "--policy-out", "--report", "--map", "--save-cache", "--png", "--html")
 # Junk that a flag rightly takes: a demo makes its folder, a huge budget is no limit, zero new
 # tokens only fill a cache.
 FINE = {
@@ -27,6 +41,8 @@ FINE = {
     ("generate", "--budget", "99999999999999999999"),
     ("inspect", "--budget", "99999999999999999999"),
     ("demo", "--report", "absent/out"),
+    ("eval needle", "--seed", "-1"),
+    ("eval qa", "--seed", "-1"),
     ("eval lm", "--offset", "0"),
     ("eval lm", "--dense-tokens", "0"),
 }
@@ -65,6 +81,7 @@ def fill(model_folder, text_file, tmp_path, monkeypatch):
         "TEXT": str(text_file),
         "OUT": str(work / "out"),
         "DIR": str(tmp_path / "folder"),
+        "DATA": str(text_file.parent),
     }
 
     def fill(argv):
@@ -91,7 +108,8 @@ def test_bad_value(command, flag, fill, capsys, tmp_path):
     if flag in base:
         at = base.index(flag)
         base = base[:at] + base[at + 2 :]
-    for junk in BAD_OUTPUTS if flag in OUTPUTS else JUNK:
+    junk_values = SOME_JUNK if command in SLOW else JUNK
+    for junk in BAD_OUTPUTS if flag in OUTPUTS else junk_values:
         if (command, flag, junk) in FINE:
             continue
         argv = fill([*command.split(), *base, flag, junk])

@@ -51,15 +51,15 @@ def measure_and_print(args: argparse.Namespace, config: SweepConfig) -> int:
 
     points = PointList()
     SweepRunner(config, keep=None, tell=lambda line: print(line, file=sys.stderr)).run(points)
+    refused = [record["reason"] for record in points.records if record["status"] == "refused"]
+    if refused:
+        raise ValueError(f"{len(refused)} of {len(points.records)} points refused: {refused[0]}")
     if args.out:
         write_json(args.out, points.records)
     if args.json:
         print(json.dumps(points.records, indent=2))
     else:
         print(format_table(COLUMNS, [_row(record) for record in points.records]))
-    refused = [record["reason"] for record in points.records if record["status"] == "refused"]
-    if refused:
-        raise ValueError(f"{len(refused)} points refused: {refused[0]}")
     return 0
 
 

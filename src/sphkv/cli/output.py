@@ -18,11 +18,16 @@ def write_json(path: Path | str, data: object) -> None:
 
 def write_text(path: Path | str, text: str) -> None:
     """Write a text file whole or not at all."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path | str, data: bytes) -> None:
+    """Write a file whole or not at all."""
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         # mkstemp makes files private; a result is for whoever may read the folder
         Path(temporary).chmod(0o644)
         Path(temporary).replace(target)
@@ -35,6 +40,8 @@ def check_writable(path: Path | str | None) -> None:
     """Fail before long work, not after it, if a result could not be written."""
     if path is None:
         return
+    if not str(path) or "\0" in str(path):
+        raise ValueError(f"{str(path)!r} is no name of a file")
     target = Path(path)
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder, not a file to write")

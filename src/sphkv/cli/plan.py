@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from sphkv.cli.output import check_writable, format_table, write_json, write_text
+from sphkv.cli.output import check_writable, format_table, write_bytes, write_json, write_text
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.png or args.html:
         image = draw_plan(record, sequence)
         if args.png:
-            with open(args.png, "wb") as file:  # noqa: PTH123
-                file.write(image)
+            write_bytes(args.png, image)
         if args.html:
             write_text(args.html, plan_html(record, image))
     if args.json:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.methods import DENSE
 from sphkv.evaluation.rollout import Episode, run_episode, summarise_episodes
@@ -53,6 +54,7 @@ class ToolsConfig:
         for name in ("num_tasks", "most_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        ByteBudget.parse(self.budget)
 
 
 def run_tools(config: ToolsConfig, tell: Callable[[str], None]) -> dict[str, Any]:

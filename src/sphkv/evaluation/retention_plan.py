@@ -50,6 +50,11 @@ class PlanConfig:
     max_tokens: int | None = None
     page_tokens: int = 32
 
+    def __post_init__(self) -> None:
+        """Reject a prompt of no tokens."""
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be positive, got {self.max_tokens}")
+
 
 def plan_retention(config: PlanConfig) -> tuple[dict[str, Any], RetainedSequence]:
     """Store a prompt under a budget and say what was kept.
@@ -75,7 +80,7 @@ def plan_retention(config: PlanConfig) -> tuple[dict[str, Any], RetainedSequence
         model_ropes(model),
         budget,
         tiers=retention_tiers(config.page_tokens),
-        policy=load_policy(config.policy) if config.policy else RetentionPolicy(),
+        policy=RetentionPolicy() if config.policy is None else load_policy(config.policy),
         options=ControlOptions(),
         segments=passage_segments(tokenizer, ids[0].tolist()),
     )

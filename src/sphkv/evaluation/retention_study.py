@@ -88,6 +88,12 @@ class StudyConfig:
                 raise ValueError(f"variant must be one of {known}, got {name!r}")
         for budget in self.budgets:
             ByteBudget.parse(budget)
+        for name in ("context", "num_following", "page_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("num_texts", "num_questions"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
 
 class StudyRunner:
@@ -101,14 +107,17 @@ class StudyRunner:
         self.model, self.tokenizer = load_model(config.model, torch.float32)
         self.geometry = model_geometry(self.model)
         self.ropes = model_ropes(self.model)
-        self.policy = load_policy(config.policy) if config.policy else RetentionPolicy()
+        self.policy = RetentionPolicy() if config.policy is None else load_policy(config.policy)
         self.codec = SphericalCodec(self._calibration())
 
     def _calibration(self) -> Calibration:
         config = self.config
         if config.calibration is not None:
             return load_calibration(config.calibration, geometry=self.geometry, ropes=self.ropes)
-        book = sorted((Path(config.data) / "pg19" / "calibration").glob("*.txt"))[0]
+        books = sorted((Path(config.data) / "pg19" / "calibration").glob("*.txt"))
+        if not books:
+            raise FileNotFoundError(f"no books in {config.data}/pg19/calibration")
+        book = books[0]
         ids = self.tokenizer(book.read_text(encoding="utf-8")[5000:45000], return_tensors="pt")
         self._report("calibrating")
         return calibrate_model(self.model, ids.input_ids[:, :4096], model_id=config.model)

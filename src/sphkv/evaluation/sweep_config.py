@@ -22,6 +22,13 @@ AnswerPrompt = Callable[[tuple[int, ...], int], str]
 """From a prompt and a number of tokens to the dense model's answer."""
 
 
+def _check_positive(workload: object, *names: str) -> None:
+    for name in names:
+        value = getattr(workload, name)
+        if value < 1:
+            raise ValueError(f"{name} must be positive, got {value}")
+
+
 @dataclass(frozen=True, slots=True)
 class LMWorkload:
     """W1: prompts of books and the tokens after them.
@@ -37,6 +44,10 @@ class LMWorkload:
     num_following: int = 64
     num_prompts: int = 1
     stride: int = 0
+
+    def __post_init__(self) -> None:
+        """Reject a workload without prompts or anything to predict."""
+        _check_positive(self, "context", "num_following", "num_prompts")
 
     def cases(
         self, tokenizer: Any, data: Path | None, *, seed: int, limit: int | None
@@ -75,6 +86,12 @@ class QAWorkload:
     num_distractors: int | None = None
     max_new_tokens: int = 24
     answerable_f1: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Reject a workload without questions or answers."""
+        _check_positive(self, "context", "num_questions", "max_new_tokens")
+        if self.num_distractors is not None and self.num_distractors < 0:
+            raise ValueError(f"num_distractors must not be negative, got {self.num_distractors}")
 
     def chosen(self, tokenizer: Any, data: Path | None, answer: AnswerPrompt) -> QAWorkload:
         """The same with its questions named, if they depend on what dense can answer."""
@@ -123,6 +140,10 @@ class NeedleWorkload:
     depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     num_documents: int = 1
     max_new_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        """Reject a workload without documents or answers."""
+        _check_positive(self, "context", "num_documents", "max_new_tokens")
 
     def cases(
         self, tokenizer: Any, data: Path | None, *, seed: int, limit: int | None
