@@ -9,11 +9,15 @@ _DEEDS = ("counted the coins", "wrote a letter", "mended the roof", "lost a key"
 
 
 def long_prompt(seed: int, sentences: int = 24) -> str:
-    """A story with a question at its end; about 16 tokens a sentence."""
+    """A few sentences told again and again, about 16 tokens each.
+
+    Going on means to copy what was said before, which a small model does with confidence, but
+    only as long as attention finds the place.
+    """
     pick = random.Random(seed)
     lines = [
         f"On day {pick.randint(1, 30)}, {pick.choice(_PEOPLE)} {pick.choice(_DEEDS)} near the "
         f"{pick.choice(_PLACES)}."
-        for _ in range(sentences)
+        for _ in range(min(5, sentences))
     ]
-    return " ".join(lines) + " The next morning, everyone in the town"
+    return " ".join(lines[at % len(lines)] for at in range(sentences))
