@@ -114,7 +114,7 @@ def capacity(arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens that the same bytes of cache hold."""
     stock = kept(arguments, "empty-stock", [], dtype="bfloat16")
     record: dict[str, Any] = {"stock_bfloat16": stock["tokens_held"]}
-    for tier in TIERS:
+    for tier in arguments.variants or TIERS:
         got = kept(arguments, f"empty-{tier}", [], **coded(arguments, tier))
         record[tier] = {
             "tokens": got["tokens_held"],
