@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from sphkv.cli.generate import add_prompt_flags
-from sphkv.cli.output import check_writable, format_table
+from sphkv.cli.output import check_writable, format_table, write_bytes
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if args.map:
         from sphkv.evaluation.inspect import draw_tier_map
 
-        draw_tier_map(found["tier_map"], args.map)
+        write_bytes(args.map, draw_tier_map(found["tier_map"]))
     if args.json:
         print(json.dumps(found, indent=2))
         return 0

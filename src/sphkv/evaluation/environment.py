@@ -16,9 +16,10 @@ _PACKAGES = ("sphkv", "torch", "transformers", "triton", "numpy", "safetensors")
 
 
 def describe_environment() -> dict[str, Any]:
-    """Device, versions and commit."""
+    """Processor, versions and commit; these runs use the processor, whatever GPU stands beside."""
     return {
-        "device": _device_name(),
+        "device": _processor_name(),
+        "gpu": str(torch.cuda.get_device_name()) if torch.cuda.is_available() else None,
         "machine": platform.machine(),
         "num_threads": torch.get_num_threads(),
         "num_cores": os.cpu_count(),
@@ -35,9 +36,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _device_name() -> str:
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
+def _processor_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():

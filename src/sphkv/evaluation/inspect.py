@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import io
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,8 @@ def _describe(store: PageStore, tokens: list[int]) -> dict[str, Any]:
     }
 
 
-def draw_tier_map(rows: list[list[str]], path: str) -> None:
-    """Write the token by head tier map as a PNG, whole or not at all."""
+def draw_tier_map(rows: list[list[str]]) -> bytes:
+    """The token by head tier map as a PNG."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.colors import ListedColormap
@@ -75,26 +74,19 @@ def draw_tier_map(rows: list[list[str]], path: str) -> None:
         raise ImportError("a tier map needs matplotlib: pip install 'sphkv[plots]'") from error
     names = sorted({name for row in rows for name in row})
     colours = ["#f2f2f2", "#9db7d8", "#6f97cb", "#4475b5", "#2a5590", "#173a68", "#e0873a"]
-    image = [[names.index(name) for name in row] for row in rows]
+    cells = [[names.index(name) for name in row] for row in rows]
     figure = Figure(figsize=(9, max(2.0, 0.06 * len(rows))), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     colour_map = ListedColormap([colours[index % len(colours)] for index in range(len(names))])
     shown = axes.imshow(
-        image, aspect="auto", interpolation="nearest", cmap=colour_map, vmin=-0.5,
+        cells, aspect="auto", interpolation="nearest", cmap=colour_map, vmin=-0.5,
         vmax=len(names) - 0.5,
     )  # fmt: skip
     axes.set_xlabel("token (first left, evenly spaced)")
     axes.set_ylabel("layer and KV head")
     bar = figure.colorbar(shown, ticks=range(len(names)))
     bar.set_ticklabels(names)
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".")
-    os.close(handle)
-    try:
-        figure.savefig(temporary, format="png", dpi=120)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    return image.getvalue()

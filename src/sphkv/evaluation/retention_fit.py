@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,12 @@ from torch import Tensor
 from sphkv.attention.request import AttentionOptions
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.retention_probes import Probe, measure_probes, rank_correlation
-from sphkv.evaluation.retention_study import StudyConfig, StudyRunner, recorded_config
+from sphkv.evaluation.retention_study import (
+    StudyConfig,
+    StudyRunner,
+    calibration_books,
+    recorded_config,
+)
 from sphkv.evaluation.text import read_tokens
 from sphkv.integrations.prompt_states import PromptStates, attending, read_prompt
 from sphkv.retention.policy import RetentionPolicy, save_policy
@@ -120,9 +124,7 @@ def fit_on_books(
 ) -> dict[str, Any]:
     """Fit a policy on ``pg19/calibration``, write it, and return the record of the fit."""
     runner = StudyRunner(config, report)
-    books = sorted((Path(config.data) / "pg19" / "calibration").glob("*.txt"))
-    if not books:
-        raise FileNotFoundError(f"no books in {config.data}/pg19/calibration")
+    books = calibration_books(config.data)
     texts = [
         read_tokens(runner.tokenizer, str(book), text_tokens, offset=_TEXT_OFFSET) for book in books
     ]

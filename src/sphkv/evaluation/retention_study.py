@@ -96,6 +96,14 @@ class StudyConfig:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
 
+def calibration_books(data: str) -> list[Path]:
+    """Books for calibration in a data folder; raises if there is none."""
+    books = sorted((Path(data) / "pg19" / "calibration").glob("*.txt"))
+    if not books:
+        raise FileNotFoundError(f"no books in {data}/pg19/calibration")
+    return books
+
+
 class StudyRunner:
     """A model, its codebooks and prompts read once, and any number of settings on them."""
 
@@ -114,10 +122,7 @@ class StudyRunner:
         config = self.config
         if config.calibration is not None:
             return load_calibration(config.calibration, geometry=self.geometry, ropes=self.ropes)
-        books = sorted((Path(config.data) / "pg19" / "calibration").glob("*.txt"))
-        if not books:
-            raise FileNotFoundError(f"no books in {config.data}/pg19/calibration")
-        book = books[0]
+        book = calibration_books(config.data)[0]
         ids = self.tokenizer(book.read_text(encoding="utf-8")[5000:45000], return_tensors="pt")
         self._report("calibrating")
         return calibrate_model(self.model, ids.input_ids[:, :4096], model_id=config.model)

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
 
 from sphkv.attention.request import AttentionOptions
 from sphkv.cache.method import CacheMethod
 from sphkv.integrations.teacher_forcing import (
     hidden_states,
     log_probabilities,
+    routed_attention,
     transformed_states,
 )
 
@@ -141,14 +141,8 @@ def attending(model: PreTrainedModel, method: CacheMethod) -> Iterator[None]:
         output = method.attend(layer, query[0], key[0], value[0], options, sink_logits=sinks)
         return output.to(query.dtype).transpose(0, 1)[None].contiguous(), None
 
-    previous = model.config._attn_implementation
-    AttentionInterface.register(_NAME, attend)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
-    model.set_attn_implementation(_NAME)
-    try:
+    with routed_attention(model, _NAME, attend):
         yield
-    finally:
-        model.set_attn_implementation(previous)
 
 
 @torch.no_grad()

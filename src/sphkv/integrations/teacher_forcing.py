@@ -27,6 +27,21 @@ _LOGIT_ROWS = 512
 
 
 @contextmanager
+def routed_attention(
+    model: PreTrainedModel, name: str, attend: Callable[..., tuple[Tensor, Tensor | None]]
+) -> Iterator[None]:
+    """Within the context every layer calls ``attend``, registered under ``name``."""
+    previous = model.config._attn_implementation
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(previous)
+
+
+@contextmanager
 def transformed_states(model: PreTrainedModel, transform: StateTransform) -> Iterator[None]:
     """Within the context, every layer attends to what ``transform`` returns.
 
@@ -53,14 +68,8 @@ def transformed_states(model: PreTrainedModel, transform: StateTransform) -> Ite
         )  # fmt: skip
         return result
 
-    previous = model.config._attn_implementation
-    AttentionInterface.register(_NAME, attend)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
-    model.set_attn_implementation(_NAME)
-    try:
+    with routed_attention(model, _NAME, attend):
         yield
-    finally:
-        model.set_attn_implementation(previous)
 
 
 @torch.no_grad()

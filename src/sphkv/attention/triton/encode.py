@@ -18,33 +18,6 @@ from sphkv.store.paging import PageRows
 _MAX_HEAD_DIM = 128
 
 
-class TokenOrder:
-    """A ``PageOrder`` of the store: the usual bytes, encoded by fused kernels."""
-
-    def __init__(self) -> None:
-        self._encoder = PageEncoder()
-
-    def encode(
-        self,
-        layout: PageLayout,
-        layer: int,
-        codec: StateCodec | None,
-        states: tuple[Tensor, Tensor],
-        rows: PageRows,
-        head_ids: Tensor,
-    ) -> Tensor | None:
-        """See ``PageEncoder.encode``."""
-        return self._encoder.encode(layout, layer, codec, states, rows, head_ids)
-
-    def to_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
-        """The same bytes."""
-        return pages
-
-    def from_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
-        """The same bytes."""
-        return pages
-
-
 class PageEncoder:
     """Encodes pages with fused kernels where they apply."""
 
@@ -87,4 +60,16 @@ class PageEncoder:
         else:
             dense = values.to(torch.bfloat16).contiguous().view(torch.uint8).flatten(1)
             pages[:, layout.value_offset : layout.position_offset] = dense
+        return pages
+
+
+class TokenOrder(PageEncoder):
+    """A ``PageOrder`` of the store: the usual bytes, encoded by fused kernels."""
+
+    def to_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
+        """The same bytes."""
+        return pages
+
+    def from_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
+        """The same bytes."""
         return pages
