@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sphkv.core.tiers import TierSpec, TierTable, default_tiers
     from sphkv.integrations.models import load_model
     from sphkv.integrations.transformers.cache import SphericalCache
+    from sphkv.integrations.transformers.retained import RetainedCache
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "BudgetExceeded",
     "ByteBudget",
     "KVGeometry",
+    "RetainedCache",
     "SphericalCache",
     "TierSpec",
     "TierTable",
@@ -36,6 +38,7 @@ _HOMES = {
     "BudgetExceeded": "sphkv.core.errors",
     "ByteBudget": "sphkv.core.budget",
     "KVGeometry": "sphkv.core.geometry",
+    "RetainedCache": "sphkv.integrations.transformers.retained",
     "SphericalCache": "sphkv.integrations.transformers.cache",
     "TierSpec": "sphkv.core.tiers",
     "TierTable": "sphkv.core.tiers",

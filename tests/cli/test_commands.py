@@ -29,3 +29,13 @@ def test_a_cache_and_a_prompt_are_not_both_inspected(model_folder, tmp_path, cap
     assert "not both" in capsys.readouterr().err
     assert main(["inspect"]) == 1
     assert "--cache" in capsys.readouterr().err
+
+
+def test_a_retained_cache_stays_below_its_budget(model_folder, text_file, capsys):
+    argv = ["generate", "--model", str(model_folder), "--prompt-file", str(text_file), "--json"]
+    argv += ["--max-new-tokens", "3", "--retain", "--budget", "70%"]
+    assert main(argv) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["b_kv"] <= 0.7 * made["dense_b_kv"]
+    assert main([*argv, "--tier", "k2v3"]) == 1
+    assert "k2v3" in capsys.readouterr().err

@@ -19,6 +19,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the chat template")
     parser.add_argument("--save-cache", help="folder to save the cache in")
+    parser.add_argument(
+        "--retain", action="store_true", help="keep, demote or drop per token and head"
+    )
+    parser.add_argument("--policy", help="policy file for --retain, made by fit-policy")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)
 
@@ -54,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
             max_new_tokens=args.max_new_tokens,
             is_chat=args.chat,
             save_cache=args.save_cache,
+            is_retained=args.retain,
+            policy=args.policy,
         )
     )
     if args.json:

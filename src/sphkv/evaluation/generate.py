@@ -14,6 +14,11 @@ from torch import Tensor
 from sphkv.evaluation.environment import describe_environment
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.cache import CacheOptions, SphericalCache
+from sphkv.integrations.transformers.retained import (
+    DEFAULT_BUDGET,
+    RetainedCache,
+    RetentionOptions,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,8 @@ class GenerateConfig:
         max_new_tokens: Tokens to generate; 0 only fills the cache.
         is_chat: Whether the prompt goes through the model's chat template.
         save_cache: Folder to save the cache in.
+        is_retained: Whether the controller decides what is kept at which tier.
+        policy: Its weights, a file; the fixed recipe if None.
     """
 
     model: str
@@ -43,6 +50,8 @@ class GenerateConfig:
     max_new_tokens: int = 64
     is_chat: bool = False
     save_cache: str | None = None
+    is_retained: bool = False
+    policy: str | None = None
 
     def __post_init__(self) -> None:
         """Reject contradictions."""
@@ -50,6 +59,11 @@ class GenerateConfig:
             raise ValueError("give exactly one of prompt and prompt_file")
         if self.budget is not None and self.tier is not None:
             raise ValueError(f"give budget {self.budget!r} or tier {self.tier!r}, not both")
+        if self.policy is not None and not self.is_retained:
+            raise ValueError(f"policy {self.policy!r} is for a retained cache only")
+        for name in ("tier", "save_cache"):
+            if self.is_retained and getattr(self, name) is not None:
+                raise ValueError(f"a retained cache has no {name}: got {getattr(self, name)!r}")
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must not be negative, got {self.max_new_tokens}")
 
@@ -77,10 +91,7 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
             f"{ids.shape[1]} prompt tokens and {config.max_new_tokens} new ones are more than the "
             f"model's {limit}"
         )
-    options = CacheOptions(backend=config.backend)
-    with SphericalCache.for_model(
-        model, config.budget, tiers=config.tier, calibration=config.calibration, options=options
-    ) as cache:
+    with _make_cache(config, model) as cache:
         began = time.perf_counter()
         output = cast(Any, model).generate(
             ids,
@@ -90,11 +101,24 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
             do_sample=False,
         )
         seconds = time.perf_counter() - began
-        if config.save_cache:
+        if config.save_cache and isinstance(cache, SphericalCache):
             cache.save(config.save_cache)
         return _describe(
             cache, str(tokenizer.decode(output[0, ids.shape[1] :])), seconds, output, ids
         )
+
+
+def _make_cache(config: GenerateConfig, model: Any) -> SphericalCache | RetainedCache:
+    if config.is_retained:
+        retention = RetentionOptions(policy=config.policy, backend=config.backend)
+        budget = DEFAULT_BUDGET if config.budget is None else config.budget
+        return RetainedCache.for_model(
+            model, budget, calibration=config.calibration, options=retention
+        )
+    options = CacheOptions(backend=config.backend)
+    return SphericalCache.for_model(
+        model, config.budget, tiers=config.tier, calibration=config.calibration, options=options
+    )
 
 
 def _prompt_ids(config: GenerateConfig, tokenizer: Any, text: str) -> Tensor:
@@ -108,13 +132,13 @@ def _prompt_ids(config: GenerateConfig, tokenizer: Any, text: str) -> Tensor:
 
 
 def _describe(
-    cache: SphericalCache, text: str, seconds: float, output: Tensor, ids: Tensor
+    cache: SphericalCache | RetainedCache, text: str, seconds: float, output: Tensor, ids: Tensor
 ) -> dict[str, Any]:
     ledger, tokens = cache.ledger(), cache.get_seq_length()
     return {
         "text": text,
-        "tier": cache.tier.name,
-        "backend": cache.engine.backend_name,
+        "tier": cache.tier.name if isinstance(cache, SphericalCache) else "retained",
+        "backend": cache.backend_name,
         "tokens": tokens,
         "b_kv": ledger.b_kv(tokens),
         "dense_b_kv": cache.config.geometry.dense_bytes_per_token,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -180,6 +181,16 @@ def attach(model: PreTrainedModel, layout: ModelLayout) -> Attachment:
         _ATTACHMENTS[model] = attachment
     attachment.hold(model)
     return attachment
+
+
+def hold_for(
+    cache: Any, model: PreTrainedModel, layout: ModelLayout
+) -> weakref.finalize[[Attachment, PreTrainedModel], Any]:
+    """Attach a model for as long as ``cache`` lives, or until the result is called."""
+    attachment = attach(model, layout)
+    release = weakref.finalize(cache, Attachment.release, attachment, model)
+    release.atexit = False
+    return release
 
 
 def _passes() -> list[tuple[Attachment, ForwardListener | None]]:

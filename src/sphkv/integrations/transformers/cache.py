@@ -30,9 +30,9 @@ from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
 from sphkv.core.tiers import TierSpec, TierTable
 from sphkv.integrations.transformers.architecture import ModelLayout, describe_model
-from sphkv.integrations.transformers.attachment import Attachment, attach
+from sphkv.integrations.transformers.attachment import hold_for
 from sphkv.integrations.transformers.forward import CachePass, read_step
-from sphkv.integrations.transformers.layer import SphericalLayer
+from sphkv.integrations.transformers.layer import LayerView
 from sphkv.store.ledger import ByteLedger
 
 DEFAULT_BUDGET = "25%"
@@ -74,15 +74,13 @@ class SphericalCache(Cache):
         self, model: PreTrainedModel, engine: CacheEngine, *, budget: ByteBudget | None = None
     ) -> None:
         """Attach an engine to a model; users call ``for_model``."""
-        layers: list[Any] = [
-            SphericalLayer(engine, layer) for layer in range(len(engine.config.windows))
-        ]
-        super().__init__(layers=layers)
+        layers = range(len(engine.config.windows))
+        super().__init__(layers=[LayerView(self, layer) for layer in layers])
         self.engine = engine
         self.budget = budget
         self._model = weakref.ref(model)
         self._layout = describe_model(model)
-        self._release = _hold(self, model, self._layout)
+        self._release = hold_for(self, model, self._layout)
 
     @classmethod
     def for_model(
@@ -140,6 +138,11 @@ class SphericalCache(Cache):
     def config(self) -> CacheConfig:
         """Tiers and sizes in use."""
         return self.engine.config
+
+    @property
+    def backend_name(self) -> str:
+        """What runs decode attention."""
+        return self.engine.backend_name
 
     @property
     def tier(self) -> TierSpec:
@@ -281,15 +284,6 @@ class SphericalCache(Cache):
         if model is None or not self._release.alive:
             raise RuntimeError("the cache is detached from its model")
         return model
-
-
-def _hold(
-    cache: SphericalCache, model: PreTrainedModel, layout: ModelLayout
-) -> weakref.finalize[[Attachment, PreTrainedModel], SphericalCache]:
-    attachment = attach(model, layout)
-    release = weakref.finalize(cache, Attachment.release, attachment, model)
-    release.atexit = False
-    return release
 
 
 def _make_engine(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,20 @@ from sphkv.attention.request import AttentionOptions
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.step import StepTokens
 from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
+
+
+class HeldSlots(Protocol):
+    """What a cache holds of a batch."""
+
+    @property
+    def length(self) -> int:
+        """Slots of the padded batch."""
+        ...
+
+    @property
+    def is_real(self) -> Tensor:
+        """``[batch, slots]`` bool: which of them are tokens."""
+        ...
 
 
 class CachePass:
@@ -59,7 +73,7 @@ def read_options(call: AttentionCall, window: int | None) -> AttentionOptions:
     return AttentionOptions(scale=float(scale), softcap=softcap, window=window)
 
 
-def read_step(args: tuple[Any, ...], kwargs: dict[str, Any], engine: CacheEngine) -> StepTokens:
+def read_step(args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldSlots) -> StepTokens:
     """Which tokens a forward pass brings, from the decoder's arguments.
 
     Raises:
@@ -74,17 +88,17 @@ def read_step(args: tuple[Any, ...], kwargs: dict[str, Any], engine: CacheEngine
         raise ValueError("the decoder got neither input_ids nor inputs_embeds")
     batch, num_new = tokens.shape[:2]
     return StepTokens(
-        is_real=_read_mask(kwargs.get("attention_mask"), batch, num_new, engine),
-        positions=_read_positions(kwargs.get("position_ids"), batch, num_new, engine),
+        is_real=_read_mask(kwargs.get("attention_mask"), batch, num_new, held),
+        positions=_read_positions(kwargs.get("position_ids"), batch, num_new, held),
     )
 
 
-def _read_mask(mask: Any, batch: int, num_new: int, engine: CacheEngine) -> Tensor:
+def _read_mask(mask: Any, batch: int, num_new: int, held: HeldSlots) -> Tensor:
     if mask is None:
-        if engine.length and not bool(engine.is_real.all()):
+        if held.length and not bool(held.is_real.all()):
             raise ValueError(
                 "the cache holds padded rows and this step has no attention_mask: pass the mask "
-                f"of all {engine.length + num_new} slots"
+                f"of all {held.length + num_new} slots"
             )
         return torch.ones(batch, num_new, dtype=torch.bool)
     if not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -94,20 +108,20 @@ def _read_mask(mask: Any, batch: int, num_new: int, engine: CacheEngine) -> Tens
             "hide some tokens from some others cannot be followed from codes"
         )
     real = mask.bool().cpu()
-    if tuple(real.shape) != (batch, engine.length + num_new):
+    if tuple(real.shape) != (batch, held.length + num_new):
         raise ValueError(
-            f"attention_mask must be {(batch, engine.length + num_new)}: {engine.length} cached "
+            f"attention_mask must be {(batch, held.length + num_new)}: {held.length} cached "
             f"slots and {num_new} new ones; got {tuple(real.shape)}"
         )
-    if engine.length and not torch.equal(real[:, : engine.length], engine.is_real):
+    if held.length and not torch.equal(real[:, : held.length], held.is_real):
         raise ValueError("attention_mask changes what was padding when the tokens were cached")
-    return real[:, engine.length :]
+    return real[:, held.length :]
 
 
-def _read_positions(given: Any, batch: int, num_new: int, engine: CacheEngine) -> Tensor:
+def _read_positions(given: Any, batch: int, num_new: int, held: HeldSlots) -> Tensor:
     if given is None:
         # what decoders do without position_ids: count every slot
-        given = torch.arange(engine.length, engine.length + num_new)[None]
+        given = torch.arange(held.length, held.length + num_new)[None]
     if not isinstance(given, Tensor) or given.dim() != 2:
         raise ValueError(f"position_ids must be [batch, tokens], got {given!r}")
     return given.cpu().to(torch.int64).expand(batch, -1)

@@ -20,31 +20,34 @@ from sphkv.cache.engine import CacheEngine
 from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
 from sphkv.integrations.transformers.cache import SphericalCache
 from sphkv.integrations.transformers.forward import read_options
-from sphkv.integrations.transformers.layer import SphericalLayer
+from sphkv.integrations.transformers.layer import LayerView
 
 _WARM_UP_STEPS = 2
-
-
-class _GraphLayer(SphericalLayer):
-    """Hands new states through; the captured attention stores them."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Nothing is kept here."""
-        return key_states, value_states
 
 
 class _GraphCache(Cache):
     """The ``past_key_values`` of a captured forward pass, and its listener."""
 
     def __init__(self, engine: CacheEngine, batch: BatchDecode) -> None:
-        layers: list[Any] = [
-            _GraphLayer(engine, layer) for layer in range(len(engine.config.windows))
-        ]
-        super().__init__(layers=layers)
         self._windows = engine.config.windows
+        layers = range(len(self._windows))
+        super().__init__(layers=[LayerView(self, layer) for layer in layers])
+        self._engine = engine
         self._batch = batch
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hands new states through; the captured attention stores them."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Slots of the batch."""
+        return self._engine.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Keys a mask must cover, and where they start."""
+        return self._engine.length + query_length, 0
 
     @property
     def needs_mask(self) -> bool:
