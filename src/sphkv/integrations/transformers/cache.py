@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from sphkv.attention.api import get_backend
 from sphkv.cache.engine import CacheEngine
@@ -30,9 +28,8 @@ from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
 from sphkv.core.tiers import TierSpec, TierTable
 from sphkv.integrations.transformers.architecture import ModelLayout, describe_model
-from sphkv.integrations.transformers.attachment import hold_for
+from sphkv.integrations.transformers.attached import AttachedCache
 from sphkv.integrations.transformers.forward import CachePass, read_step
-from sphkv.integrations.transformers.layer import LayerView
 from sphkv.store.ledger import ByteLedger
 
 DEFAULT_BUDGET = "25%"
@@ -58,7 +55,7 @@ class CacheOptions:
     backend: str = "auto"
 
 
-class SphericalCache(Cache):
+class SphericalCache(AttachedCache):
     """A KV cache of packed angle codes, made by ``for_model`` and given to ``generate``.
 
     The first prompt is attended to densely, then coded; decoding reads the codes. Every method
@@ -74,13 +71,9 @@ class SphericalCache(Cache):
         self, model: PreTrainedModel, engine: CacheEngine, *, budget: ByteBudget | None = None
     ) -> None:
         """Attach an engine to a model; users call ``for_model``."""
-        layers = range(len(engine.config.windows))
-        super().__init__(layers=[LayerView(self, layer) for layer in layers])
+        super().__init__(model, describe_model(model))
         self.engine = engine
         self.budget = budget
-        self._model = weakref.ref(model)
-        self._layout = describe_model(model)
-        self._release = hold_for(self, model, self._layout)
 
     @classmethod
     def for_model(
@@ -175,9 +168,7 @@ class SphericalCache(Cache):
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachePass:
         """Called by the hook on the decoder before each forward pass that uses this cache."""
-        model = self._model()
-        if model is not None and model.training:
-            raise ValueError("SphericalCache serves inference only: call model.eval() first")
+        self._check_inference()
         self.engine.begin(read_step(args, kwargs, self.engine))
         return CachePass(self.engine)
 
@@ -185,38 +176,21 @@ class SphericalCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take the new states of a layer; see ``CacheEngine.update``."""
-        if not self._release.alive:
-            raise RuntimeError("the cache is detached from its model: make one with for_model()")
+        self._check_attached()
         return self.engine.update(layer_idx, key_states, value_states)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    @property
+    def length(self) -> int:
         """Slots of the padded batch, as mask and positions count them."""
         return self.engine.length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Keys a mask must cover, and where they start."""
-        return self.engine.length + query_length, 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No maximum."""
-        return -1
 
     @property
     def batch_size(self) -> int:
         """Sequences in the batch; -1 while the cache is empty."""
         return self.engine.batch_size or -1
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens.
-
-        Args:
-            tokens_to_remove: Minus the number of tokens; 0 does nothing.
-        """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"
-            )
-        self.engine.crop(max(0, self.engine.length + tokens_to_remove))
+    def _crop_to(self, length: int) -> None:
+        self.engine.crop(length)
 
     def reset(self) -> None:
         """Forget all tokens; the calibration stays."""
@@ -245,18 +219,6 @@ class SphericalCache(Cache):
         """As ``fork``: what reusing a prompt's cache for several continuations needs."""
         return self.fork()
 
-    def detach(self) -> None:
-        """Let go of the model; the last cache to do so gives it back as it was."""
-        self._release()
-
-    def __enter__(self) -> SphericalCache:
-        """Detach at the end of a ``with`` block."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Detach."""
-        self.detach()
-
     def save(self, folder: Path | str) -> None:
         """Write the cache to a folder: pages, tails, calibration and settings."""
         save_engine(self.engine, Path(folder), budget=self.budget)
@@ -281,8 +243,8 @@ class SphericalCache(Cache):
 
     def _attached_model(self) -> PreTrainedModel:
         model = self._model()
-        if model is None or not self._release.alive:
-            raise RuntimeError("the cache is detached from its model")
+        self._check_attached()
+        assert model is not None
         return model
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from sphkv.attention.api import get_backend
 from sphkv.attention.request import DecodeBackend
@@ -29,13 +27,12 @@ from sphkv.integrations.transformers.architecture import (
     UnsupportedModelError,
     describe_model,
 )
+from sphkv.integrations.transformers.attached import AttachedCache
 from sphkv.integrations.transformers.attachment import (
     AttentionCall,
     AttentionResult,
-    hold_for,
 )
 from sphkv.integrations.transformers.forward import read_options, read_step
-from sphkv.integrations.transformers.layer import LayerView
 from sphkv.retention.policy import RetentionPolicy, load_policy
 from sphkv.retention.protection import ProtectionRule
 from sphkv.retention.segments import SegmentSpans
@@ -63,7 +60,7 @@ class RetentionOptions:
     backend: str = "auto"
 
 
-class RetainedCache(Cache):
+class RetainedCache(AttachedCache):
     """One sequence under a byte budget that holds after every step.
 
     The first pass is the prompt: the model's own attention runs, and when its last layer is done
@@ -83,15 +80,10 @@ class RetainedCache(Cache):
         backend: DecodeBackend,
     ) -> None:
         """Attach to a model; users call ``for_model``."""
-        super().__init__(
-            layers=[LayerView(self, layer) for layer in range(layout.geometry.num_layers)]
-        )
-        self._model = weakref.ref(model)
-        self._layout = layout
+        super().__init__(model, layout)
         self._config = config
         self._backend = backend
         self._codec = None if calibration is None else SphericalCodec(calibration)
-        self._release = hold_for(self, model, layout)
         self.reset()
 
     @classmethod
@@ -198,9 +190,7 @@ class RetainedCache(Cache):
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetainedCache:
         """Called by the hook on the decoder before each forward pass that uses this cache."""
-        model = self._model()
-        if model is not None and model.training:
-            raise ValueError("RetainedCache serves inference only: call model.eval() first")
+        self._check_inference()
         step = read_step(args, kwargs, self)
         if step.is_real.shape[0] != 1:
             raise ValueError(
@@ -217,8 +207,7 @@ class RetainedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take the new states of a layer; ``attend`` stores them."""
-        if not self._release.alive:
-            raise RuntimeError("the cache is detached from its model: make one with for_model()")
+        self._check_attached()
         self._fresh[layer_idx] = (key_states.detach(), value_states.detach())
         return key_states, value_states
 
@@ -247,65 +236,29 @@ class RetainedCache(Cache):
         """The pass ended; a failed one leaves the cache as it was before."""
         self._fresh.clear()
         if is_failed:
-            self._trim(self._length)
+            self._crop_to(self._length)
             return
         if self._calibrator is not None:
             self._codec = SphericalCodec(self._calibrator.calibration)
             self._calibrator = None
         self._length = self.sequence.num_tokens()
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens the cache was given."""
-        return self.length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Keys a mask must cover, and where they start."""
-        return self.length + query_length, 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No maximum."""
-        return -1
-
     @property
     def batch_size(self) -> int:
         """One sequence; -1 while the cache is empty."""
         return 1 if self._length else -1
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens.
-
-        Args:
-            tokens_to_remove: Minus the number of tokens; 0 does nothing.
-        """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"
-            )
-        self._trim(max(0, self._length + tokens_to_remove))
-
-    def _trim(self, num_tokens: int) -> None:
-        if num_tokens == 0:
+    def _crop_to(self, length: int) -> None:
+        if length == 0:
             self.reset()
             return
-        self.sequence.crop(num_tokens)
-        self._length = num_tokens
+        self.sequence.crop(length)
+        self._length = length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """One sequence stays where it is."""
         if beam_idx.tolist() != [0]:
             raise ValueError(f"RetainedCache holds one sequence, got rows {beam_idx.tolist()}")
-
-    def detach(self) -> None:
-        """Let go of the model; the last cache to do so gives it back as it was."""
-        self._release()
-
-    def __enter__(self) -> RetainedCache:
-        """Detach at the end of a ``with`` block."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Detach."""
-        self.detach()
 
 
 def _check_layout(layout: ModelLayout) -> None:
