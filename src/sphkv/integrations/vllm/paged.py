@@ -152,8 +152,9 @@ class PagedAttention:
         tokens, head_dim = self._block.tokens, self._block.layout.head_dim
         num_queries = positions.shape[0]
         call = self._kernels.Call()
-        if sequence.tail_slot >= 0:
-            first = sequence.num_tokens // tokens * tokens
+        seen = (int(positions[0]), int(positions[-1]))
+        first = sequence.num_tokens // tokens * tokens
+        if sequence.tail_slot >= 0 and first <= seen[1]:
             keys = step.pool.keys[layer][sequence.tail_slot]
             values = step.pool.values[layer][sequence.tail_slot]
             call.set_tail(
@@ -168,16 +169,22 @@ class PagedAttention:
         call.set_options(
             options.scale, options.softcap or 0.0, options.window or 0, torch.get_num_threads()
         )
-        plan = self._plan(layer, kv_cache, sequence, options.window)
+        plan = self._plan(layer, kv_cache, sequence, options.window, seen)
         self._kernels.attend(self._engine, plan, call, output.data_ptr(), lse.data_ptr())
 
     def _plan(
-        self, layer: int, kv_cache: Tensor, sequence: SequenceStep, window: int | None
+        self,
+        layer: int,
+        kv_cache: Tensor,
+        sequence: SequenceStep,
+        window: int | None,
+        positions: tuple[int, int],
     ) -> Any:
-        """Addresses of the full blocks that any new token can see."""
-        oldest = 0 if window is None else max(0, sequence.first_position - window + 1)
-        first = min(oldest // self._block.tokens, len(sequence.full_blocks))
-        blocks = sequence.full_blocks[first:]
+        """Addresses of the full blocks that queries from one position to another can see."""
+        tokens, (start, last) = self._block.tokens, positions
+        oldest = 0 if window is None else max(0, start - window + 1)
+        first = min(oldest // tokens, len(sequence.full_blocks))
+        blocks = sequence.full_blocks[first : last // tokens + 1]
         key = (layer, min(first, 1), blocks)
         plan = self._plans.get(key)
         if plan is None:
@@ -236,6 +243,12 @@ def dense_attention(
     tokens = query.shape[1]
     keys = keys.float().repeat_interleave(group, 0)
     values = values.float().repeat_interleave(group, 0)
+    if options.softcap is None and options.window is None:
+        # the operator behind scaled_dot_product_attention, which keeps its log-sum-exp to itself
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        rows = (part[None] for part in (query.float(), keys, values))
+        output, lse = flash(*rows, is_causal=True, scale=options.scale)
+        return PartialAttention(output[0], lse[0])
     at = torch.arange(tokens)
     outputs, weights = [], []
     for part in at.split(_DENSE_QUERIES):
