@@ -246,8 +246,8 @@ def dense_attention(
     if options.softcap is None and options.window is None:
         # the operator behind scaled_dot_product_attention, which keeps its log-sum-exp to itself
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        rows = (part[None] for part in (query.float(), keys, values))
-        output, lse = flash(*rows, is_causal=True, scale=options.scale)
+        states = (part[None] for part in (query.float(), keys, values))
+        output, lse = flash(*states, is_causal=True, scale=options.scale)
         return PartialAttention(output[0], lse[0])
     at = torch.arange(tokens)
     outputs, weights = [], []
