@@ -17,6 +17,7 @@ COMMANDS = {
     "fit-policy": ["--model", "MODEL", "--data", "DATA", "--policy-out", "OUT"],
     "bench decode": ["--context", "512", "--repeats", "1", "--out", "OUT"],
     "bench llama": ["--gguf", "TEXT", "--out", "OUT"],
+    "bench serve": ["--model", "MODEL", "--text", "TEXT", "--requests", "1", "--out", "OUT"],
     "calibrate": ["--model", "MODEL", "--text", "TEXT", "--tokens", "256", "--out", "OUT"],
     "certify": ["--model", "MODEL", "--budget", "50%", "--context", "512", "--out", "OUT"],
     "demo": ["--model", "MODEL", "--context", "1024", "--report", "OUT"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sphkv bench``: coded pages against dense attention, and against llama.cpp."""
+"""``sphkv bench``: coded pages against dense attention, llama.cpp and stock vLLM."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import shlex
 import sys
 
+from sphkv.cli import bench_serve
 from sphkv.cli.output import check_writable, format_table, write_json
 
 COLUMNS = (
@@ -57,6 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     llama.add_argument("--out", help="file for the JSON record")
     llama.add_argument("--json", action="store_true", help="print JSON instead of a table")
     llama.set_defaults(run=run_llama)
+    bench_serve.add_parser(kinds)
 
 
 def _bits(text: str) -> tuple[float, float]:

@@ -42,7 +42,7 @@ def load_model(
     """
     if not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point type, got {dtype}")
-    source = _resolve_source(name)
+    source = resolve_source(name)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, use_safetensors=True, output_loading_info=True
@@ -121,7 +121,7 @@ def model_cache_dir() -> Path:
     return base / "sphkv" / "models"
 
 
-def _resolve_source(name: str) -> Path | str:
+def resolve_source(name: str) -> Path | str:
     """The folder that ``name`` stands for, or ``name`` itself when it may be on the hub."""
     path = Path(name).expanduser()
     if name == "smollm2":

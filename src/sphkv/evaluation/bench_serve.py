@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's server with coded blocks beside stock: the same requests, the same cache memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sphkv.core.tiers import coded_tier
+from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.serve_load import (
+    GaugeWatch,
+    complete,
+    run_closed_loop,
+    summarise,
+    tokenize,
+)
+from sphkv.integrations.vllm.launch import (
+    CODED_SERVER,
+    STOCK_SERVER,
+    RunningServer,
+    require_vllm,
+    start_server,
+)
+
+STOCK = "stock"
+DTYPES = {"float32": 4, "bfloat16": 2}
+_TIER = re.compile(r"k(\d+(?:\.\d+)?)v(\d+)")
+_START_SECONDS = 600
+_CHARACTERS_PER_TOKEN = 6
+_LARGEST = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServeBenchConfig:
+    """What to serve and how to load it.
+
+    Attributes:
+        model: ``"smollm2"``, a folder, a GGUF file or a hub name.
+        text: File whose pieces are the prompts; no two share a beginning.
+        tiers: Tiers of the coded servers, such as ``k2v3``; stock always runs too.
+        calibration: File of ``sphkv calibrate``; the servers calibrate themselves without it.
+        cache_mib: Cache memory of a server; see ``stock_cache_bytes`` for float32.
+        prompt_tokens: Least and most tokens of a prompt.
+        new_tokens: Tokens that every request asks for.
+        requests: Requests in all.
+        clients: Clients; each sends its next request when it has its answer.
+        dtype: Type that the model computes in.
+        block_tokens: Tokens of a block.
+    """
+
+    model: str
+    text: str
+    tiers: tuple[str, ...] = ("k2v3",)
+    calibration: str | None = None
+    cache_mib: int = 96
+    prompt_tokens: tuple[int, int] = (500, 1500)
+    new_tokens: int = 64
+    requests: int = 8
+    clients: int = 8
+    dtype: str = "float32"
+    block_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        """Reject what no server can be asked for."""
+        for name in ("cache_mib", "new_tokens", "requests", "clients"):
+            if not 0 < getattr(self, name) <= _LARGEST:
+                raise ValueError(f"{name} must be in 1..{_LARGEST}, got {getattr(self, name)}")
+        least, most = self.prompt_tokens
+        if not 0 < least <= most <= _LARGEST:
+            raise ValueError(f"prompt_tokens must rise from at least 1, got {least},{most}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {self.dtype!r}")
+        for name in ("text", "calibration"):
+            path = getattr(self, name)
+            if path is not None and ("\0" in path or not Path(path).is_file()):
+                raise ValueError(f"{name} must be a file, got {path!r}")
+        for tier in self.tiers:
+            self.tier_options(tier)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Cache memory of a coded server."""
+        return self.cache_mib << 20
+
+    @property
+    def stock_cache_bytes(self) -> int:
+        """Cache memory of the stock server: what its states would take as bfloat16.
+
+        A float32 server stores float32, so it gets twice the bytes and holds as many tokens.
+        """
+        return self.cache_bytes * DTYPES[self.dtype] // DTYPES["bfloat16"]
+
+    def tier_options(self, tier: str) -> dict[str, Any]:
+        """Options of a coded server at a tier.
+
+        Raises:
+            ValueError: There is no such tier.
+        """
+        match = _TIER.fullmatch(tier)
+        if match is None:
+            raise ValueError(f"a tier is written like k2v3, got {tier!r}")
+        options: dict[str, Any] = {"key_bits": float(match[1]), "value_bits": int(match[2])}
+        coded_tier(options["key_bits"], options["value_bits"], page_tokens=self.block_tokens)
+        if self.calibration is not None:
+            options["calibration"] = self.calibration
+        return options
+
+
+def bench_serve(
+    config: ServeBenchConfig, *, command: str, progress: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Load the stock server, then a coded one per tier.
+
+    Args:
+        config: What to do.
+        command: The command line, for the record.
+        progress: Told what is being done.
+
+    Raises:
+        ImportError: vLLM is not installed here.
+        RuntimeError: A server did not start.
+    """
+    require_vllm()
+    from sphkv.integrations.models import resolve_source
+
+    model = str(resolve_source(config.model))
+    rows = []
+    for name in (STOCK, *config.tiers):
+        if progress is not None:
+            progress(name)
+        rows.append(_bench_one(config, model, name))
+    return {
+        "command": command,
+        "config": asdict(config),
+        "environment": describe_environment(),
+        "rows": rows,
+    }
+
+
+def _bench_one(config: ServeBenchConfig, model: str, name: str) -> dict[str, Any]:
+    is_stock = name == STOCK
+    cache_bytes = config.stock_cache_bytes if is_stock else config.cache_bytes
+    arguments = ["--dtype", config.dtype, "--enforce-eager"]
+    arguments += ["--max-model-len", str(config.prompt_tokens[1] + config.new_tokens)]
+    arguments += ["--max-num-seqs", str(config.clients)]
+    arguments += ["--block-size", str(config.block_tokens)]
+    arguments += ["--kv-cache-memory-bytes", str(cache_bytes)]
+    if not is_stock:
+        arguments += ["--sphkv", json.dumps(config.tier_options(name))]
+    module = STOCK_SERVER if is_stock else CODED_SERVER
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        start_server(module, model, arguments, Path(folder) / "log") as running,
+    ):
+        running.wait_until_ready(_START_SECONDS)
+        return {"server": name, "cache_bytes": cache_bytes, **_load(config, running)}
+
+
+def _load(config: ServeBenchConfig, running: RunningServer) -> dict[str, Any]:
+    held = re.search(r"KV cache size: ([\d,]+) tokens", running.log)
+    prompts = make_prompts(config, lambda text: tokenize(running.url, text))
+    # the first request pays for what is made on first use
+    complete(running.url, prompts[0][:16], 2)
+    before = running.cpu_seconds()
+    with GaugeWatch(lambda: running.metric("vllm:num_requests_running")) as watch:
+        answers = run_closed_loop(running.url, prompts, config.new_tokens, config.clients)
+    after = running.cpu_seconds()
+    return {
+        "tokens_held": int(held[1].replace(",", "")) if held else None,
+        "most_requests_running": int(watch.largest),
+        "preemptions": int(running.metric("vllm:num_preemptions_total")),
+        **summarise(answers, config.new_tokens),
+        "prompt_tokens": sum(map(len, prompts)),
+        "server_cpu_s": None if before is None or after is None else after - before,
+    }
+
+
+def make_prompts(config: ServeBenchConfig, encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """Ragged prompts cut from the text one after the other, the same ones for every server.
+
+    Raises:
+        ValueError: The text is too short for them.
+    """
+    pick = random.Random(0)
+    lengths = [pick.randint(*config.prompt_tokens) for _ in range(config.requests)]
+    total = sum(lengths)
+    text = Path(config.text).read_text(encoding="utf-8", errors="replace")
+    ids = encode(text[: total * _CHARACTERS_PER_TOKEN])
+    if len(ids) < total:
+        raise ValueError(f"{config.text} gives {len(ids)} tokens; the prompts need {total}")
+    ends = [sum(lengths[: at + 1]) for at in range(len(lengths))]
+    return [ids[end - length : end] for length, end in zip(lengths, ends, strict=True)]
