@@ -48,13 +48,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     decode.add_argument("--json", action="store_true", help="print JSON instead of a table")
     decode.set_defaults(run=run_decode)
     llama = kinds.add_parser(
-        "llama", help="whole decode steps against llama.cpp, by context", allow_abbrev=False
+        "llama", help="whole decode steps against llama.cpp", allow_abbrev=False
     )
     llama.add_argument("--gguf", required=True, help="model file that both sides read")
     llama.add_argument("--context", action="append", type=int, help="tokens, rising; repeated")
     llama.add_argument("--tier", default="k2v3", help="tier of the coded cache")
     llama.add_argument("--threads", type=int, default=2)
-    llama.add_argument("--steps", type=int, default=12, help="timed steps at each context")
+    llama.add_argument("--rounds", type=int, default=5, help="turns of each engine at a context")
     llama.add_argument("--out", help="file for the JSON record")
     llama.add_argument("--json", action="store_true", help="print JSON instead of a table")
     llama.set_defaults(run=run_llama)
@@ -98,7 +98,7 @@ def run_llama(args: argparse.Namespace) -> int:
     check_writable(args.out)
     from sphkv.evaluation.bench_llama import LlamaBenchConfig, bench_llama
 
-    config = LlamaBenchConfig(args.gguf, tier=args.tier, threads=args.threads, steps=args.steps)
+    config = LlamaBenchConfig(args.gguf, tier=args.tier, threads=args.threads, rounds=args.rounds)
     if args.context:
         config = dataclasses.replace(config, contexts=tuple(args.context))
     record = bench_llama(config, command="sphkv " + shlex.join(sys.argv[1:]))
@@ -107,6 +107,7 @@ def run_llama(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(record, indent=2))
     else:
-        print(format_table(("engine", "ms_per_1k_tokens"), record["rows"]))
+        columns = ("engine", "ms_per_1k_tokens", "least_ms_per_1k_tokens")
+        print(format_table(columns, record["rows"]))
         print(f"lowest of llama.cpp over ours: {record['lowest_llama_over_ours']:.2f}")
     return 0
