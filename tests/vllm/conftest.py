@@ -8,12 +8,8 @@ files below are not collected. ``make vllm-test`` makes an environment that has 
 import importlib.util
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from sphkv.integrations.vllm.launch import RunningServer, start_server
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore = [] if HAS_VLLM else ["test_backend.py", "test_engine.py", "test_server.py"]
@@ -116,72 +114,11 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Generati
     return run
 
 
-@dataclass
-class RunningServer:
-    """A server on this machine.
-
-    Attributes:
-        url: Its address.
-        process: The process that was started; it leads a session of its own.
-        log_file: What it writes.
-    """
-
-    url: str
-    process: subprocess.Popen[bytes]
-    log_file: Path
-
-    @property
-    def log(self) -> str:
-        return self.log_file.read_text(errors="replace")
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-            return str(answer.read().decode())
-
-    def metric(self, name: str) -> float:
-        """Sum of a counter over its labels."""
-        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(name)]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-    def kill(self) -> None:
-        """End the whole session at once, as a crash would."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
-
-
 @contextmanager
 def server(
     model: Path, arguments: Sequence[str], log_file: Path, *, module: str
 ) -> Iterator[RunningServer]:
-    """Start a server; it may stop by itself, which the caller sees in ``process``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    named = [str(model)] if module.startswith("sphkv") else ["--model", str(model)]
-    command = [sys.executable, "-m", module, *named, "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--served-model-name", "smollm2", "--dtype", DTYPE]
-    command += ["--enforce-eager", "--max-model-len", "1024", *arguments]
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            command, env=environment(), stdout=log, stderr=log, start_new_session=True
-        )
-    running = RunningServer(f"http://127.0.0.1:{port}", process, log_file)
-    try:
+    """Start a small server; it may stop by itself, which the caller sees in ``process``."""
+    given = ["--dtype", DTYPE, "--enforce-eager", "--max-model-len", "1024", *arguments]
+    with start_server(module, str(model), given, log_file) as running:
         yield running
-    finally:
-        if process.poll() is None:
-            running.kill()
-
-
-def wait_until_ready(running: RunningServer) -> None:
-    """Wait for the health check, or fail with the end of the log."""
-    end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end:
-        if running.process.poll() is not None:
-            break
-        try:
-            running.get("/health")
-            return
-        except OSError:
-            time.sleep(1)
-    pytest.fail(f"the server did not start:\n{running.log[-6000:]}")

@@ -14,6 +14,7 @@ from sphkv.codec.calibration import Calibration, default_calibration
 from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.geometry import KVGeometry
+from sphkv.integrations.vllm.blocks import CodedBlock
 from sphkv.integrations.vllm.options import ServeOptions
 from sphkv.integrations.vllm.runtime import Runtime
 from sphkv.integrations.vllm.steps import StepPlan, plan_step
@@ -84,16 +85,15 @@ class Server:
         )
         plan = plan_step(self.pool, starts, self.done, self.table, self.runtime.block.tokens)
         query, keys, values = batch
-        self.runtime.store(0, (keys, values), self.kv_cache, plan)
-        output, _ = self.runtime.paged.attend_step(
-            0, (query, keys, values), self.kv_cache, plan, self.options
-        )
+        self.runtime.hold(0, (keys, values), plan)
+        output, _ = self.runtime.attend(0, (query, keys, values), self.kv_cache, plan, self.options)
         return plan, output
 
-    def stored(self, index: int, codec: SphericalCodec) -> tuple[Tensor, Tensor]:
-        """Dense keys and values ``[heads, tokens, dim]`` as a reader of the cache sees them."""
+    def stored(self, index: int, begin: int, codec: SphericalCodec) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[heads, tokens, dim]`` as a step that begins there sees them."""
         block, total = self.runtime.block, self.done[index]
-        full = total // block.tokens * block.tokens
+        assert isinstance(block, CodedBlock)
+        full = begin // block.tokens * block.tokens
         keys, values = (s.transpose(0, 1).clone() for s in self.states[index][1:])
         for at in range(0, full, block.tokens):
             raw = self.kv_cache[self.table[index, at // block.tokens]].flatten(1)
@@ -116,14 +116,9 @@ class Server:
 
 
 def expected_output(server: Server, index: int, begin: int, codec: SphericalCodec) -> Tensor:
-    """Attention in float64 over what the cache holds, new prompt tokens dense if they may be."""
+    """Attention in float64 over what the cache holds; blocks the step fills are dense to it."""
     options, end = server.options, server.done[index]
-    keys, values = server.stored(index, codec)
-    is_prompt = end - begin > 1
-    if is_prompt and (begin == 0 or options.window is None):
-        dense = [s.transpose(0, 1) for s in server.states[index][1:]]
-        keys = torch.cat([keys[:, :begin], dense[0][:, begin:end]], 1)
-        values = torch.cat([values[:, :begin], dense[1][:, begin:end]], 1)
+    keys, values = server.stored(index, begin, codec)
     query = server.states[index][0][begin:end].transpose(0, 1).double()
     keys, values = (s.double().repeat_interleave(GROUP, 0) for s in (keys, values))
     logits = options.scale * query @ keys.transpose(1, 2)
@@ -219,7 +214,7 @@ def test_default_blocks_hold_four_times_the_tokens(head_dim: int):
     runtime = Runtime(
         ServeOptions(), block_tokens=128, num_kv_heads=2, head_dim=head_dim, max_sequences=1
     )
-    assert 4 * head_dim / runtime.block.content_bytes > 4.9
-    assert (
-        runtime.block.content_bytes * 128 >= runtime.block.layout.page_bytes + 64 + 4 * 4 * head_dim
-    )
+    block = runtime.block
+    assert isinstance(block, CodedBlock)
+    assert 4 * head_dim / block.content_bytes > 4.9
+    assert block.content_bytes * 128 >= block.layout.page_bytes + 64 + 4 * 4 * head_dim

@@ -20,7 +20,7 @@ from sphkv.integrations.vllm.calibrate import (
     load_share,
 )
 from sphkv.integrations.vllm.options import ServeOptions, check_block_size
-from sphkv.integrations.vllm.runtime import activate, active_runtime
+from sphkv.integrations.vllm.runtime import Runtime, activate, active_runtime
 from sphkv.integrations.vllm.serve import server_arguments
 
 
@@ -43,6 +43,8 @@ def test_options_come_from_additional_config():
         ({"sink_tokens": 17}, "at most 16, got 17"),
         ({"calibration_tokens": 8}, "calibration_tokens .* got 8"),
         ({"calibration": 3}, "calibration must be a path, got 3"),
+        ({"budget_bytes": 0}, "budget_bytes .* got 0"),
+        ({"budget_bytes": 40.5}, "budget_bytes .* got 40.5"),
         ([], "must be an object"),
     ],
 )
@@ -64,6 +66,20 @@ def test_server_arguments_insist_on_the_worker():
     assert got[3].endswith("SphericalWorker")
     assert json.loads(got[5]) == {"sphkv": {"key_bits": 3}}
     assert got[6:] == ["--port", "1", "--seed", "2"]
+
+
+def test_blocks_with_a_budget_are_not_shared_between_prompts():
+    got = server_arguments(["m", "--sphkv", '{"budget_bytes": 40}'])
+    assert got[-1] == "--no-enable-prefix-caching"
+
+
+def test_a_tier_that_no_codebook_has_stops_the_start():
+    rope = RopeSpec.from_config({"rope_theta": 10_000.0}, 64)
+    runtime = Runtime(
+        ServeOptions(key_bits=7), block_tokens=32, num_kv_heads=1, head_dim=64, max_sequences=1
+    )
+    with pytest.raises(ValueError, match="got 112"):
+        runtime.use(default_calibration(KVGeometry(1, 1, 1, 64), (rope,)))
 
 
 @pytest.mark.parametrize(

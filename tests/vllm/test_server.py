@@ -10,11 +10,11 @@ from pathlib import Path
 
 import openai  # type: ignore[import-not-found]
 import pytest
-from tests.vllm.conftest import START_SECONDS, RunningServer, server, wait_until_ready
+from tests.vllm.conftest import START_SECONDS, server
 from tests.vllm.prompts import long_prompt
 
-SERVE = "sphkv.integrations.vllm.serve"
-STOCK = "vllm.entrypoints.openai.api_server"
+from sphkv.integrations.vllm.launch import CODED_SERVER, STOCK_SERVER, RunningServer
+
 WORKER = "sphkv.integrations.vllm.worker.SphericalWorker"
 ARGUMENTS = ["--max-num-seqs", "16", "--block-size", "64", "--kv-cache-memory-bytes", "128M"]
 pytestmark = pytest.mark.timeout(3 * START_SECONDS)
@@ -31,8 +31,8 @@ def running(
 ) -> Iterator[RunningServer]:
     log = tmp_path_factory.mktemp("server") / "log"
     arguments = [*ARGUMENTS, *options(calibration_file)]
-    with server(model_folder, arguments, log, module=SERVE) as one:
-        wait_until_ready(one)
+    with server(model_folder, arguments, log, module=CODED_SERVER) as one:
+        one.wait_until_ready(START_SECONDS)
         yield one
 
 
@@ -42,7 +42,7 @@ def client(running: RunningServer) -> openai.OpenAI:
 
 def complete(running: RunningServer, prompt: str, tokens: int = 8) -> str:
     answer = client(running).completions.create(
-        model="smollm2", prompt=prompt, max_tokens=tokens, temperature=0
+        model="model", prompt=prompt, max_tokens=tokens, temperature=0
     )
     return str(answer.choices[0].text)
 
@@ -77,7 +77,7 @@ def test_bad_requests_get_the_servers_own_errors(running: RunningServer):
     with pytest.raises(openai.BadRequestError, match="1024"):
         complete(running, "word " * 3000)
     with pytest.raises(openai.BadRequestError):
-        client(running).completions.create(model="smollm2", prompt="x", max_tokens=-1)
+        client(running).completions.create(model="model", prompt="x", max_tokens=-1)
     with pytest.raises(openai.NotFoundError):
         client(running).completions.create(model="other", prompt="x")
     assert complete(running, "The capital of France is", 2) == " Paris."
@@ -87,7 +87,7 @@ def test_a_killed_server_starts_again(
     running: RunningServer, model_folder: Path, calibration_file: Path, tmp_path: Path
 ):
     stream = client(running).completions.create(
-        model="smollm2", prompt=long_prompt(5), max_tokens=200, stream=True
+        model="model", prompt=long_prompt(5), max_tokens=200, stream=True
     )
     next(iter(stream))
     running.kill()
@@ -95,20 +95,28 @@ def test_a_killed_server_starts_again(
     with pytest.raises(Exception, match=r"."):
         list(stream)
     arguments = [*ARGUMENTS, *options(calibration_file)]
-    with server(model_folder, arguments, tmp_path / "log", module=SERVE) as again:
-        wait_until_ready(again)
+    with server(model_folder, arguments, tmp_path / "log", module=CODED_SERVER) as again:
+        again.wait_until_ready(START_SECONDS)
         assert complete(again, "The capital of France is", 2) == " Paris."
 
 
 @pytest.mark.parametrize(
     ("module", "arguments", "reason"),
     [
-        (SERVE, ["--sphkv", '{"calibration": "/nowhere/c.safetensors"}'], "no calibration file"),
-        (SERVE, ["--sphkv", "{}", "--block-size", "16"], "block size must be one of"),
+        (
+            CODED_SERVER,
+            ["--sphkv", '{"calibration": "/nowhere/c.safetensors"}'],
+            "no calibration file",
+        ),
+        (CODED_SERVER, ["--sphkv", "{}", "--block-size", "16"], "block size must be one of"),
         # the plugin is loaded, but not the worker: stock attention must not serve instead
-        (STOCK, ["--additional-config", '{"sphkv": {}}'], "the worker is not SphericalWorker"),
+        (
+            STOCK_SERVER,
+            ["--additional-config", '{"sphkv": {}}'],
+            "the worker is not SphericalWorker",
+        ),
         # the worker is there, but nobody said how to code
-        (STOCK, ["--worker-cls", WORKER], "SphericalWorker needs additional_config"),
+        (STOCK_SERVER, ["--worker-cls", WORKER], "SphericalWorker needs additional_config"),
     ],
 )
 def test_a_server_that_cannot_code_does_not_serve(

@@ -41,6 +41,8 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     serve.add_argument("--new-tokens", type=int, default=64, help="tokens of every answer")
     serve.add_argument("--requests", type=int, default=8)
     serve.add_argument("--clients", type=int, default=8, help="requests sent at a time")
+    serve.add_argument("--max-running", type=int, help="sequences that a server runs at once")
+    serve.add_argument("--block-tokens", type=int, default=128, help="32, 64, 96 or 128")
     serve.add_argument("--dtype", default="float32", help="float32 or bfloat16")
     serve.add_argument("--out", help="file for the JSON record")
     serve.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -72,6 +74,8 @@ def run_serve(args: argparse.Namespace) -> int:
         new_tokens=args.new_tokens,
         requests=args.requests,
         clients=args.clients,
+        max_running=args.max_running,
+        block_tokens=args.block_tokens,
         dtype=args.dtype,
     )
     record = bench_serve(

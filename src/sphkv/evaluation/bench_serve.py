@@ -28,6 +28,7 @@ from sphkv.integrations.vllm.launch import (
     require_vllm,
     start_server,
 )
+from sphkv.integrations.vllm.options import check_block_size
 
 STOCK = "stock"
 DTYPES = {"float32": 4, "bfloat16": 2}
@@ -51,6 +52,7 @@ class ServeBenchConfig:
         new_tokens: Tokens that every request asks for.
         requests: Requests in all.
         clients: Clients; each sends its next request when it has its answer.
+        max_running: Sequences that a server may run at once; as many as clients if None.
         dtype: Type that the model computes in.
         block_tokens: Tokens of a block.
     """
@@ -64,14 +66,17 @@ class ServeBenchConfig:
     new_tokens: int = 64
     requests: int = 8
     clients: int = 8
+    max_running: int | None = None
     dtype: str = "float32"
     block_tokens: int = 128
 
     def __post_init__(self) -> None:
         """Reject what no server can be asked for."""
-        for name in ("cache_mib", "new_tokens", "requests", "clients"):
-            if not 0 < getattr(self, name) <= _LARGEST:
-                raise ValueError(f"{name} must be in 1..{_LARGEST}, got {getattr(self, name)}")
+        for name in ("cache_mib", "new_tokens", "requests", "clients", "max_running"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= _LARGEST:
+                raise ValueError(f"{name} must be in 1..{_LARGEST}, got {value}")
+        check_block_size(self.block_tokens)
         least, most = self.prompt_tokens
         if not 0 < least <= most <= _LARGEST:
             raise ValueError(f"prompt_tokens must rise from at least 1, got {least},{most}")
@@ -149,7 +154,7 @@ def _bench_one(config: ServeBenchConfig, model: str, name: str) -> dict[str, Any
     cache_bytes = config.stock_cache_bytes if is_stock else config.cache_bytes
     arguments = ["--dtype", config.dtype, "--enforce-eager"]
     arguments += ["--max-model-len", str(config.prompt_tokens[1] + config.new_tokens)]
-    arguments += ["--max-num-seqs", str(config.clients)]
+    arguments += ["--max-num-seqs", str(config.max_running or config.clients)]
     arguments += ["--block-size", str(config.block_tokens)]
     arguments += ["--kv-cache-memory-bytes", str(cache_bytes)]
     if not is_stock:

@@ -154,12 +154,18 @@ class SphericalImpl(AttentionImpl):  # type: ignore[misc]
             f"kv_cache_dtype {kv_cache_dtype!r}": kv_cache_dtype not in ("auto", "bfloat16"),
             "a cache shared between layers": kv_sharing_target_layer_name is not None,
         }
+        runtime = active_runtime()
+        if runtime.retention is not None:
+            unsupported |= {
+                "a window together with budget_bytes": sliding_window is not None,
+                "a soft-cap together with budget_bytes": bool(logits_soft_cap),
+                "learned sinks together with budget_bytes": sinks is not None,
+            }
         for name, is_asked in unsupported.items():
             if is_asked:
                 raise ValueError(f"coded blocks do not support {name}")
-        runtime = active_runtime()
         shape = (num_kv_heads, head_size)
-        if shape != (runtime.num_kv_heads, runtime.block.layout.head_dim):
+        if shape != (runtime.num_kv_heads, runtime.block.head_dim):
             raise ValueError(f"a layer has {shape} KV heads and channels, unlike the first one")
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
         self.scale = float(scale)
@@ -175,13 +181,13 @@ class SphericalImpl(AttentionImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store new states: dense while their block is open, coded once it is full."""
+        """Keep new states dense; ``forward`` codes the blocks that became full."""
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict) or kv_cache.numel() == 0:
             return
         step = metadata[layer.layer_name].step
         index = self._runtime.layer_ids[layer.layer_name]
-        self._runtime.store(index, (key, value), kv_cache, step)
+        self._runtime.hold(index, (key, value), step)
 
     def forward(  # noqa: PLR0913
         self,
@@ -204,7 +210,7 @@ class SphericalImpl(AttentionImpl):  # type: ignore[misc]
             return output.zero_() if seen is None else output.copy_(seen)
         rows = attn_metadata.num_actual_tokens
         states = (query[:rows], key[:rows], value[:rows])
-        result, lse = self._runtime.paged.attend_step(
+        result, lse = self._runtime.attend(
             index, states, kv_cache, attn_metadata.step, self._options
         )
         if self.sinks is not None:

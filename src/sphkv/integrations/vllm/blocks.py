@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,19 +25,106 @@ _DENSE_TIER = TierSpec("max", "dense", float(DENSE_BITS), DENSE_BITS, RUN_TOKENS
 _BYTES_PER_ELEMENT = 2
 
 
-@dataclass(frozen=True, slots=True)
-class SinkPage:
-    """Where the dense page of the first tokens lies inside a block.
+PageKindFields = tuple[list[int], TierSpec | None]
+"""Offsets of a kind of page in the order the kernels read them, and its tier unless dense."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagePlaces:
+    """Where the pages of some blocks lie, all pages of one head after the other.
 
     Attributes:
-        offset: First byte, from the start of the block.
-        value_offset: First byte of the values, from the start of the dense page.
-        num_bytes: Header, keys and values.
+        addresses: ``[pages]`` int64 addresses.
+        kinds: ``[pages]`` int64 indices into the block's ``page_kinds``.
+        first_page: ``[heads + 1]`` int64 first page of every head, and the end.
     """
 
-    offset: int
-    value_offset: int
-    num_bytes: int
+    addresses: Tensor
+    kinds: Tensor
+    first_page: Tensor
+
+
+class Block(Protocol):
+    """What the kernels must know of a block."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a key."""
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of one token and head."""
+
+    def page_kinds(self) -> list[PageKindFields]:
+        """Kinds of pages that occur in blocks."""
+
+    def locate(self, kv_cache: Tensor, blocks: Tensor, has_first: bool) -> PagePlaces:
+        """Pages of full blocks; ``has_first`` if they begin with block 0 of a sequence."""
+
+
+class SinkPages:
+    """The first tokens of a sequence as one small dense page per head.
+
+    Attributes:
+        tokens: Tokens of a page.
+        head_dim: Elements of a key.
+    """
+
+    def __init__(self, tokens: int, head_dim: int) -> None:
+        self.tokens = tokens
+        self.head_dim = head_dim
+
+    @property
+    def _half(self) -> int:
+        return self.tokens * self.head_dim * _BYTES_PER_ELEMENT
+
+    @property
+    def num_bytes(self) -> int:
+        """Header, keys and values of one page; nothing without sinks."""
+        return HEADER_BYTES + 2 * self._half if self.tokens else 0
+
+    def kind(self) -> PageKindFields:
+        """The page as the kernels read it."""
+        end, values = self.num_bytes, HEADER_BYTES + self._half
+        head = [RUN_TOKENS, HEADER_BYTES, values, values, values, end]
+        return [*head, DENSE_BITS, end, int(PositionMode.CONTIGUOUS)], None
+
+    def write(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Pages ``[blocks, heads, bytes]`` of states ``[blocks, heads, tokens, head_dim]``."""
+        blocks, heads = keys.shape[:2]
+        layout = PageLayout(_DENSE_ID, _DENSE_TIER, self.head_dim, PositionMode.CONTIGUOUS)
+        rows = PageRows(
+            positions=torch.arange(RUN_TOKENS).expand(blocks * heads, -1),
+            counts=torch.full((blocks * heads,), self.tokens),
+            flags=torch.zeros(blocks * heads, RUN_TOKENS, dtype=torch.bool),
+        )
+        states = [part[:, :, :RUN_TOKENS].flatten(0, 1) for part in (keys, values)]
+        pages = write_dense_pages(layout, states[0], states[1], rows)
+        parts = [
+            pages[:, :HEADER_BYTES],
+            pages[:, layout.key_offset : layout.key_offset + self._half],
+            pages[:, layout.value_offset : layout.value_offset + self._half],
+        ]
+        return torch.cat(parts, 1).view(blocks, heads, -1)
+
+
+def layout_fields(layout: PageLayout) -> list[int]:
+    """Offsets of a coded page in the order the kernels read them."""
+    return [
+        layout.page_tokens,
+        layout.key_offset,
+        layout.radius_offset,
+        layout.scale_offset,
+        layout.value_offset,
+        layout.position_offset,
+        layout.tier.value_bits,
+        layout.page_bytes,
+        int(layout.position_mode),
+    ]
 
 
 class CodedBlock:
@@ -50,48 +138,39 @@ class CodedBlock:
     def __init__(self, tier: TierSpec, head_dim: int, sink_tokens: int) -> None:
         self.layout = PageLayout(_CODED_ID, tier, head_dim, PositionMode.CONTIGUOUS)
         self.sink_tokens = sink_tokens
+        self.sinks = SinkPages(sink_tokens, head_dim)
 
     @property
     def tokens(self) -> int:
         """Tokens of a block."""
         return self.layout.page_tokens
 
-    @cached_property
-    def sinks(self) -> SinkPage | None:
-        """The dense page, or None without sinks."""
-        if self.sink_tokens == 0:
-            return None
-        half = self.sink_tokens * self.layout.head_dim * _BYTES_PER_ELEMENT
-        return SinkPage(self.layout.page_bytes, HEADER_BYTES + half, HEADER_BYTES + 2 * half)
-
     @property
+    def head_dim(self) -> int:
+        """Elements of a key."""
+        return self.layout.head_dim
+
+    @cached_property
     def content_bytes(self) -> int:
         """Bytes of one token and head in vLLM's page, the block's overhead spread over it."""
-        total = self.layout.page_bytes + (self.sinks.num_bytes if self.sinks else 0)
-        return -(-total // self.tokens)
+        return -(-(self.layout.page_bytes + self.sinks.num_bytes) // self.tokens)
 
-    def coded_fields(self) -> list[int]:
-        """Offsets of the coded page in the order the kernels read them."""
-        layout = self.layout
-        return [
-            layout.page_tokens,
-            layout.key_offset,
-            layout.radius_offset,
-            layout.scale_offset,
-            layout.value_offset,
-            layout.position_offset,
-            layout.tier.value_bits,
-            layout.page_bytes,
-            int(layout.position_mode),
-        ]
+    def page_kinds(self) -> list[PageKindFields]:
+        """The coded page, then the dense one of the sinks."""
+        coded: PageKindFields = (layout_fields(self.layout), self.layout.tier)
+        return [coded, self.sinks.kind()] if self.sink_tokens else [coded]
 
-    def sink_fields(self) -> list[int]:
-        """Offsets of the dense page in the order the kernels read them."""
-        if self.sinks is None:
-            raise ValueError("blocks without sinks have no dense page")
-        end, values = self.sinks.num_bytes, self.sinks.value_offset
-        head = [RUN_TOKENS, HEADER_BYTES, values, values, values, end]
-        return [*head, DENSE_BITS, end, int(PositionMode.CONTIGUOUS)]
+    def locate(self, kv_cache: Tensor, blocks: Tensor, has_first: bool) -> PagePlaces:
+        """One page per head and block; the sinks of block 0 lie behind its page."""
+        heads = kv_cache.shape[1]
+        head = torch.arange(heads)[:, None] * kv_cache.stride(1)
+        pages = kv_cache.data_ptr() + head + blocks[None] * kv_cache.stride(0)  # [heads, blocks]
+        kinds = torch.zeros_like(pages)
+        if self.sink_tokens and has_first and blocks.numel():
+            pages = torch.cat([pages[:, :1] + self.layout.page_bytes, pages], 1)
+            kinds = torch.cat([torch.ones_like(kinds[:, :1]), kinds], 1)
+        first_page = torch.arange(heads + 1) * pages.shape[1]
+        return PagePlaces(pages.contiguous(), kinds.contiguous(), first_page)
 
     def write(
         self,
@@ -135,26 +214,8 @@ class CodedBlock:
         out = torch.zeros(blocks * heads, self.content_bytes * tokens, dtype=torch.uint8)
         out[:, : self.layout.page_bytes] = write_pages(self.layout, encoded, rows)
         out = out.view(blocks, heads, -1)
-        if self.sinks is not None and bool(is_first.any()):
-            dense = self._sink_bytes(states[0][is_first], states[1][is_first])
-            out[is_first, :, self.sinks.offset : self.sinks.offset + self.sinks.num_bytes] = dense
+        if self.sink_tokens and bool(is_first.any()):
+            dense = self.sinks.write(states[0][is_first], states[1][is_first])
+            start = self.layout.page_bytes
+            out[is_first, :, start : start + self.sinks.num_bytes] = dense
         return out
-
-    def _sink_bytes(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Dense pages ``[blocks, heads, bytes]`` of the first tokens of block 0."""
-        blocks, heads = keys.shape[:2]
-        layout = PageLayout(_DENSE_ID, _DENSE_TIER, self.layout.head_dim, PositionMode.CONTIGUOUS)
-        rows = PageRows(
-            positions=torch.arange(RUN_TOKENS).expand(blocks * heads, -1),
-            counts=torch.full((blocks * heads,), self.sink_tokens),
-            flags=torch.zeros(blocks * heads, RUN_TOKENS, dtype=torch.bool),
-        )
-        states = [part[:, :, :RUN_TOKENS].flatten(0, 1) for part in (keys, values)]
-        pages = write_dense_pages(layout, states[0], states[1], rows)
-        size = self.sink_tokens * layout.head_dim * _BYTES_PER_ELEMENT
-        parts = [
-            pages[:, :HEADER_BYTES],
-            pages[:, layout.key_offset : layout.key_offset + size],
-            pages[:, layout.value_offset : layout.value_offset + size],
-        ]
-        return torch.cat(parts, 1).view(blocks, heads, -1)

@@ -24,6 +24,8 @@ class ServeOptions:
         key_bits: Code bits per key element, radius not counted.
         value_bits: Bits per value element: 2, 3, 4, 8 or 16.
         sink_tokens: First tokens of a sequence that stay dense, inside their own block.
+        budget_bytes: Bytes of a token and KV head, on average, that the heads of a block share by
+            need; then ``key_bits`` and ``value_bits`` are not used. None for one tier everywhere.
         calibration: File that ``sphkv calibrate`` wrote; None to calibrate at start-up.
         calibration_tokens: Tokens of the built-in text that a calibration at start-up reads.
     """
@@ -31,6 +33,7 @@ class ServeOptions:
     key_bits: float = 2.0
     value_bits: int = 3
     sink_tokens: int = 4
+    budget_bytes: int | None = None
     calibration: str | None = None
     calibration_tokens: int = 1024
 
@@ -38,6 +41,8 @@ class ServeOptions:
         """Reject values that no page can hold."""
         self.tier(MAX_PAGE_TOKENS)
         _check_integer("sink_tokens", self.sink_tokens, 0, 16)
+        if self.budget_bytes is not None:
+            _check_integer("budget_bytes", self.budget_bytes, 1)
         _check_integer("calibration_tokens", self.calibration_tokens, _LEAST_CALIBRATION_TOKENS)
         if self.calibration is not None and not isinstance(self.calibration, str):
             raise ValueError(f"calibration must be a path, got {self.calibration!r}")

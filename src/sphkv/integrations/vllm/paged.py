@@ -17,7 +17,7 @@ from sphkv.attention.reference import mask_logits
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.native import require_kernels
-from sphkv.integrations.vllm.blocks import CodedBlock
+from sphkv.integrations.vllm.blocks import Block
 from sphkv.integrations.vllm.steps import SequenceStep, StepPlan
 
 # Query rows of one KV head per call: more would push their tables out of the cache.
@@ -33,9 +33,7 @@ class PagedAttention:
         variant: Instruction set of the kernels, such as ``"neon"``.
     """
 
-    def __init__(
-        self, block: CodedBlock, codec: SphericalCodec, *, variant: str | None = None
-    ) -> None:
+    def __init__(self, block: Block, codec: SphericalCodec, *, variant: str | None = None) -> None:
         """Prepare the kernels.
 
         Args:
@@ -50,13 +48,13 @@ class PagedAttention:
         self._codec = codec
         self._kernels = require_kernels()
         if variant is None:
-            is_vectorised = block.layout.head_dim % 4 == 0
+            is_vectorised = block.head_dim % 4 == 0
             variant = str(self._kernels.variants()[0]) if is_vectorised else EXACT_VARIANT
         self.variant = variant
         self._engine = self._kernels.make_engine(self.variant)
         self._codebooks = CodebookCache()
         self._kinds: dict[int, list[Any]] = {}
-        self._plans: OrderedDict[tuple[int, int, tuple[int, ...]], Any] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, int, tuple[int, ...], int], Any] = OrderedDict()
 
     def attend_step(
         self,
@@ -66,10 +64,9 @@ class PagedAttention:
         step: StepPlan,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of all new tokens of a step, whose states are written already.
+        """Attention of all new tokens of a step; blocks that it fills are coded afterwards.
 
-        New tokens of a prompt see each other densely and only what was there before as codes;
-        in layers with a window they see everything as it is stored.
+        New tokens of a prompt see each other densely and only what was there before as codes.
 
         Args:
             layer: Index of the layer.
@@ -106,15 +103,11 @@ class PagedAttention:
         sequence, step = where
         rows = slice(sequence.first_row, sequence.first_row + sequence.num_queries)
         query, keys, values = (part[rows].transpose(0, 1) for part in states)
-        before = sequence.first_position
-        if before == 0:
-            return dense_attention(query, keys, values, options)
-        if options.window is not None:
-            return self._attend_stored(layer, query, kv_cache, where, step.positions[rows], options)
-        # seen from the last old token, no new one is visible
-        last_old = torch.full((sequence.num_queries,), before - 1)
-        stored = self._attend_stored(layer, query, kv_cache, where, last_old, options)
-        return merge_partials([stored, dense_attention(query, keys, values, options)])
+        new = dense_attention(query, keys, values, options)
+        if sequence.first_position == 0:
+            return new
+        old = self._attend_stored(layer, query, kv_cache, where, step.positions[rows], options)
+        return merge_partials([old, new])
 
     def _attend_stored(
         self,
@@ -125,7 +118,7 @@ class PagedAttention:
         positions: Tensor,
         options: AttentionOptions,
     ) -> PartialAttention:
-        """Attention of queries ``[query_heads, queries, head_dim]`` to what is stored."""
+        """Attention of queries ``[query_heads, queries, head_dim]`` to what was there before."""
         sequence, step = where
         group = query.shape[0] // kv_cache.shape[1]
         outputs, weights = [], []
@@ -149,46 +142,36 @@ class PagedAttention:
     ) -> None:
         """One call of the kernels; ``where`` is queries, positions, output and log-sum-exp."""
         query, positions, output, lse = where
-        tokens, head_dim = self._block.tokens, self._block.layout.head_dim
+        tokens, head_dim = self._block.tokens, self._block.head_dim
         num_queries = positions.shape[0]
         call = self._kernels.Call()
-        seen = (int(positions[0]), int(positions[-1]))
-        first = sequence.num_tokens // tokens * tokens
-        if sequence.tail_slot >= 0 and first <= seen[1]:
+        if sequence.tail_slot >= 0:
             keys = step.pool.keys[layer][sequence.tail_slot]
             values = step.pool.values[layer][sequence.tail_slot]
             call.set_tail(
                 keys.data_ptr(),
                 values.data_ptr(),
                 tokens * head_dim,
-                sequence.num_tokens - first,
-                first,
+                sequence.tail_tokens,
+                len(sequence.blocks) * tokens,
             )
         rows = query.numel() // head_dim // kv_cache.shape[1]
         call.set_queries(query.data_ptr(), positions.data_ptr(), num_queries, rows)
         call.set_options(
             options.scale, options.softcap or 0.0, options.window or 0, torch.get_num_threads()
         )
-        plan = self._plan(layer, kv_cache, sequence, options.window, seen)
+        oldest = 0
+        if options.window is not None:
+            oldest = max(0, int(positions[0]) - options.window + 1)
+        plan = self._plan(layer, kv_cache, sequence, oldest // tokens)
         self._kernels.attend(self._engine, plan, call, output.data_ptr(), lse.data_ptr())
 
-    def _plan(
-        self,
-        layer: int,
-        kv_cache: Tensor,
-        sequence: SequenceStep,
-        window: int | None,
-        positions: tuple[int, int],
-    ) -> Any:
-        """Addresses of the full blocks that queries from one position to another can see."""
-        tokens, (start, last) = self._block.tokens, positions
-        oldest = 0 if window is None else max(0, start - window + 1)
-        first = min(oldest // tokens, len(sequence.full_blocks))
-        blocks = sequence.full_blocks[first : last // tokens + 1]
-        key = (layer, min(first, 1), blocks)
+    def _plan(self, layer: int, kv_cache: Tensor, sequence: SequenceStep, first: int) -> Any:
+        """Addresses of a sequence's pages from block ``first`` on."""
+        key = (layer, min(first, 1), sequence.blocks[first:], sequence.stamp)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._make_plan(layer, kv_cache, blocks, first == 0)
+            plan = self._plans[key] = self._make_plan(layer, kv_cache, key[2], first == 0)
             if len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
         else:
@@ -198,33 +181,24 @@ class PagedAttention:
     def _make_plan(
         self, layer: int, kv_cache: Tensor, blocks: tuple[int, ...], has_first: bool
     ) -> Any:
-        heads = kv_cache.shape[1]
-        head = torch.arange(heads)[:, None] * kv_cache.stride(1)
-        block = torch.tensor(blocks, dtype=torch.int64)[None] * kv_cache.stride(0)
-        pages = kv_cache.data_ptr() + head + block  # [heads, blocks]
-        kinds = torch.zeros_like(pages)
-        if self._block.sinks is not None and has_first and blocks:
-            pages = torch.cat([pages[:, :1] + self._block.sinks.offset, pages], 1)
-            kinds = torch.cat([torch.ones_like(kinds[:, :1]), kinds], 1)
-        first_page = torch.arange(heads + 1) * pages.shape[1]
-        pages, kinds = pages.contiguous(), kinds.contiguous()
+        place = self._block.locate(kv_cache, torch.tensor(blocks, dtype=torch.int64), has_first)
         return self._kernels.make_plan(
-            heads,
-            self._block.layout.head_dim,
+            kv_cache.shape[1],
+            self._block.head_dim,
             self._layer_kinds(layer),
-            pages.data_ptr(),
-            kinds.data_ptr(),
-            first_page.data_ptr(),
+            place.addresses.data_ptr(),
+            place.kinds.data_ptr(),
+            place.first_page.data_ptr(),
         )
 
     def _layer_kinds(self, layer: int) -> list[Any]:
         if layer not in self._kinds:
-            tier = self._block.layout.tier
-            book = self._codebooks.get(self._codec, layer, tier)
-            kinds = [self._kernels.make_kind(self._block.coded_fields(), book)]
-            if self._block.sinks is not None:
-                kinds.append(self._kernels.make_kind(self._block.sink_fields(), None))
-            self._kinds[layer] = kinds
+            self._kinds[layer] = [
+                self._kernels.make_kind(
+                    fields, None if tier is None else self._codebooks.get(self._codec, layer, tier)
+                )
+                for fields, tier in self._block.page_kinds()
+            ]
         return self._kinds[layer]
 
 

@@ -13,8 +13,10 @@ from sphkv.attention.request import AttentionOptions
 from sphkv.codec.calibration import Calibration, Calibrator
 from sphkv.codec.states import SphericalCodec
 from sphkv.integrations.vllm.blocks import CodedBlock
+from sphkv.integrations.vllm.budgeted import BudgetedBlock
 from sphkv.integrations.vllm.options import ServeOptions
 from sphkv.integrations.vllm.paged import PagedAttention, causal_attention
+from sphkv.integrations.vllm.retained import BlockRetention
 from sphkv.integrations.vllm.tails import TailPool, tail_bytes
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ class Runtime:
         max_sequences: Sequences that may run at once.
         layer_ids: Index of every attention layer by its name.
         calibrator: Set while the worker calibrates itself.
+        is_learning: Set while the worker measures what the tiers do to its layers.
+        retention: Shares a block's bytes among its heads; None where all have one tier.
     """
 
     def __init__(
@@ -43,11 +47,24 @@ class Runtime:
         max_sequences: int,
     ) -> None:
         self.options = options
-        self.block = CodedBlock(options.tier(block_tokens), head_dim, options.sink_tokens)
+        self.block: CodedBlock | BudgetedBlock
+        self.retention: BlockRetention | None = None
+        if options.budget_bytes is None:
+            self.block = CodedBlock(options.tier(block_tokens), head_dim, options.sink_tokens)
+        else:
+            self.block = BudgetedBlock(
+                block_tokens,
+                num_kv_heads,
+                head_dim,
+                content_bytes=options.budget_bytes,
+                sink_tokens=options.sink_tokens,
+            )
+            self.retention = BlockRetention(self.block, max_sequences)
         self.num_kv_heads = num_kv_heads
         self.max_sequences = max_sequences
         self.layer_ids: dict[str, int] = {}
         self.calibrator: Calibrator | None = None
+        self.is_learning = False
         self._pools: dict[tuple[str, ...], TailPool] = {}
         self._codec: SphericalCodec | None = None
         self._paged: PagedAttention | None = None
@@ -55,7 +72,14 @@ class Runtime:
     @property
     def tail_shape(self) -> tuple[int, int, int]:
         """Heads, tokens and head dimension of one slot."""
-        return self.num_kv_heads, self.block.tokens, self.block.layout.head_dim
+        return self.num_kv_heads, self.block.tokens, self.block.head_dim
+
+    @property
+    def tier_name(self) -> str:
+        """What blocks hold, in a word."""
+        if isinstance(self.block, CodedBlock):
+            return self.block.layout.tier.name
+        return f"by need, at most {self.block.content_bytes} bytes per head,"
 
     @property
     def tail_bytes(self) -> int:
@@ -75,8 +99,16 @@ class Runtime:
         return self._paged
 
     def use(self, calibration: Calibration, *, variant: str | None = None) -> None:
-        """Code with this calibration from now on, and read with these kernels."""
+        """Code with this calibration from now on, and read with these kernels.
+
+        Raises:
+            ValueError: It has too few planes for the tier.
+        """
         self._codec = SphericalCodec(calibration)
+        for _, tier in self.block.page_kinds():
+            if tier is not None:
+                # fails now and not at the first full block
+                self._codec.codebook(0, tier)
         self._paged = PagedAttention(self.block, self._codec, variant=variant)
 
     def add_pool(self, layer_names: Iterable[str]) -> TailPool:
@@ -93,17 +125,43 @@ class Runtime:
         for pool in self._pools.values():
             pool.release(held)
 
-    def store(
-        self, layer: int, states: tuple[Tensor, Tensor], kv_cache: Tensor, step: StepPlan
-    ) -> None:
-        """Write the new keys and values ``[rows, heads, head_dim]`` of a step."""
-        if self._codec is None:
-            raise RuntimeError("no calibration was loaded or fitted")
+    def hold(self, layer: int, states: tuple[Tensor, Tensor], step: StepPlan) -> None:
+        """Keep the new keys and values ``[rows, heads, head_dim]`` of blocks that stay open."""
         tails = (step.pool.keys[layer], step.pool.values[layer])
         for tail, new in zip(tails, states, strict=True):
             tail[step.tail_slots, :, step.tail_offsets] = new[step.tail_rows].to(tail.dtype)
-        if not step.sealed:
-            return
+
+    def attend(
+        self,
+        layer: int,
+        states: tuple[Tensor, Tensor, Tensor],
+        kv_cache: Tensor,
+        step: StepPlan,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of a step over what was there before, then code the blocks it filled.
+
+        See ``PagedAttention.attend_step``.
+        """
+        output, lse = self.paged.attend_step(layer, states, kv_cache, step, options)
+        seen = (states[0], output, lse)
+        if self.retention is not None:
+            self.retention.observe(layer, seen, step, options.scale)
+        if step.sealed:
+            self._seal(layer, states, seen, kv_cache, step, options.scale)
+        return output, lse
+
+    def _seal(
+        self,
+        layer: int,
+        states: tuple[Tensor, Tensor, Tensor],
+        seen: tuple[Tensor, Tensor, Tensor],
+        kv_cache: Tensor,
+        step: StepPlan,
+        scale: float,
+    ) -> None:
+        if self._codec is None:
+            raise RuntimeError("no calibration was loaded or fitted")
         tokens = self.block.tokens
 
         def whole(tail: Tensor, new: Tensor) -> Tensor:
@@ -116,24 +174,40 @@ class Runtime:
                 ]
             )
 
-        full = (whole(tails[0], states[0]), whole(tails[1], states[1]))
+        keys, values = (
+            whole(step.pool.keys[layer], states[1]),
+            whole(step.pool.values[layer], states[2]),
+        )
         first = torch.tensor([one.first_position for one in step.sealed])
-        pages = self.block.write(self._codec, layer, full, first)
+        if isinstance(self.block, CodedBlock):
+            pages = self.block.write(self._codec, layer, (keys, values), first)
+        else:
+            assert self.retention is not None
+            chosen = [
+                self.retention.choose(layer, one, (keys[at], values[at]), seen, step, scale)
+                for at, one in enumerate(step.sealed)
+            ]
+            pages = self.block.write(self._codec, layer, (keys, values), first, torch.stack(chosen))
         ids = torch.tensor([one.block for one in step.sealed])
         kv_cache[ids] = pages.view(len(ids), *kv_cache.shape[1:])
 
     def observe(
         self, layer: int, states: tuple[Tensor, Tensor, Tensor], options: AttentionOptions
     ) -> Tensor | None:
-        """Fit a layer from the states of a calibration text; None outside a calibration.
+        """Learn about a layer from the states of a text at start-up; None at other times.
 
         Returns:
             The layer's attention output ``[rows, query_heads, head_dim]``.
         """
-        if self.calibrator is None:
-            return None
         query, keys, values = (part.transpose(0, 1) for part in states)
-        self.calibrator.add_layer(layer, keys, query, torch.arange(query.shape[1]))
+        if self.calibrator is not None:
+            self.calibrator.add_layer(layer, keys, query, torch.arange(query.shape[1]))
+        elif self.is_learning and self.retention is not None and self._codec is not None:
+            self.retention.learn_errors(
+                self._codec, layer, (query, keys, values), scale=options.scale
+            )
+        else:
+            return None
         return causal_attention(query, keys, values, scale=options.scale).transpose(0, 1)
 
 

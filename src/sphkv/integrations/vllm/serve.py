@@ -44,7 +44,10 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
         if any(part == flag or part.startswith(flag + "=") for part in rest):
             raise ValueError(f"{flag} is set by this command; use {_FLAG}")
     config = {CONFIG_KEY: options}
-    ServeOptions.from_config(config)
+    parsed = ServeOptions.from_config(config)
+    if parsed is not None and parsed.budget_bytes is not None:
+        # what such a block holds depends on the queries that came after it
+        rest.append("--no-enable-prefix-caching")
     return [
         *("--model", model, "--worker-cls", WORKER_PATH),
         *("--additional-config", json.dumps(config)),

@@ -20,15 +20,19 @@ class SequenceStep:
         first_row: First of its rows in the batch.
         num_queries: New tokens.
         num_tokens: Tokens after this step.
-        full_blocks: Ids of its full blocks, first to last.
-        tail_slot: Slot of the block that is not full; -1 if there is none.
+        blocks: Ids of the blocks that were full before it, first to last.
+        stamp: Latest seal of these blocks; the same blocks and stamp mean the same bytes.
+        tail_slot: Slot of the tokens after them; -1 if there is none.
+        tail_tokens: Tokens of the slot to read: the old ones, and a single new one.
     """
 
     first_row: int
     num_queries: int
     num_tokens: int
-    full_blocks: tuple[int, ...]
+    blocks: tuple[int, ...]
+    stamp: int
     tail_slot: int
+    tail_tokens: int
 
     @property
     def first_position(self) -> int:
@@ -45,12 +49,14 @@ class SealedBlock:
         first_position: Position of its first token.
         slot: Slot that holds all of it by now; -1 if all its tokens are rows of this batch.
         row: Its first row where ``slot`` is -1.
+        sequence: Index of its sequence in the step.
     """
 
     block: int
     first_position: int
     slot: int
     row: int
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,8 +91,9 @@ class _Writes:
         self.sealed: list[SealedBlock] = []
         self.places: list[tuple[int, int, int]] = []
 
-    def add(self, block: int, position: int, row: int, count: int) -> None:
-        """Rows ``row .. row + count`` go to the block, the first at ``position``."""
+    def add(self, block: int, position: int, rows: tuple[int, int], sequence: int) -> None:
+        """A row and so many after it go to the block, the first at ``position``."""
+        row, count = rows
         tokens = self.block_tokens
         offset = position % tokens
         is_full = offset + count == tokens
@@ -95,7 +102,7 @@ class _Writes:
             slot = self.pool.open(block, offset)
             self.places += [(row + i, slot, offset + i) for i in range(count)]
         if is_full:
-            self.sealed.append(SealedBlock(block, position - offset, slot, row))
+            self.sealed.append(SealedBlock(block, position - offset, slot, row, sequence))
             self.pool.seal(block)
 
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,20 +130,24 @@ def plan_step(
     """
     pool.begin_step()
     writes = _Writes(pool, block_tokens)
-    sequences = []
+    sequences: list[SequenceStep] = []
     positions = torch.zeros(query_starts[-1], dtype=torch.int64)
     for index, total in enumerate(num_tokens):
         first, end = query_starts[index], query_starts[index + 1]
         if end == first:
             continue
         blocks = block_table[index, : -(-total // block_tokens)].tolist()
-        position, row = total - (end - first), first
-        positions[first:end] = torch.arange(position, total)
+        before, row = total - (end - first), first
+        position = before
+        positions[first:end] = torch.arange(before, total)
         while row < end:
             count = min(end - row, block_tokens - position % block_tokens)
-            writes.add(blocks[position // block_tokens], position, row, count)
+            writes.add(blocks[position // block_tokens], position, (row, count), len(sequences))
             position, row = position + count, row + count
-        full = total // block_tokens
-        slot = pool.slot(blocks[full]) if total % block_tokens else -1
-        sequences.append(SequenceStep(first, end - first, total, tuple(blocks[:full]), slot))
+        full = before // block_tokens
+        # new tokens of a prompt see each other before they are stored, a single one in its slot
+        tail = before % block_tokens + (end - first == 1)
+        slot = pool.slot(blocks[full]) if tail else -1
+        old = tuple(blocks[:full])
+        sequences.append(SequenceStep(first, end - first, total, old, pool.stamp(old), slot, tail))
     return StepPlan(tuple(sequences), tuple(writes.sealed), *writes.columns(), positions, pool)

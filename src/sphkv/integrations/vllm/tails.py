@@ -37,6 +37,8 @@ class TailPool:
         self._slot_of: dict[int, int] = {}
         self._free = list(range(num_slots))
         self._sealed: list[int] = []
+        self._stamp_of: dict[int, int] = {}
+        self._num_seals = 0
 
     @property
     def num_open(self) -> int:
@@ -78,6 +80,12 @@ class TailPool:
     def seal(self, block: int) -> None:
         """Note that the block becomes full in this step."""
         self._sealed.append(block)
+        self._num_seals += 1
+        self._stamp_of[block] = self._num_seals
+
+    def stamp(self, blocks: Iterable[int]) -> int:
+        """Number of the latest seal of some blocks; 0 if none was sealed here."""
+        return max((self._stamp_of.get(block, 0) for block in blocks), default=0)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Forget blocks that are sealed or whose sequence is gone."""

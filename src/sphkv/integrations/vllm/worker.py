@@ -32,6 +32,7 @@ from sphkv.integrations.vllm.plugin import register
 from sphkv.integrations.vllm.runtime import Runtime, activate
 
 _log = init_logger("vllm.sphkv")
+_LEARNING_TOKENS = 256
 
 
 class SphericalWorker(CPUWorker):  # type: ignore[misc]
@@ -46,6 +47,11 @@ class SphericalWorker(CPUWorker):  # type: ignore[misc]
             )
         if vllm_config.speculative_config is not None:
             raise ValueError("coded blocks do not support speculative decoding")
+        if options.budget_bytes is not None and vllm_config.cache_config.enable_prefix_caching:
+            raise ValueError(
+                "what a block with budget_bytes keeps depends on later queries, so it cannot be "
+                "shared: pass --no-enable-prefix-caching"
+            )
         # the entry point may be switched off, so this does not rely on it
         register()
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -70,11 +76,15 @@ class SphericalWorker(CPUWorker):  # type: ignore[misc]
             raise RuntimeError("the model has no attention layers to serve")
         self._runtime.layer_ids.update({name: index for index, name in enumerate(layers)})
         self._runtime.use(self._calibration())
+        if self._runtime.retention is not None:
+            self._runtime.is_learning = True
+            self._observe_text(_LEARNING_TOKENS)
+            self._runtime.is_learning = False
 
     def _calibration(self) -> Calibration:
         model, runtime = self.model_config, self._runtime
         layers = [extract_layer_index(name) for name in runtime.layer_ids]
-        head_dim = runtime.block.layout.head_dim
+        head_dim = runtime.block.head_dim
         ropes = layer_ropes(model.hf_text_config.to_dict(), layers, head_dim)
         check_ropes(self.model_runner.get_model(), ropes)
         share = KVGeometry(
@@ -88,7 +98,7 @@ class SphericalWorker(CPUWorker):  # type: ignore[misc]
             runtime.calibrator = Calibrator(
                 share, tuple(ropes), model_id=model.model, options=START_UP_CALIBRATION
             )
-            self._observe_text()
+            self._observe_text(runtime.options.calibration_tokens)
             calibration = runtime.calibrator.finish()
             runtime.calibrator = None
             return calibration
@@ -106,18 +116,17 @@ class SphericalWorker(CPUWorker):  # type: ignore[misc]
         first = get_tensor_model_parallel_rank() * total // size
         return list(range(first, first + count))
 
-    def _observe_text(self) -> None:
-        """Run the model once over the built-in text."""
+    def _observe_text(self, wanted: int) -> None:
+        """Run the model once over so many tokens of the built-in text."""
         if self.parallel_config.pipeline_parallel_size > 1:
             raise ValueError("with pipeline parallelism, pass a calibration file")
         from vllm.tokenizers import cached_tokenizer_from_config
 
-        wanted = self._runtime.options.calibration_tokens
         tokenizer = cached_tokenizer_from_config(self.model_config)
         ids = tokenizer.encode(built_in_text())[:wanted]
         if len(ids) < wanted or wanted > self.model_config.max_model_len:
             raise ValueError(
-                f"calibration_tokens is {wanted}, but the built-in text has {len(ids)} tokens "
+                f"start-up reads {wanted} tokens, but the built-in text has {len(ids)} "
                 f"and the server takes {self.model_config.max_model_len}"
             )
         tokens = torch.tensor(ids)
@@ -148,7 +157,7 @@ class SphericalWorker(CPUWorker):  # type: ignore[misc]
             "sphkv serves: backend native (%s), tier %s with %d dense sinks, %d bytes per token "
             "(bfloat16: %d), %d tokens in %d blocks, dense tails of %d sequences %d bytes",
             runtime.paged.variant,
-            runtime.block.layout.tier.name,
+            runtime.tier_name,
             runtime.options.sink_tokens,
             runtime.block_bytes_per_token,
             dense,

@@ -1,32 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stock vLLM CPU worker whose cached keys and values are rounded to fp8 e4m3.
+"""A stock vLLM CPU worker whose cached keys and values are rounded.
 
-vLLM's own fp8 cache needs AVX-512 on a CPU. This has its rounding, with scale 1 as vLLM has by
-default, and stock bytes: it says what fp8 costs in text, not what it saves.
+vLLM's own fp8 cache needs AVX-512 on a CPU, and its bfloat16 kernels an ARM processor that has
+bfloat16. This has the rounding of either, with scale 1 as vLLM has by default, and stock bytes:
+it says what a cache type costs in text, not what it saves.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
-
-
-def _rounded(x: Tensor) -> Tensor:
-    return x.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).to(x.dtype)
-
 
 class RoundingImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
-    """Rounds what is written."""
+    """Rounds what is written to the type that ``additional_config["round_to"]`` names."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._dtype = getattr(torch, get_current_vllm_config().additional_config["round_to"])
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        largest = torch.finfo(self._dtype).max
+        return x.clamp(-largest, largest).to(self._dtype).to(x.dtype)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        super().do_kv_cache_update(layer, _rounded(key), _rounded(value), kv_cache, slot_mapping)
+        states = self._rounded(key), self._rounded(value)
+        super().do_kv_cache_update(layer, *states, kv_cache, slot_mapping)
 
 
 class RoundingBackend(CPUAttentionBackend):  # type: ignore[misc]
