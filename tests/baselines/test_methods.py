@@ -190,10 +190,10 @@ def test_keeping_what_was_rebuilt_changes_no_output(name: str) -> None:
     plain = make_baseline(name, GEOMETRY, ROPES, BUDGETS.get(name, 0.5))
     keeping = make_baseline(name, GEOMETRY, ROPES, BUDGETS.get(name, 0.5))
     assert isinstance(keeping, QuantisedCache)
-    keeping.keeps_rebuilt = True
     query, keys, values = states(764, 0)
     for method in (plain, keeping):
         method.prefill(0, keys, values, query=query)
+    keeping.keep_rebuilt()
     for seed in (1, 2, 3):
         query, keys, values = states(37, seed)
         outputs = [m.attend(0, query, keys, values, OPTIONS) for m in (plain, keeping)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
-from sphkv.baselines.attention_scores import received_attention, window_attention
+from sphkv.baselines.attention_scores import SharedAttention, received_attention, window_attention
 from sphkv.baselines.cake import MeanAndVariance, layer_preference, share_pages
 from sphkv.baselines.dense import DenseCache
 from sphkv.baselines.eviction import EvictionCache, EvictionPolicy, highest
@@ -212,3 +212,16 @@ def test_decode_eviction_keeps_the_size() -> None:
 def held_positions(method: EvictionCache) -> list[int]:
     positions = method.read(0).positions[0]
     return positions[positions >= 0].tolist()
+
+
+def test_shared_attention_counts_every_query_once() -> None:
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(4, 700, 8, generator=generator)
+    keys = torch.randn(2, 700, 8, generator=generator)
+    whole = received_attention(query, keys)
+    shared = SharedAttention(600)
+    for tokens in (700, 650):
+        part = received_attention(query[:, :tokens], keys[:, :tokens])
+        assert torch.allclose(shared.received(0, query[:, :tokens], keys[:, :tokens]), part)
+    assert torch.allclose(shared.received(0, query, keys), whole)
+    assert shared.reused_s > 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from sphkv.evaluation.continuation import StopRule
+from sphkv.evaluation.decoding import StopRule
 from sphkv.evaluation.metrics.answers import (
     begins_with_answer,
     best_f1,

@@ -182,6 +182,8 @@ def test_grids_that_make_no_sense_are_refused():
     }
     config = build_config(SweepConfig, good)
     assert config.grid() == [("dense", "100%"), ("h2o", "20%"), ("h2o", "30%")]
+    own = build_config(SweepConfig, {**good, "method_budgets": {"h2o": ["9%"]}})
+    assert own.grid() == [("dense", "100%"), ("h2o", "9%")]
     for change, message in (
         ({"methods": []}, "at least one method"),
         ({"lm": []}, "at least one of lm"),
@@ -189,6 +191,8 @@ def test_grids_that_make_no_sense_are_refused():
         ({"budgets": ["much"]}, "budget must look like"),
         ({"window": {"num_measured": 0}}, "measured >= 1"),
         ({"colour": "red"}, "unknown key 'colour'"),
+        ({"method_budgets": {"kivi": ["9%"]}}, "names 'kivi'"),
+        ({"method_budgets": {"h2o": ["9%", "9%"]}}, "budgets of h2o must differ"),
     ):
         with pytest.raises(ValueError, match=message):
             build_config(SweepConfig, {**good, **change})

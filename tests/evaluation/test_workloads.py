@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,11 @@ from sphkv.evaluation.workloads.qa import (
     order_passages,
     qa_cases,
     read_questions,
+)
+from sphkv.evaluation.workloads.qa_documents import (
+    common_distractors,
+    shared_cases,
+    spread_passages,
 )
 
 
@@ -198,3 +204,44 @@ def test_pool_passages_with_the_answer_are_left_out(tmp_path):
         read_questions(tmp_path, "squad", 1)
     with pytest.raises(FileNotFoundError, match="2wikimqa_distractors"):
         read_questions(tmp_path, "2wikimqa", 1)
+
+
+def test_questions_of_a_document_share_its_tokens():
+    distractors = tuple((f"d{i}", "word " * 20) for i in range(9))
+    questions = [
+        Question(
+            f"q-{i}", f"Where {i}?", (f"answer{i}",), ((f"s{i}", f"at answer{i}"),), distractors
+        )
+        for i in range(4)
+    ]
+    questions[1] = replace(questions[1], distractors=(("bad", "ANSWER3 again"), *distractors))
+    assert ("bad", "ANSWER3 again") not in common_distractors(questions)
+    titles = [title for title, _ in spread_passages(questions, distractors[:6])]
+    assert titles == ["s0", "d0", "d1", "s1", "d2", "d3", "s2", "d4", "d5", "s3"]
+    cases = shared_cases(
+        words, questions, per_document=3, context=10_000, num_distractors=None, max_new_tokens=5
+    )
+    assert [case.group for case in cases] == ["qa-10000-0"] * 3 + ["qa-10000-1"]
+    assert [case.facets["position"] for case in cases] == ["early", "middle", "late", "early"]
+    first, second = cases[:2]
+    assert first.prompt_ids[: first.num_shared] == second.prompt_ids[: second.num_shared]
+    assert first.prompt_ids[first.num_shared :] != second.prompt_ids[second.num_shared :]
+    # the fourth question, whose answer one distractor holds, has a document of its own
+    assert [case.facets["num_distractors"] for case in cases] == [10, 10, 10, 9]
+    shorter = shared_cases(
+        words,
+        questions[:3],
+        per_document=3,
+        context=first.context - 1,
+        num_distractors=None,
+        max_new_tokens=5,
+    )
+    assert shorter[0].facets["num_distractors"] == 9
+    with pytest.raises(ValueError, match="does not fit into 30"):
+        shared_cases(
+            words, questions, per_document=4, context=30, num_distractors=None, max_new_tokens=5
+        )
+    with pytest.raises(ValueError, match="9 distractors, not 12"):
+        shared_cases(
+            words, questions[:1], per_document=2, context=900, num_distractors=12, max_new_tokens=5
+        )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -25,15 +27,57 @@ def window_attention(query: Tensor, keys: Tensor, window: int) -> Tensor:
     return _weights(query, keys, torch.arange(max(0, tokens - window), tokens, device=keys.device))
 
 
-def received_attention(query: Tensor, keys: Tensor) -> Tensor:
-    """Attention each token receives from all queries of a prompt, ``[query_heads, tokens]``."""
+def received_attention(query: Tensor, keys: Tensor, *, first: int = 0) -> Tensor:
+    """Attention each token receives from the queries of a prompt, ``[query_heads, tokens]``.
+
+    Args:
+        query: ``[query_heads, tokens, head_dim]`` after RoPE.
+        keys: ``[kv_heads, tokens, head_dim]`` after RoPE.
+        first: Queries before this one are left out.
+    """
     heads, tokens = query.shape[0], keys.shape[1]
     total = torch.zeros(heads, tokens, device=keys.device)
-    for at in range(0, tokens, _QUERY_BLOCK):
+    for at in range(first, tokens, _QUERY_BLOCK):
         stop = min(tokens, at + _QUERY_BLOCK)
         rows = torch.arange(at, stop, device=keys.device)
         total[:, :stop] += _weights(query, keys[:, :stop], rows).sum(1)
     return total
+
+
+class SharedAttention:
+    """What the first tokens of some prompts receive from one another, found once for all of them.
+
+    Several caches store the same prompt, and several prompts begin with the same document.
+
+    Attributes:
+        num_tokens: Tokens that the prompts share.
+        device: Where it is computed; None computes where the states are.
+        reused_s: Seconds that finding it again would have taken, over all uses so far.
+    """
+
+    def __init__(self, num_tokens: int, *, device: torch.device | None = None) -> None:
+        """Nothing is found yet."""
+        self.num_tokens = num_tokens
+        self.device = device
+        self.reused_s = 0.0
+        self._found: dict[int, tuple[Tensor, float]] = {}
+
+    def received(self, layer: int, query: Tensor, keys: Tensor) -> Tensor:
+        """As ``received_attention`` of a whole prompt that begins with the shared tokens."""
+        shared = self.num_tokens
+        if layer in self._found:
+            known, seconds = self._found[layer]
+            self.reused_s += seconds
+        else:
+            began = time.perf_counter()
+            place = self.device or keys.device
+            known = received_attention(query[:, :shared].to(place), keys[:, :shared].to(place)).to(
+                keys.device
+            )
+            self._found[layer] = known, time.perf_counter() - began
+        total = received_attention(query, keys, first=shared)
+        total[:, :shared] += known
+        return total
 
 
 def probe_attention(query: Tensor, keys: Tensor, rows: Tensor) -> Tensor:

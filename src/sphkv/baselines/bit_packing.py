@@ -61,11 +61,7 @@ def unpack_bits(packed: Tensor, *, bits: int, count: int) -> Tensor:
         return packed.clone()
     if 8 % bits == 0:
         return _unfold(packed, bits)[..., :count]
-    stream = _unfold(packed, 1)[..., : count * bits].unflatten(-1, (count, bits))
-    codes: Tensor = stream[..., 0].clone()
-    for bit in range(1, bits):
-        codes |= stream[..., bit] << bit
-    return codes
+    return _unfold_odd(packed, bits)[..., :count]
 
 
 def _fold(codes: Tensor, width: int) -> Tensor:
@@ -84,6 +80,22 @@ def _fold(codes: Tensor, width: int) -> Tensor:
 def _unfold(packed: Tensor, width: int) -> Tensor:
     mask = (1 << width) - 1
     fields = [(packed >> shift) & mask for shift in range(0, 8, width)]
+    return torch.stack(fields, dim=-1).flatten(-2)
+
+
+def _unfold_odd(packed: Tensor, bits: int) -> Tensor:
+    """Codes that cross byte borders: eight of them fill ``bits`` bytes."""
+    rest = -packed.shape[-1] % bits
+    if rest:
+        packed = torch.nn.functional.pad(packed, (0, rest))
+    groups = packed.unflatten(-1, (-1, bits)).to(torch.int16)
+    fields = []
+    for start in range(0, 8 * bits, bits):
+        byte, shift = divmod(start, 8)
+        word = groups[..., byte] >> shift
+        if shift + bits > 8:
+            word = word | groups[..., byte + 1] << (8 - shift)
+        fields.append((word & ((1 << bits) - 1)).to(torch.uint8))
     return torch.stack(fields, dim=-1).flatten(-2)
 
 

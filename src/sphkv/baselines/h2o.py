@@ -14,17 +14,25 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sphkv.baselines.attention_scores import received_attention
+from sphkv.baselines.attention_scores import SharedAttention, received_attention
 from sphkv.baselines.eviction import PROTECTED, EvictionCache, PromptPolicy
 from sphkv.core.geometry import KVGeometry
 
 
 class HeavyHitters(PromptPolicy):
-    """Accumulated attention, with the latest half of the budget protected."""
+    """Accumulated attention, with the latest half of the budget protected.
+
+    Attributes:
+        shared: Attention that earlier caches of the same prompt have found; None finds all anew.
+    """
 
     name = "h2o"
     evicts_in_decode = True
     has_scores = True
+
+    def __init__(self) -> None:
+        """Share nothing."""
+        self.shared: SharedAttention | None = None
 
     def least_tokens(self) -> int:
         """A heavy hitter and a recent token."""
@@ -34,7 +42,10 @@ class HeavyHitters(PromptPolicy):
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, num_kept: int
     ) -> Tensor:
         """Attention received from all queries of the prompt."""
-        received = received_attention(query, keys)
+        if self.shared is None:
+            received = received_attention(query, keys)
+        else:
+            received = self.shared.received(layer, query, keys)
         total: Tensor = received.unflatten(0, (keys.shape[0], -1)).sum(1)
         return total
 

@@ -176,6 +176,13 @@ class QuantisedCache:
         for held in layers:
             held.crop(num_tokens)
 
+    def keep_rebuilt(self) -> None:
+        """From now on, keep every layer rebuilt between steps."""
+        self.keeps_rebuilt = True
+        for held in self._layers:
+            if held is not None:
+                held.keeps_rebuilt = True
+
     def _layer(self, layer: int) -> CodedLayer:
         held = self._layers[layer]
         if held is None:

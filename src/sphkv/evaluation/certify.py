@@ -12,16 +12,11 @@ import torch
 from torch import Tensor
 
 from sphkv.cache.method import CacheMethod
-from sphkv.evaluation.continuation import (
-    DecodedAnswer,
-    ReadCase,
-    decode_greedily,
-    decode_tokens,
-    stop_rule,
-)
+from sphkv.evaluation.decoding import DecodedAnswer, decode_greedily, decode_tokens, stop_rule
 from sphkv.evaluation.dense_reference import DenseReference
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.methods import realisation_of, setting_of
+from sphkv.evaluation.reading import ReadCase
 from sphkv.evaluation.records import content_id
 from sphkv.evaluation.session import Session
 from sphkv.evaluation.witness import (

@@ -39,7 +39,7 @@ class DenseReference:
         for part in states.layers:
             heads, tokens, dim = part.keys.shape
             for held, given in ((self._keys, part.keys), (self._values, part.values)):
-                room = torch.empty(heads, tokens + capacity, dim, dtype=given.dtype)
+                room = given.new_empty(heads, tokens + capacity, dim)
                 room[:, :tokens] = given
                 held.append(room)
 
@@ -72,7 +72,7 @@ class DenseReference:
         self._values[layer][:, begin:end] = values
         self._queries[layer].append(query)
         self._length[layer] = end
-        seen = torch.ones(new, end, dtype=torch.bool).tril(begin)
+        seen = torch.ones(new, end, dtype=torch.bool, device=query.device).tril(begin)
         return scaled_dot_product_attention(
             query[None].float(),
             self._keys[layer][None, :, :end].float(),

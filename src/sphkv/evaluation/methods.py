@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sphkv.attention.api import get_backend
+from sphkv.baselines.h2o import HeavyHitters
 from sphkv.baselines.registry import make_baseline
 from sphkv.cache.method import CacheMethod
 from sphkv.cache.plan import CacheConfig, budget_tiers, plan_cache
@@ -18,6 +19,7 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
+from sphkv.evaluation.shared_work import SharedWork
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.protection import ProtectionRule
@@ -80,13 +82,16 @@ class MethodFactory:
         """Tiers that our methods choose from."""
         return budget_tiers(self._shape.geometry.head_dim)
 
-    def make(self, name: str, budget: str, *, context: int) -> CacheMethod:
+    def make(
+        self, name: str, budget: str, *, context: int, work: SharedWork | None = None
+    ) -> CacheMethod:
         """An empty cache.
 
         Args:
             name: ``dense``, one of ours, or a baseline of the registry.
             budget: Byte budget, such as ``"20%"``; ``dense`` ignores it.
             context: Tokens at which the budget must hold.
+            work: What caches of the same prompt share; None shares nothing.
 
         Raises:
             ValueError: There is no such method, or the budget is too small for it.
@@ -96,8 +101,12 @@ class MethodFactory:
         if name == UNIFORM:
             return self._uniform(budget, context, tier=None)
         if name == JOINT:
-            return self.controlled(budget)
-        return make_registered(name, self._shape, ByteBudget.parse(budget), num_tokens=context)
+            return self.controlled(budget, work=work)
+        method = make_registered(name, self._shape, ByteBudget.parse(budget), num_tokens=context)
+        policy = getattr(method, "policy", None)
+        if work is not None and isinstance(policy, HeavyHitters):
+            policy.shared = work.attention
+        return method
 
     def _config(self, tier: str) -> CacheConfig:
         shape = self._shape
@@ -118,6 +127,7 @@ class MethodFactory:
         *,
         protection: ProtectionRule | None = None,
         gate: GateOptions | None = None,
+        work: SharedWork | None = None,
     ) -> RetainedSequence:
         """The controller's choice of what to keep at which tier.
 
@@ -125,6 +135,7 @@ class MethodFactory:
             budget: Byte budget.
             protection: States that stay dense; the usual ones if None.
             gate: Stability gate; None for none.
+            work: As ``make``; needs the usual protection.
         """
         shape = self._shape
         config = RetainedConfig(
@@ -135,7 +146,8 @@ class MethodFactory:
             protection=protection or ProtectionRule(),
             gate=gate,
         )
-        return RetainedSequence(config, self._codec, self._backend)
+        measured = None if work is None else work.layers
+        return RetainedSequence(config, self._codec, self._backend, measured=measured)
 
 
 def make_registered(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sphkv.cache.method import CacheMethod
-from sphkv.evaluation.continuation import decode_greedily, stop_rule
+from sphkv.evaluation.decoding import decode_greedily, stop_rule
 from sphkv.evaluation.metrics.stability import (
     Failure,
     count_failures,
@@ -85,7 +85,7 @@ def run_episode(
             break
         said = f"\nResult: {reply.text[:_MOST_REPLY]}\nThat is not right. Try again.\nSQL:"
         ids = tokenizer(said, add_special_tokens=False).input_ids
-        last = continue_prompt(model, method, torch.tensor([ids]))[-1:]
+        last = continue_prompt(model, method, torch.tensor([ids], device=last.device))[-1:]
     return Episode(tuple(actions), solved, valid, tokens, ended, looping)
 
 

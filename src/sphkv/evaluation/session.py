@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.calibration_file import load_calibration, save_calibration
-from sphkv.evaluation.continuation import PromptReader
 from sphkv.evaluation.methods import MethodFactory, ModelShape
+from sphkv.evaluation.reading import PromptReader
 from sphkv.evaluation.records import content_id
 from sphkv.evaluation.workloads.case import Case
 from sphkv.evaluation.workloads.filler import made_up_text
@@ -20,6 +21,15 @@ from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import describe_model
 from sphkv.integrations.transformers.calibrate import calibrate_model
 from sphkv.retention.policy import RetentionPolicy, load_policy
+
+
+def _checked_device(name: str) -> torch.device:
+    """A device that is there."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {error}") from error
+    return torch.device(name)
 
 
 class Session:
@@ -45,6 +55,7 @@ class Session:
         keep: Path | None = None,
         backend: str = "auto",
         policy: Path | None = None,
+        prefill_device: str = "cpu",
     ) -> None:
         """Load the model and calibrate it.
 
@@ -55,6 +66,7 @@ class Session:
             keep: Folder that keeps the calibration for the next time; None keeps none.
             backend: Decode backend of our methods.
             policy: File with the controller's weights; the fixed recipe if None.
+            prefill_device: Where prompts are read; everything after is done on the CPU.
         """
         self.name = name
         model, tokenizer = load_model(name, torch.float32)
@@ -68,7 +80,11 @@ class Session:
         weights = RetentionPolicy() if policy is None else load_policy(policy)
         self.policy_id = content_id(asdict(weights))
         self.factory = MethodFactory(self.shape, calibration, backend=backend, policy=weights)
-        self.reader = PromptReader(self.model, self.tokenizer)
+        reading = self.model
+        if prefill_device != "cpu":
+            reading = copy.deepcopy(self.model)
+            torch.nn.Module.to(reading, _checked_device(prefill_device))
+        self.reader = PromptReader(reading, self.tokenizer)
 
     def answer(self, prompt_ids: tuple[int, ...], max_new_tokens: int) -> str:
         """The exact model's greedy answer to a short prompt."""

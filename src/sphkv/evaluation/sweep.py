@@ -18,9 +18,10 @@ import torch
 
 from sphkv.core.configs import config_to_dict
 from sphkv.core.errors import BudgetExceeded
-from sphkv.evaluation.continuation import ReadCase, measure_case
+from sphkv.evaluation.continuation import measure_case
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.methods import JOINT
+from sphkv.evaluation.reading import ReadCase
 from sphkv.evaluation.records import content_id, write_text
 from sphkv.evaluation.session import Session
 from sphkv.evaluation.sweep_config import QAWorkload, SweepConfig
@@ -108,6 +109,7 @@ class SweepRunner:
             keep=keep,
             backend=config.backend,
             policy=config.policy,
+            prefill_device=config.prefill_device,
         )
         config = replace(config, qa=tuple(self._chosen(part, keep) for part in config.qa))
         self._cases = config.cases(self._session.tokenizer, self._session.shape.max_tokens)
@@ -143,6 +145,7 @@ class SweepRunner:
                 "pages": "paged, ragged, one sequence",
                 "page_tokens": {tier.name: tier.page_tokens for tier in tiers},
                 "device": "cpu",
+                "prefill_device": config.prefill_device,
                 "dtype": "float32 compute, bfloat16 dense pages",
                 "backend": self._session.factory.backend_name,
             },
@@ -221,7 +224,7 @@ class SweepRunner:
         }
         end = case.context + max(len(case.following_ids), case.max_new_tokens)
         try:
-            cache = self._session.factory.make(method, budget, context=end)
+            cache = self._session.factory.make(method, budget, context=end, work=read.work)
         except ValueError as error:
             return {**record, "status": "refused", "reason": str(error)}
         try:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from sphkv.evaluation.methods import DENSE
 from sphkv.evaluation.workloads.case import Case, check_context
 from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.evaluation.workloads.needles import needle_cases
-from sphkv.evaluation.workloads.qa import DATASETS, answerable_questions, qa_cases
+from sphkv.evaluation.workloads.qa import DATASETS, answerable_questions, choose_questions, qa_cases
+from sphkv.evaluation.workloads.qa_documents import shared_cases
 
 DENSE_BUDGET = "100%"
 
@@ -73,6 +74,7 @@ class QAWorkload:
         num_questions: How many questions, over all datasets.
         datasets: Which datasets.
         question_ids: These questions instead of the first ones, such as ``hotpotqa-3``.
+        per_document: Questions that share a document, which is then read only once.
         num_distractors: Exactly so many in each prompt; None fills the context.
         max_new_tokens: Most tokens of an answer.
         answerable_f1: Take only questions that dense answers at least so well from the supporting
@@ -83,13 +85,14 @@ class QAWorkload:
     num_questions: int = 6
     datasets: tuple[str, ...] = DATASETS
     question_ids: tuple[str, ...] = ()
+    per_document: int = 1
     num_distractors: int | None = None
     max_new_tokens: int = 24
     answerable_f1: float = 0.0
 
     def __post_init__(self) -> None:
         """Reject a workload without questions or answers."""
-        _check_positive(self, "context", "num_questions", "max_new_tokens")
+        _check_positive(self, "context", "num_questions", "per_document", "max_new_tokens")
         if self.num_distractors is not None and self.num_distractors < 0:
             raise ValueError(f"num_distractors must not be negative, got {self.num_distractors}")
 
@@ -113,6 +116,15 @@ class QAWorkload:
     ) -> list[Case]:
         """Its prompts; questions do not depend on the seed."""
         check_context(self.context, limit, extra=self.max_new_tokens)
+        if self.per_document > 1:
+            return shared_cases(
+                tokenizer,
+                choose_questions(data, self.datasets, self.num_questions, self.question_ids),
+                per_document=self.per_document,
+                context=self.context,
+                num_distractors=self.num_distractors,
+                max_new_tokens=self.max_new_tokens,
+            )
         return qa_cases(
             tokenizer,
             data=data,
@@ -169,6 +181,7 @@ class SweepConfig:
         model: ``smollm2``, a local folder, or a hub name.
         methods: Names of methods; ``dense`` is measured once, at 100%.
         budgets: Byte budgets of the others.
+        method_budgets: Budgets of single methods instead, where theirs lie elsewhere.
         data: Data folder; None uses made-up texts.
         lm: W1 parts.
         qa: W2 parts.
@@ -181,11 +194,13 @@ class SweepConfig:
         policy: File with the controller's weights; None takes the fixed recipe.
         backend: Decode backend of our methods.
         num_threads: Threads of torch; 0 leaves its default.
+        prefill_device: Where prompts are read, such as ``cuda``; methods always run on the CPU.
     """
 
     model: str
     methods: tuple[str, ...]
     budgets: tuple[str, ...]
+    method_budgets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     data: Path | None = None
     lm: tuple[LMWorkload, ...] = ()
     qa: tuple[QAWorkload, ...] = ()
@@ -197,6 +212,7 @@ class SweepConfig:
     policy: Path | None = None
     backend: str = "auto"
     num_threads: int = 0
+    prefill_device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Reject an empty grid, a method or budget named twice, and budgets that do not parse."""
@@ -204,17 +220,23 @@ class SweepConfig:
             raise ValueError("a sweep needs at least one method and one budget")
         if not (self.lm or self.qa or self.needle):
             raise ValueError("a sweep needs at least one of lm, qa and needle")
-        for name, values in (("methods", self.methods), ("budgets", self.budgets)):
+        own = [(f"method_budgets of {name}", v) for name, v in self.method_budgets.items()]
+        for name, values in (("methods", self.methods), ("budgets", self.budgets), *own):
             if len(set(values)) != len(values):
                 raise ValueError(f"{name} must differ, got {values}")
-        for budget in self.budgets:
+        for method in self.method_budgets:
+            if method not in self.methods or method == DENSE:
+                raise ValueError(f"method_budgets names {method!r}, which takes no budget here")
+        for budget in (*self.budgets, *(b for _, values in own for b in values)):
             ByteBudget.parse(budget)
 
     def grid(self) -> list[tuple[str, str]]:
         """(method, budget) of every point of a case, in order."""
         points = []
         for method in self.methods:
-            budgets = (DENSE_BUDGET,) if method == DENSE else self.budgets
+            budgets = self.method_budgets.get(method, self.budgets)
+            if method == DENSE:
+                budgets = (DENSE_BUDGET,)
             points += [(method, budget) for budget in budgets]
         return points
 

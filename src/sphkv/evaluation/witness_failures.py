@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sphkv.evaluation.continuation import ReadCase, compare_hidden, decode_greedily, stop_rule
+from sphkv.evaluation.continuation import compare_hidden
+from sphkv.evaluation.decoding import decode_greedily, stop_rule
+from sphkv.evaluation.reading import ReadCase
 from sphkv.evaluation.session import Session
 from sphkv.evaluation.witness_suite import WitnessPrompt
 from sphkv.integrations.prompt_states import store_prompt

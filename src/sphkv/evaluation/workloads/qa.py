@@ -10,43 +10,22 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sphkv.evaluation.metrics.answers import best_f1
 from sphkv.evaluation.workloads.case import Case
 from sphkv.evaluation.workloads.filler import made_up_text
+from sphkv.evaluation.workloads.qa_prompt import (
+    ANSWER_POSITIONS,
+    AnswerPosition,
+    Question,
+    format_prompt,
+    order_passages,
+)
 
-AnswerPosition = Literal["early", "middle", "late"]
-ANSWER_POSITIONS: tuple[AnswerPosition, ...] = ("early", "middle", "late")
 DATASETS = ("hotpotqa", "2wikimqa")
 _MOST_CANDIDATES = 30
-
-_BEFORE = (
-    "Read the passages below and answer the question that follows them. Reply with the answer "
-    "alone, in a few words.\n\n"
-)
-_AFTER = "\n\nUse only the passages above.\n\nQuestion: {question}\nAnswer:"
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question with its passages.
-
-    Attributes:
-        question_id: Unique within its dataset.
-        text: The question.
-        answers: Any of these is right.
-        supporting: Passages that are needed, as (title, text).
-        distractors: Passages that are not, nearest in topic first.
-    """
-
-    question_id: str
-    text: str
-    answers: tuple[str, ...]
-    supporting: tuple[tuple[str, str], ...]
-    distractors: tuple[tuple[str, str], ...]
 
 
 def read_questions(data: Path, dataset: str, limit: int) -> list[Question]:
@@ -124,25 +103,6 @@ def made_up_questions(limit: int) -> list[Question]:
     return questions
 
 
-def order_passages(
-    question: Question, num_distractors: int, position: AnswerPosition
-) -> list[tuple[str, str]]:
-    """Passages in prompt order, the supporting ones together at an early, middle or late place."""
-    if position not in ANSWER_POSITIONS:
-        raise ValueError(f"position must be one of {', '.join(ANSWER_POSITIONS)}, got {position!r}")
-    kept = list(question.distractors[:num_distractors])
-    at = {"early": 0, "middle": len(kept) // 2, "late": len(kept)}[position]
-    return [*kept[:at], *question.supporting, *kept[at:]]
-
-
-def format_prompt(question: Question, passages: list[tuple[str, str]]) -> str:
-    """Instructions, numbered passages, question."""
-    body = "\n\n".join(
-        f"Passage {number}: {title}\n{text}" for number, (title, text) in enumerate(passages, 1)
-    )
-    return _BEFORE + body + _AFTER.format(question=question.text)
-
-
 def fit_prompt(
     tokenizer: Any,
     question: Question,
@@ -177,7 +137,7 @@ def fit_prompt(
     return best, low
 
 
-def _choose_questions(
+def choose_questions(
     data: Path | None, datasets: tuple[str, ...], count: int, question_ids: tuple[str, ...]
 ) -> list[Question]:
     """The named questions, or the first ones of each dataset in turn."""
@@ -227,12 +187,12 @@ def answerable_questions(
         ValueError: There is none.
     """
     num_pools = 1 if data is None else len(datasets)
-    candidates = _choose_questions(data, datasets, num_pools * _MOST_CANDIDATES, ())
+    candidates = choose_questions(data, datasets, num_pools * _MOST_CANDIDATES, ())
     found = []
     for question in candidates:
         prompt = format_prompt(question, order_passages(question, 0, "early"))
         said = answer(tuple(tokenizer(prompt).input_ids), max_new_tokens)
-        if best_f1(said.split("\n")[0], question.answers) >= least_f1:
+        if best_f1(said.strip().split("\n")[0], question.answers) >= least_f1:
             found.append(question.question_id)
         if len(found) == count:
             break
@@ -265,7 +225,7 @@ def qa_cases(
         max_new_tokens: Most tokens of an answer.
     """
     cases = []
-    chosen = _choose_questions(data, datasets, num_questions, question_ids)
+    chosen = choose_questions(data, datasets, num_questions, question_ids)
     for index, question in enumerate(chosen):
         position = ANSWER_POSITIONS[index % len(ANSWER_POSITIONS)]
         ids, used = fit_prompt(

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a point tells about how it came about: tiers, margins and what tipped over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sphkv.cache.method import CacheMethod
+from sphkv.cache.retained import RetainedSequence
+from sphkv.core.tiers import RUN_TOKENS
+from sphkv.integrations.teacher_forcing import log_probabilities
+from sphkv.retention.statistics import head_spread, segment_spread, state_bytes_of
+
+MARGIN_EDGES = (0.1, 0.3, 1.0, 3.0)
+"""Gaps of the two best tokens, in nats, between which tokens are counted; small is brittle."""
+
+_COLUMNS = 96
+
+
+def describe_allocation(method: CacheMethod) -> dict[str, Any] | None:
+    """Where the controller spent its bytes; None of a method that has no controller.
+
+    ``map`` has one text per layer and head: the tier, by its number in ``tiers``, of evenly
+    spaced tokens of the prompt.
+    """
+    if not isinstance(method, RetainedSequence) or method.contract is None:
+        return None
+    contract, config = method.contract, method.config
+    tier_id = contract.tier_id.flatten(0, 1)
+    at = torch.linspace(0, contract.num_tokens - 1, _COLUMNS).round().long()
+    each = state_bytes_of(contract.tier_id, config.tiers.state_bytes(config.geometry.head_dim))
+    spread = head_spread(each)
+    labels = config.segments.label(contract.num_tokens, recent_tokens=RUN_TOKENS)
+    return {
+        "tiers": [tier.name for tier in config.tiers],
+        "map": ["".join(map(str, row)) for row in tier_id[:, at].tolist()],
+        "num_tokens": contract.num_tokens,
+        "states": contract.state_counts(len(config.tiers)).sum((0, 1)).tolist(),
+        "head_bytes_per_token": [round(size, 3) for size in spread.bytes_per_token],
+        "head_entropy": spread.entropy,
+        "head_gini": spread.gini,
+        "segments": segment_spread(each, labels),
+    }
+
+
+def margins_of(model: Any, hidden: Tensor) -> Tensor:
+    """Gap of the two best tokens ``[rows]`` float32, in nats."""
+    parts = [row.topk(2, -1).values for _, row in log_probabilities(model, hidden)]
+    best = torch.cat(parts)
+    return best[:, 0] - best[:, 1]
+
+
+def describe_margins(
+    model: Any, reference: Tensor, hidden: Tensor, method: CacheMethod
+) -> dict[str, Any]:
+    """How often the best token changed, by how sure the exact model was of it.
+
+    Args:
+        model: Its output head makes logits.
+        reference: ``[rows, width]`` hidden states of the exact model.
+        hidden: ``[rows, width]`` of the method.
+        method: A controller also tells the drift it foretells, to be set against its margins.
+    """
+    bins = torch.bucketize(
+        margins_of(model, reference), torch.tensor(MARGIN_EDGES, device=reference.device)
+    )
+    pairs = zip(log_probabilities(model, reference), log_probabilities(model, hidden), strict=True)
+    tipped = torch.cat([ours.argmax(-1) != dense.argmax(-1) for (_, dense), (_, ours) in pairs])
+    found: dict[str, Any] = {
+        "tokens": torch.bincount(bins, minlength=len(MARGIN_EDGES) + 1).tolist(),
+        "tipped": torch.bincount(bins[tipped], minlength=len(MARGIN_EDGES) + 1).tolist(),
+    }
+    if isinstance(method, RetainedSequence):
+        found["drift"] = method.refresher.drift
+        found["margins"] = [round(margin, 4) for margin in margins_of(model, hidden).tolist()]
+    return found
