@@ -27,6 +27,7 @@ TIERS = {
     "k3v4": {"key_bits": 3.0, "value_bits": 4},
     "k4v4": {"key_bits": 4.0, "value_bits": 4},
     "k6v16": {"key_bits": 6.0, "value_bits": 16},
+    "bfloat16_pages": {"key_bits": 16.0, "value_bits": 16},
 }
 ROUNDED = {"fp8_rounding": "float8_e4m3fn", "bfloat16_rounding": "bfloat16"}
 

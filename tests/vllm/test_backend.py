@@ -20,6 +20,7 @@ from sphkv.codec.calibration import default_calibration
 from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
 from sphkv.integrations.vllm import backend as module
+from sphkv.integrations.vllm import worker
 from sphkv.integrations.vllm.backend import SphericalBackend, SphericalImpl
 from sphkv.integrations.vllm.options import ServeOptions
 from sphkv.integrations.vllm.plugin import register
@@ -149,3 +150,24 @@ def test_warm_up_without_metadata_computes_nothing(runtime: Runtime):
     layer = SimpleNamespace(layer_name="layer")
     output = impl.forward(layer, x, x[:, :2], x[:, :2], torch.empty(0), None, torch.ones_like(x))
     assert not output.any()
+
+
+def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch):
+    pretended = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+    monkeypatch.setattr(worker, "current_platform", pretended)
+    with pytest.raises(ValueError, match=r"on CPUs only.*'cuda'"):
+        worker.SphericalWorker(VllmConfig(additional_config={"sphkv": {}}))
+
+
+@pytest.mark.parametrize(
+    "given", [{"sliding_window": 64}, {"logits_soft_cap": 30.0}, {"sinks": torch.zeros(4)}]
+)
+def test_a_budget_needs_plain_attention(given: dict[str, Any]):
+    options = ServeOptions(budget_bytes=40)
+    activate(
+        Runtime(options, block_tokens=TOKENS, num_kv_heads=HEADS, head_dim=DIM, max_sequences=2)
+    )
+    layer: dict[str, Any] = {"num_heads": 4, "head_size": DIM, "scale": 1.0, "num_kv_heads": HEADS}
+    with pytest.raises(ValueError, match="together with budget_bytes"):
+        SphericalImpl(**layer, **given)
+    activate(None)

@@ -182,6 +182,17 @@ def test_a_shared_prefix_reads_the_same(calibration: Calibration):
     assert torch.equal(output, again)
 
 
+def test_bfloat16_pages_are_exact(calibration: Calibration):
+    runtime = make_runtime(calibration, ServeOptions(key_bits=16, value_bits=16), 32)
+    server = Server(runtime, AttentionOptions(scale=0.125), torch.tensor([[3, 1, 2, 0]]), [100])
+    for count in (70, 29, 1):
+        _, output = server.step([count])
+    query, keys, values = (part.transpose(0, 1).double() for part in server.states[0])
+    keys, values = (part.repeat_interleave(GROUP, 0) for part in (keys, values))
+    weight = (0.125 * query[:, 99:] @ keys.transpose(1, 2)).softmax(-1)
+    torch.testing.assert_close(output[0].double(), (weight @ values)[:, 0], rtol=2e-4, atol=2e-5)
+
+
 def test_the_same_states_give_the_same_bytes(calibration: Calibration):
     pages = []
     for chunks in ([64], [20, 44], [32, 31, 1]):

@@ -99,3 +99,35 @@ def test_it_calibrates_itself(generate: Generate, model_folder: Path, stock: Gen
     )
     agreed = [same_start(a, b) for a, b in zip(stock.tokens[:2], own.tokens, strict=True)]
     assert sum(agreed) / sum(map(len, own.tokens)) > 0.3, agreed
+
+
+def test_without_codes_the_text_is_that_of_stock(
+    generate: Generate, model_folder: Path, calibration_file: Path, stock: Generation
+):
+    # bfloat16 pages take the same way through blocks, tails, chunks and kernels
+    own = generate(
+        model_folder,
+        [PROMPTS, [SHORT]],
+        worker_cls=WORKER,
+        block_size=64,
+        max_num_batched_tokens=1024,
+        long_prefill_token_threshold=150,
+        additional_config={
+            "sphkv": {"calibration": str(calibration_file), "key_bits": 16, "value_bits": 16}
+        },
+    )
+    assert own.tokens == stock.tokens
+
+
+def test_heads_share_a_budget(
+    generate: Generate, model_folder: Path, calibration_file: Path, stock: Generation
+):
+    given = {
+        "worker_cls": WORKER,
+        "block_size": 64,
+        "additional_config": {"sphkv": {"calibration": str(calibration_file), "budget_bytes": 44}},
+    }
+    own = generate(model_folder, [PROMPTS], enable_prefix_caching=False, **given)
+    assert "by need, at most 44 bytes per head" in own.log
+    agreed = [same_start(a, b) for a, b in zip(stock.tokens, own.tokens, strict=False)]
+    assert sum(agreed) / sum(map(len, own.tokens)) > 0.3, agreed

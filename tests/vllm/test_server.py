@@ -109,6 +109,12 @@ def test_a_killed_server_starts_again(
             "no calibration file",
         ),
         (CODED_SERVER, ["--sphkv", "{}", "--block-size", "16"], "block size must be one of"),
+        # blocks with a budget depend on later queries
+        (
+            STOCK_SERVER,
+            ["--worker-cls", WORKER, "--additional-config", '{"sphkv": {"budget_bytes": 44}}'],
+            "pass --no-enable-prefix-caching",
+        ),
         # the plugin is loaded, but not the worker: stock attention must not serve instead
         (
             STOCK_SERVER,

@@ -157,7 +157,8 @@ class CodedBlock:
 
     def page_kinds(self) -> list[PageKindFields]:
         """The coded page, then the dense one of the sinks."""
-        coded: PageKindFields = (layout_fields(self.layout), self.layout.tier)
+        tier = self.layout.tier
+        coded: PageKindFields = (layout_fields(self.layout), tier if tier.is_coded else None)
         return [coded, self.sinks.kind()] if self.sink_tokens else [coded]
 
     def locate(self, kv_cache: Tensor, blocks: Tensor, has_first: bool) -> PagePlaces:
@@ -202,17 +203,21 @@ class CodedBlock:
             counts=(tokens - shift).repeat_interleave(heads),
             flags=torch.zeros(blocks * heads, tokens, dtype=torch.bool),
         )
-        encoded = codec.encode(
-            layer,
-            self.layout.tier,
-            keys,
-            values,
-            rows.positions,
-            head_ids=torch.arange(heads).repeat(blocks),
-            counts=rows.counts,
-        )
+        if self.layout.tier.is_coded:
+            encoded = codec.encode(
+                layer,
+                self.layout.tier,
+                keys,
+                values,
+                rows.positions,
+                head_ids=torch.arange(heads).repeat(blocks),
+                counts=rows.counts,
+            )
+            pages = write_pages(self.layout, encoded, rows)
+        else:
+            pages = write_dense_pages(self.layout, keys, values, rows)
         out = torch.zeros(blocks * heads, self.content_bytes * tokens, dtype=torch.uint8)
-        out[:, : self.layout.page_bytes] = write_pages(self.layout, encoded, rows)
+        out[:, : self.layout.page_bytes] = pages
         out = out.view(blocks, heads, -1)
         if self.sink_tokens and bool(is_first.any()):
             dense = self.sinks.write(states[0][is_first], states[1][is_first])

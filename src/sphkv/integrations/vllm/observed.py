@@ -14,9 +14,6 @@ from torch import Tensor
 
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierTable
-from sphkv.retention.distortion import TierErrors, state_distortion
-from sphkv.retention.features import TokenFeatures
-from sphkv.retention.policy import RetentionPolicy
 
 WINDOW = 32
 """Newest queries of a chunk that judge its blocks."""
@@ -92,26 +89,33 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
     return grouped.transpose(0, 1).reshape(heads, -1, width)
 
 
-def state_losses(
-    votes: Votes, states: tuple[Tensor, Tensor], errors: TierErrors, policy: RetentionPolicy
-) -> Tensor:
-    """Expected loss ``[heads, tokens, tiers]`` of the states of a block."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerErrors:
+    """What tiers do to the states of a layer, ``[heads, tiers]`` each.
+
+    Attributes:
+        key: Squared relative change of a state's softmax weight, per squared radius.
+        value: Squared error of a value, per squared norm.
+    """
+
+    key: Tensor
+    value: Tensor
+
+
+def state_losses(votes: Votes, states: tuple[Tensor, Tensor], errors: LayerErrors) -> Tensor:
+    """Expected loss ``[heads, tokens, tiers]`` of the states of a block.
+
+    The controller's loss, docs/math/retention.md, section 2: a wrong weight moves the output by
+    the state's pull on it, a wrong value by its weight, and without the state its pull is lost.
+    """
     keys, values = (part.float() for part in states)
     count = votes.count.clamp(min=1)
-    heads = keys.shape[0]
-    features = TokenFeatures(
-        mass=torch.zeros_like(votes.energy),
-        energy=votes.energy / count,
-        shift=votes.shift / count,
-        radius=keys.norm(dim=-1),
-        value_norm=values.norm(dim=-1),
-        reuse=torch.zeros(heads),
-        stability=torch.zeros(heads),
-        output_energy=torch.ones(heads),
-    )
-    return torch.stack(
-        [state_distortion(features, errors, policy, head=head) for head in range(heads)]
-    )
+    shift, energy = votes.shift / count, votes.energy / count
+    by_key = shift * keys.square().sum(-1)
+    by_value = energy * values.square().sum(-1)
+    loss = by_key[..., None] * errors.key[:, None] + by_value[..., None] * errors.value[:, None]
+    loss[..., 0] = shift
+    return loss
 
 
 def measure_errors(
@@ -122,10 +126,8 @@ def measure_errors(
     *,
     scale: float,
     sinks: int,
-) -> TierErrors:
+) -> LayerErrors:
     """Error models of a layer from the states of a text, as its newest queries see them.
-
-    The change of a softmax weight counts, so errors of the radius are part of the angle's.
 
     Args:
         codec: What will code.
@@ -146,7 +148,7 @@ def measure_errors(
     pull = weight.square()
     total_key = (pull * keys.square().sum(-1)[:, None]).sum((1, 2)).clamp(min=_TINY)
     total_value = (pull * values.square().sum(-1)[:, None]).sum((1, 2)).clamp(min=_TINY)
-    angle, value = (torch.zeros(heads, len(tiers)) for _ in range(2))
+    key, value = (torch.zeros(heads, len(tiers)) for _ in range(2))
     positions = at.reshape(1, pages, -1).expand(heads, -1, -1).flatten(0, 1)
     head_ids = torch.arange(heads).repeat_interleave(pages)
     split = [x.reshape(heads * pages, -1, dim) for x in (keys, values)]
@@ -159,7 +161,7 @@ def measure_errors(
         wrong = (late @ coded_keys.transpose(1, 2) - logits).clamp(-_MOST_ERROR, _MOST_ERROR)
         factor = wrong.expm1()
         moved = (factor / (1 + weight * factor)).square()
-        angle[:, tier_id] = (pull * moved).sum((1, 2)) / total_key
+        key[:, tier_id] = (pull * moved).sum((1, 2)) / total_key
         lost = (coded_values - values).square().sum(-1)
         value[:, tier_id] = (pull * lost[:, None]).sum((1, 2)) / total_value
-    return TierErrors(angle, torch.zeros_like(angle), value)
+    return LayerErrors(key, value)

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sphkv.core.tiers import CODED_PAGE_MULTIPLE, MAX_PAGE_TOKENS, TierSpec, coded_tier
+from sphkv.core.tiers import (
+    CODED_PAGE_MULTIPLE,
+    DENSE_BITS,
+    MAX_PAGE_TOKENS,
+    TierSpec,
+    coded_tier,
+)
 
 CONFIG_KEY = "sphkv"
 BLOCK_SIZES = tuple(range(CODED_PAGE_MULTIPLE, MAX_PAGE_TOKENS + 1, CODED_PAGE_MULTIPLE))
@@ -21,7 +27,8 @@ class ServeOptions:
     """How a server stores its cache.
 
     Attributes:
-        key_bits: Code bits per key element, radius not counted.
+        key_bits: Code bits per key element, radius not counted; 16 with 16 value bits for
+            bfloat16.
         value_bits: Bits per value element: 2, 3, 4, 8 or 16.
         sink_tokens: First tokens of a sequence that stay dense, inside their own block.
         budget_bytes: Bytes of a token and KV head, on average, that the heads of a block share by
@@ -48,7 +55,9 @@ class ServeOptions:
             raise ValueError(f"calibration must be a path, got {self.calibration!r}")
 
     def tier(self, block_tokens: int) -> TierSpec:
-        """The tier of a coded page."""
+        """The tier of a page; bfloat16 at 16 key bits, which shows what is not the codes' doing."""
+        if self.key_bits == DENSE_BITS:
+            return TierSpec("dense", "dense", DENSE_BITS, self.value_bits, block_tokens)
         return coded_tier(self.key_bits, self.value_bits, page_tokens=block_tokens)
 
     @classmethod

@@ -2,7 +2,7 @@
 """Decides what the heads of a block with a budget keep, when the block becomes full.
 
 Blocks that a prompt fills are judged by the newest queries of its chunk. Blocks that fill token by
-token are judged by the queries of those tokens, whose votes are summed while the block is open.
+token are judged by every fourth of its own queries, whose votes are summed while it is open.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ from torch import Tensor
 
 from sphkv.codec.states import SphericalCodec
 from sphkv.integrations.vllm.budgeted import BudgetedBlock
-from sphkv.integrations.vllm.observed import WINDOW, Votes, measure_errors, state_losses
+from sphkv.integrations.vllm.observed import (
+    WINDOW,
+    LayerErrors,
+    Votes,
+    measure_errors,
+    state_losses,
+)
 from sphkv.integrations.vllm.steps import SealedBlock, StepPlan
-from sphkv.retention.distortion import TierErrors
-from sphkv.retention.policy import RetentionPolicy
 
 States = tuple[Tensor, Tensor, Tensor]
+# Every token's vote would cost more than its attention; the last of a block is always one.
+_VOTE_STRIDE = 4
 
 
 class BlockRetention:
@@ -30,9 +36,8 @@ class BlockRetention:
     def __init__(self, block: BudgetedBlock, max_sequences: int) -> None:
         self.block = block
         self._slots = max_sequences
-        self._errors: dict[int, TierErrors] = {}
+        self._errors: dict[int, LayerErrors] = {}
         self._votes: dict[int, Votes] = {}
-        self._policy = RetentionPolicy()
 
     def learn_errors(
         self, codec: SphericalCodec, layer: int, states: States, *, scale: float
@@ -58,7 +63,7 @@ class BlockRetention:
         for slot in step.tail_slots[step.tail_offsets == 0].tolist():
             votes[slot].clear()
         for sequence in step.sequences:
-            if sequence.num_queries != 1:
+            if sequence.num_queries != 1 or sequence.num_tokens % _VOTE_STRIDE:
                 continue
             row, slot, count = sequence.first_row, sequence.tail_slot, sequence.tail_tokens
             held = (step.pool.keys[layer][slot], step.pool.values[layer][slot])
@@ -94,5 +99,5 @@ class BlockRetention:
                 distance,
                 scale,
             )
-        loss = state_losses(votes, states, self._errors[layer], self._policy)
+        loss = state_losses(votes, states, self._errors[layer])
         return self.block.choose(loss, is_first=sealed.first_position == 0)

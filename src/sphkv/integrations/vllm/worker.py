@@ -15,6 +15,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sphkv.codec.calibration import Calibration, Calibrator
@@ -39,6 +40,11 @@ class SphericalWorker(CPUWorker):  # type: ignore[misc]
     """A CPU worker with coded blocks."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if not current_platform.is_cpu():
+            raise ValueError(
+                f"coded blocks are served on CPUs only, and this vLLM runs on "
+                f"{current_platform.device_type!r}: the CUDA kernels are not connected to it"
+            )
         options = ServeOptions.from_config(vllm_config.additional_config)
         if options is None:
             raise ValueError(
