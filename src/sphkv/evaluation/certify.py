@@ -123,7 +123,9 @@ class _Examiner:
     def _stored(self, read: ReadCase, extra: int) -> CacheMethod:
         config = self._config
         end = read.case.context + extra
-        method = self._session.factory.make(config.method, config.budget, context=end)
+        method = self._session.factory.make(
+            config.method, config.budget, context=end, work=read.work
+        )
         store_prompt(method, read.states)
         ledger, tokens = method.ledger(), method.num_tokens()
         self.memory = {

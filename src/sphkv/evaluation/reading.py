@@ -18,7 +18,7 @@ from sphkv.evaluation.shared_work import SharedWork
 from sphkv.evaluation.workloads.case import Case
 from sphkv.integrations.prompt_states import LayerStates, PromptStates, continue_prompt, read_prompt
 
-_GPU_TOKENS = 4096
+_GPU_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
