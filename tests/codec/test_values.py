@@ -12,7 +12,13 @@ from torch import Tensor
 from sphkv.codec.affine import quantise_affine_u8
 from sphkv.codec.hadamard import rotate, rotation_matrix, unrotate
 from sphkv.codec.packing import VALUE_BITS, pack_value_codes, unpack_value_codes
-from sphkv.codec.values import ValueCode, decode_values, encode_values, value_contribution
+from sphkv.codec.values import (
+    ValueCode,
+    decode_values,
+    encode_values,
+    unbiased_scale,
+    value_contribution,
+)
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -299,3 +305,13 @@ def test_bad_widths_and_shapes_are_rejected() -> None:
         encode_values(torch.ones(32, 64, dtype=torch.int64), bits=4)
     with pytest.raises(ValueError, match=r"\(64,\)"):
         encode_values(torch.ones(64), bits=4)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_reader_sees_values_without_a_pull_towards_zero(bits, head_dim):
+    values = _gaussian(8, 64, head_dim)
+    code = encode_values(values, bits=bits)
+    read = ValueCode(code.codes, unbiased_scale(code.scale, bits), bits)
+    kept = (decode_values(read) * values).sum() / values.square().sum()
+    assert abs(float(kept) - 1) < 0.005

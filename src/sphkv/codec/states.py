@@ -10,7 +10,7 @@ from sphkv.codec.affine import AffineCode, quantise_affine_u8
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.codebook import AngleCodebook
 from sphkv.codec.keys import SphericalCode, decode_keys, encode_keys
-from sphkv.codec.values import ValueCode, decode_values, encode_values
+from sphkv.codec.values import ValueCode, decode_values, encode_values, unbiased_scale
 from sphkv.core.contract import EncodedStates
 from sphkv.core.tiers import TierSpec
 
@@ -61,7 +61,7 @@ class SphericalCodec:
             scale = AffineCode(torch.zeros_like(radius.code), empty, empty)
             return _pack(codes, radius, values.to(torch.bfloat16), scale)
         value = encode_values(values.float(), live, bits=tier.value_bits)
-        return _pack(codes, radius, value.codes, value.scale)
+        return _pack(codes, radius, value.codes, unbiased_scale(value.scale, tier.value_bits))
 
     def decode(
         self,

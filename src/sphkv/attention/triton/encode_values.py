@@ -18,7 +18,7 @@ from torch import Tensor
 from sphkv.attention.triton.encode_keys import quantise_bytes
 from sphkv.attention.triton.pieces import SCALE_LO, SCALE_STEP, read_float
 from sphkv.codec.hadamard import rotation_matrix
-from sphkv.codec.values import CLIP_GRID, NUM_REFINEMENTS
+from sphkv.codec.values import CLIP_GRID, NUM_REFINEMENTS, READ_GAIN
 from sphkv.store.layout import PageLayout
 
 _TILE = 32
@@ -111,6 +111,7 @@ def _values_kernel(
     count_ptr,  # [rows] i64
     page_ptr,  # [rows, PAGE_BYTES] u8, header written
     scale,
+    gain,
     PAGE: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, HALF: tl.constexpr,
     BITS: tl.constexpr, PAGE_BYTES: tl.constexpr, SCALE_OFFSET: tl.constexpr,
     VALUE_OFFSET: tl.constexpr, TILE: tl.constexpr, HAS_SIGNS: tl.constexpr,
@@ -157,6 +158,10 @@ def _values_kernel(
             _put_stream(high, codes >> 2, first, dim, in_dim, DIM, DIMS, 1, TILE)
         else:
             _put_stream(start, codes, first, dim, in_dim, DIM, DIMS, BITS, TILE)
+    # a reader sees the unbiased steps, once all threads have used the others
+    tl.debug_barrier()
+    tl.store((page + SCALE_LO).to(tl.pointer_type(tl.float32)), low * gain)
+    tl.store((page + SCALE_STEP).to(tl.pointer_type(tl.float32)), step * gain)
 
 
 def encode_values_into(pages: Tensor, layout: PageLayout, values: Tensor, counts: Tensor) -> None:
@@ -186,7 +191,7 @@ def encode_values_into(pages: Tensor, layout: PageLayout, values: Tensor, counts
         RATIOS=count, REFINEMENTS=NUM_REFINEMENTS, num_warps=4, **shape,
     )  # fmt: skip
     _values_kernel[(len(pages),)](
-        values, rotation, steps, counts, pages, scale,
+        values, rotation, steps, counts, pages, scale, READ_GAIN[bits],
         BITS=bits, PAGE_BYTES=layout.page_bytes, SCALE_OFFSET=layout.scale_offset,
         VALUE_OFFSET=layout.value_offset, num_warps=4, **shape,
     )  # fmt: skip
