@@ -34,7 +34,7 @@ def draw_layer(config: RetainedConfig, tokens: int, seed: int) -> LayerInput:
     ones = torch.ones(heads, tokens)
     per_head = torch.exp(torch.randn(heads, 1, generator=generator))
     falls = torch.tensor([0.0, *(4.0**-at for at in range(len(config.tiers) - 2)), 0.0])
-    errors = TierErrors(per_head * falls, 0.01 * per_head * falls, 0.1 * per_head * falls)
+    errors = TierErrors(*(part * per_head * falls for part in (1.0, 0.01, 0.1, 0.001)))
     features = TokenFeatures(
         mass=pull.sqrt(), energy=pull, shift=pull, radius=ones, value_norm=ones,
         reuse=ones[:, 0], stability=ones[:, 0], output_energy=ones[:, 0],

@@ -51,7 +51,7 @@ def make_layer(seed: int) -> LayerInput:
     query = torch.randn(HEADS, 32, DIM, generator=generator) + 1
     rows = window_rows(query, window, keys, scale=0.5)
     falls = torch.tensor([0.0, 2e-3, 6e-4, 1e-4, 0.0]).expand(HEADS, -1)
-    errors = TierErrors(falls, 0.1 * falls, 50 * falls)
+    errors = TierErrors(falls, 0.1 * falls, 50 * falls, torch.zeros_like(falls))
     protected = torch.zeros(HEADS, TOKENS, dtype=torch.bool)
     protected[:, :16] = protected[:, -16:] = True
     features = measure_features(rows, keys, values, sinks=16, recent=16)
@@ -172,6 +172,24 @@ def test_fixed_recipe_ranks_tiers_and_segments():
     found = recipe_distortion(part.features, part.errors, policy, segments)
     assert bool((found.diff(dim=2) <= 0).all())
     assert torch.allclose(found[:, 0], 2 * found[:, 20])
+
+
+@pytest.mark.parametrize("variant", ["joint", "keepdrop"])
+@pytest.mark.parametrize("waste", [0, 3_000, 9_000])
+def test_a_budget_is_filled_however_wrong_the_estimate(variant, waste):
+    """Slabs and tables that the solver does not see take bytes in jumps."""
+
+    def with_slabs(contract: WriteContract) -> int:
+        return used_bytes(contract) + used_bytes(contract) // 10_000 * waste // 4
+
+    budget = 60_000
+    controller = RetentionController(COSTS, options=ControlOptions(variant=variant, shapes=BOTH))
+    for layer in range(LAYERS):
+        controller.add_layer(make_layer(layer))
+    contract = controller.decide(budget, with_slabs)
+    assert with_slabs(contract) <= budget
+    # a jump and one head's blocks are left at most
+    assert with_slabs(contract) > budget - waste // 4 - 0.06 * budget
 
 
 def test_unknown_variant_is_refused():

@@ -143,7 +143,7 @@ def test_blocks_of_runs_name_their_tokens():
 def test_pooled_runs_lose_what_their_tokens_lose():
     _, keys, values = make_layer()
     features = measure_features(make_rows(), keys, values, sinks=4, recent=8)
-    errors = TierErrors(*(torch.full((HEADS, 3), 1e-4) for _ in range(3)))
+    errors = TierErrors(*(torch.full((HEADS, 3), 1e-4) for _ in range(4)))
     policy = RetentionPolicy()
     each = state_distortion(features, errors, policy, head=1)
     runs = state_distortion(pool_runs(features, 16), errors, policy, head=1)

@@ -12,20 +12,18 @@ from sphkv.attention.request import AttentionOptions, DecodeBackend
 from sphkv.cache.retained_attention import attend_and_append
 from sphkv.cache.retained_bytes import contract_bytes
 from sphkv.cache.retained_config import RetainedConfig
-from sphkv.cache.retained_errors import measure_tier_errors, sample_positions
+from sphkv.cache.retained_measure import (
+    measure_layer,
+    paged_tokens,
+    unrotated_planes,
+    window_positions,
+)
 from sphkv.cache.retained_refresh import Refresher
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.controller import LayerInput, RetentionController
-from sphkv.retention.features import (
-    AttentionRows,
-    TokenFeatures,
-    expected_rows,
-    measure_features,
-    mix_rows,
-    window_rows,
-)
+from sphkv.retention.features import TokenFeatures
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.store import PageStore
 
@@ -124,7 +122,7 @@ class RetainedSequence:
         if self._controller is None:
             self._controller = self._start(keys.shape[1])
         known = None if self._measured is None else self._measured.get(layer)
-        found = known or self._measure(layer, keys, values, query)
+        found = known or measure_layer(self.config, self._codec, layer, (query, keys, values))
         if self._measured is not None:
             self._measured[layer] = found
         self._learn(layer, found, keys, query)
@@ -140,69 +138,14 @@ class RetainedSequence:
             config.page_costs(), policy=config.policy, options=config.options, segments=segments
         )
 
-    def _measure(self, layer: int, keys: Tensor, values: Tensor, query: Tensor) -> LayerInput:
-        """Features, error models and protection of a layer."""
-        config, tokens = self.config, keys.shape[1]
-        scale = config.geometry.head_dim**-0.5
-        window = self._window(tokens)
-        rows = self._foretell(layer, keys, query, scale)
-        features = measure_features(
-            rows, keys, values, sinks=config.protection.sink_tokens, recent=RUN_TOKENS
-        )
-        positions = sample_positions(0, tokens, config.error_samples)
-        errors = measure_tier_errors(
-            self._codec,
-            layer,
-            config.tiers,
-            (query[:, window], keys[:, positions], values[:, positions]),
-            positions,
-            scale=scale,
-        )
-        protected = config.protection.state_mask(features.radius)
-        # what is not paged is dense anyway, and nothing to decide about
-        protected[:, paged_tokens(tokens) :] = True
-        return LayerInput(features, errors, rows, values, protected)
-
     def _learn(self, layer: int, found: LayerInput, keys: Tensor, query: Tensor) -> None:
         """Note what decoding needs of a layer."""
-        window = self._window(keys.shape[1])
-        planes = self._planes(layer, query[:, window], window)
+        window = window_positions(self.config, keys.shape[1])
+        planes = unrotated_planes(self.config, layer, query[:, window], window)
         self.features.append(found.features)
         self._refresher.learn(
             layer, found.features, found.errors, found.rows, (planes, keys, found.values)
         )
-
-    def _window(self, tokens: int) -> Tensor:
-        """Positions of the observation window."""
-        policy = self.config.policy
-        span = min(tokens, policy.window * policy.window_stride)
-        return torch.arange(tokens - 1, tokens - 1 - span, -policy.window_stride).flip(0)
-
-    def _foretell(self, layer: int, keys: Tensor, query: Tensor, scale: float) -> AttentionRows:
-        """Foretold attention."""
-        config, policy, tokens = self.config, self.config.policy, keys.shape[1]
-        window = self._window(tokens)
-        share = None
-        if policy.sensitivity is not None:
-            share = torch.tensor(policy.sensitivity[layer])
-        votes = window_rows(query[:, window], window, keys, scale=scale, share=share)
-        if policy.attention_mix == 0:
-            return votes
-        seen = torch.arange(max(0, tokens - 4 * policy.window), tokens, 2)
-        expected = expected_rows(
-            self._planes(layer, query[:, seen], seen),
-            self._planes(layer, keys, torch.arange(tokens)),
-            config.ropes[layer].frequencies(),
-            scale=scale,
-            horizon=config.horizon,
-            share=share,
-        )
-        return mix_rows(votes, expected, policy.attention_mix)
-
-    def _planes(self, layer: int, states: Tensor, positions: Tensor) -> Tensor:
-        """States ``[heads, tokens, head_dim]`` in planes, before RoPE."""
-        rope = self.config.ropes[layer]
-        return rope.unrotate(rope.to_planes(states.float()), positions)
 
     def _write(self, tokens: int) -> None:
         """Decide about all layers and store them."""
@@ -257,19 +200,3 @@ class RetainedSequence:
         """Forget the tokens from ``num_tokens`` on."""
         self._store.crop(_SEQUENCE, num_tokens)
         self._refresher.crop(num_tokens)
-
-
-def paged_tokens(num_tokens: int) -> int:
-    """Tokens of a prompt that are decided about: whole runs of 16 but the last.
-
-    The last run is one dense page per head until newer tokens follow, the rest opens the tail.
-
-    Raises:
-        ValueError: The prompt is shorter than sinks, one run and the newest run.
-    """
-    whole = num_tokens // RUN_TOKENS * RUN_TOKENS
-    if whole < 3 * RUN_TOKENS:
-        raise ValueError(
-            f"retention needs a prompt of at least {3 * RUN_TOKENS} tokens, got {num_tokens}"
-        )
-    return whole - RUN_TOKENS

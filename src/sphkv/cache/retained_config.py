@@ -30,7 +30,10 @@ from sphkv.store.paging import PositionMode
 _SLAB_PAGES = 4
 _TABLE_ENTRY_BYTES = 10
 
-_RETENTION_BITS = ((1.0, 2), (1.5, 2), (2.0, 2), (2.0, 3), (3.0, 4), (4.0, 8))
+_RETENTION_BITS = (
+    *((1.0, 2), (1.5, 2), (2.0, 2), (2.0, 3), (3.0, 3)),
+    *((3.0, 4), (4.0, 4), (6.0, 8)),
+)
 _MODE_OF_SHAPE = {
     BlockShape.WHOLE: PositionMode.CONTIGUOUS,
     BlockShape.RUNS: PositionMode.RUNS,
@@ -39,7 +42,7 @@ _MODE_OF_SHAPE = {
 
 
 def retention_tiers(page_tokens: int = 32) -> TierTable:
-    """Drop, six coded tiers and bfloat16, with pages small enough for a tight budget."""
+    """Drop, eight coded tiers and bfloat16, with pages small enough for a tight budget."""
     coded = [coded_tier(k, v, page_tokens=page_tokens) for k, v in _RETENTION_BITS]
     dense = TierSpec("max", "dense", float(DENSE_BITS), DENSE_BITS, RUN_TOKENS)
     return TierTable((TierSpec("drop", "drop", 0.0, 0, 0), *coded, dense))
@@ -73,7 +76,7 @@ class RetainedConfig:
     segments: SegmentSpans = field(default_factory=SegmentSpans)
     gate: GateOptions | None = None
     horizon: tuple[int, ...] = (8, 32, 96)
-    error_samples: int = 128
+    error_samples: int = 256
 
     def __post_init__(self) -> None:
         """Reject parts that do not fit together."""

@@ -1,16 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error models of a layer, measured by coding some of the prompt's own states at every tier."""
+"""Error models of a layer, measured by coding some of the prompt's own states at every tier.
+
+Sinks and other protected states are no part of the sample: their keys are unlike all others, and
+they are never coded. What counts is the move of the output that the window's queries would see,
+so states are weighed by the attention they get. Derivation: docs/math/retention.md, section 2.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sphkv.core.contract import StateCodec
-from sphkv.core.tiers import TierTable
+from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierSpec, TierTable
 from sphkv.retention.distortion import TierErrors
+from sphkv.retention.features import AttentionRows
 
 _TINY = torch.finfo(torch.float32).tiny
+# A logit error beyond this leaves a weight of one or none.
+_MOST_LOGIT_ERROR = 8.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateSample:
+    """States of every head on which errors are measured.
+
+    Attributes:
+        index: ``[heads, samples]`` int64 tokens; whole pages, the most important states first.
+        weight: ``[heads, samples]`` float32 states that each stands for; 0 for padding.
+    """
+
+    index: Tensor
+    weight: Tensor
+
+
+def sample_states(importance: Tensor, is_free: Tensor, count: int) -> StateSample:
+    """The most important half of a sample, and evenly spaced ranks below.
+
+    Args:
+        importance: ``[heads, tokens]``.
+        is_free: ``[heads, tokens]`` bool: states that may be coded.
+        count: States of each head, a multiple of a coded page's.
+    """
+    if count < 1 or count % (2 * CODED_PAGE_MULTIPLE):
+        raise ValueError(
+            f"count must be a positive multiple of {2 * CODED_PAGE_MULTIPLE}, got {count}"
+        )
+    order = importance.masked_fill(~is_free, -1.0).argsort(dim=1, descending=True, stable=True)
+    free = int(is_free.sum(1).min())
+    top = count // 2
+    if free <= count:
+        pages = -(-free // CODED_PAGE_MULTIPLE)
+        rank = torch.arange(pages * CODED_PAGE_MULTIPLE)
+        weight = (rank < free).float()
+        rank = rank.clamp(max=max(0, free - 1))
+    else:
+        gap = (free - top) / top
+        below = top + ((torch.arange(top) + 0.5) * gap).long()
+        rank = torch.cat([torch.arange(top), below])
+        weight = torch.cat([torch.ones(top), torch.full((top,), gap)])
+    rank, weight = rank.to(order.device), weight.to(order.device)
+    return StateSample(order[:, rank], weight.expand(order.shape[0], -1))
 
 
 def measure_tier_errors(
@@ -18,50 +70,119 @@ def measure_tier_errors(
     layer: int,
     tiers: TierTable,
     states: tuple[Tensor, Tensor, Tensor],
-    positions: Tensor,
+    votes: AttentionRows,
+    sample: StateSample,
     *,
     scale: float,
 ) -> TierErrors:
-    """Code sampled states at every tier and see what their queries would notice.
+    """Code sampled states at every tier and see how the output of each query would move.
 
     Args:
         codec: The encoder the store will use.
         layer: Layer of the states.
         tiers: The tiers.
-        states: Queries ``[query_heads, window, head_dim]``, keys and values
-            ``[heads, samples, head_dim]``.
-        positions: ``[samples]`` int64 positions of keys and values.
+        states: Queries of the window ``[query_heads, window, head_dim]``, keys and values
+            ``[heads, tokens, head_dim]``.
+        votes: What the window's queries gave to every token.
+        sample: States to code.
         scale: Factor on the dot product.
 
     Returns:
         Errors of every head and tier; nothing at the drop and dense tiers.
     """
     query, keys, values = states
-    heads = keys.shape[0]
-    keys, values = keys.float(), values.float()
-    grouped = scale * query.float().reshape(heads, -1, keys.shape[2])
-    radius = keys.norm(dim=-1)
-    at = positions.expand(heads, -1)
-    shape = (heads, len(tiers))
-    angle, radial, value = (torch.zeros(shape) for _ in range(3))
-    logits = (grouped @ keys.transpose(1, 2)).square().mean((1, 2))
+    heads, _, dim = keys.shape
+    index = sample.index[..., None].expand(-1, -1, dim)
+    seen = _look(votes, sample, keys.gather(1, index).float(), values)
+    grouped = scale * query.float().reshape(heads, -1, dim)
+    logits = grouped @ seen.keys.transpose(1, 2)
+    length = seen.keys.square().sum(-1)
+    energy = (seen.pull * length[:, None]).sum((1, 2)).clamp(min=_TINY)
+    along = (seen.pull * logits.square()).sum(1) / length.clamp(min=_TINY)
+    norm = (seen.square * seen.values.square().sum(-1)).sum(1).clamp(min=_TINY)
+    errors = tuple(torch.zeros(heads, len(tiers), device=keys.device) for _ in range(4))
     for tier_id, tier in enumerate(tiers):
-        if not tier.is_coded:
+        if not tier.is_coded or index.shape[1] == 0:
             continue
-        encoded = codec.encode(layer, tier, keys, values, at)
-        coded_keys, coded_values = codec.decode(layer, tier, encoded, at)
-        missed = (grouped @ (coded_keys - keys).transpose(1, 2)).square().mean((1, 2))
-        energy = radius.square().mean(1).clamp(min=_TINY)
+        coded_keys, coded_values, step = _recode(codec, layer, tier, sample, seen)
+        wrong = grouped @ coded_keys.transpose(1, 2) - logits
+        moved = (seen.pull * weight_move(wrong, seen.weight)).sum((1, 2))
         # rounding of an 8-bit radius is uniform over its step and scales the logit
-        rounding = (encoded.radius_step.square() / 12) / energy * logits
-        angle[:, tier_id] = (missed - rounding).clamp(min=0) / energy
-        radial[:, tier_id] = rounding / energy
-        lost = (coded_values - values).square().sum((1, 2))
-        value[:, tier_id] = lost / values.square().sum((1, 2)).clamp(min=_TINY)
-    return TierErrors(angle, radial, value)
+        rounding = (step.square() / 12 * along).sum(1)
+        missed = coded_values - seen.values
+        errors[0][:, tier_id] = (moved - rounding).clamp(min=0) / energy
+        errors[1][:, tier_id] = rounding / energy
+        errors[2][:, tier_id] = (seen.square * missed.square().sum(-1)).sum(1) / norm
+        errors[3][:, tier_id] = seen.part * common_error(missed, seen.mass)
+    return TierErrors(*errors)
 
 
-def sample_positions(first: int, last: int, count: int) -> Tensor:
-    """Up to ``count`` evenly spaced positions of ``first..last - 1``."""
-    stride = max(1, -(-(last - first) // max(1, count)))
-    return torch.arange(first, last, stride)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """Sampled states and the attention they got: per row, then summed over rows.
+
+    ``weight`` and ``pull`` are ``[heads, rows, samples]``: attention, and its square times the
+    squared distance of value and output, with the row's importance. ``square`` and ``mass`` are
+    ``[heads, samples]`` squared and plain attention; ``part [heads]`` is what coded states get.
+    """
+
+    keys: Tensor
+    values: Tensor
+    weight: Tensor
+    pull: Tensor
+    square: Tensor
+    mass: Tensor
+    part: Tensor
+
+
+def _look(votes: AttentionRows, sample: StateSample, keys: Tensor, values: Tensor) -> _Seen:
+    heads, rows = votes.share.shape
+    index = sample.index[:, None].expand(-1, rows, -1)
+    weight = votes.weight.gather(2, index)
+    is_apt = votes.is_apt.expand(heads, -1, -1).gather(2, index)
+    coverage = votes.coverage().gather(1, sample.index)
+    share = votes.share[..., None] * is_apt * (sample.weight / coverage)[:, None]
+    output = votes.weight @ values.float()
+    values = values.gather(1, sample.index[..., None].expand_as(keys)).float()
+    apart = output.square().sum(-1, keepdim=True) + values.square().sum(-1)[:, None]
+    apart = (apart - 2 * output @ values.transpose(1, 2)).clamp(min=0)
+    square, mass = share * weight.square(), (share * weight).sum(1)
+    part = mass.sum(1) / votes.share.sum(1).clamp(min=_TINY)
+    return _Seen(keys, values, weight, square * apart, square.sum(1), mass, part)
+
+
+def _recode(
+    codec: StateCodec, layer: int, tier: TierSpec, sample: StateSample, seen: _Seen
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values after coding, and each state's radius step."""
+    heads, count = sample.index.shape
+    pages = sample.index.reshape(-1, CODED_PAGE_MULTIPLE)
+    head_ids = torch.arange(heads, device=pages.device).repeat_interleave(len(pages) // heads)
+    keys, values = (x.unflatten(1, (-1, CODED_PAGE_MULTIPLE)).flatten(0, 1)
+                    for x in (seen.keys, seen.values))  # fmt: skip
+    encoded = codec.encode(layer, tier, keys, values, pages, head_ids=head_ids)
+    coded = codec.decode(layer, tier, encoded, pages, head_ids=head_ids)
+    step = encoded.radius_step.reshape(heads, -1).repeat_interleave(CODED_PAGE_MULTIPLE, 1)
+    return coded[0].reshape(heads, count, -1), coded[1].reshape(heads, count, -1), step
+
+
+def weight_move(logit_error: Tensor, weight: Tensor) -> Tensor:
+    """Squared relative change of a softmax weight whose own logit is wrong, all others exact.
+
+    For small errors it is the squared logit error; a weight near one hardly moves.
+    """
+    factor = logit_error.clamp(-_MOST_LOGIT_ERROR, _MOST_LOGIT_ERROR).expm1()
+    return (factor / (1 + weight * factor)).square()
+
+
+def common_error(missed: Tensor, mass: Tensor) -> Tensor:
+    """Squared norm ``[heads]`` of the mean error, less what independent errors would leave of it.
+
+    Args:
+        missed: ``[heads, samples, head_dim]`` errors of values.
+        mass: ``[heads, samples]`` attention of the states each stands for.
+    """
+    part = mass / mass.sum(1, keepdim=True).clamp(min=_TINY)
+    mean = (part[..., None] * missed).sum(1).square().sum(-1)
+    noise = (part.square() * missed.square().sum(-1)).sum(1)
+    return (mean - noise).clamp(min=0)

@@ -11,19 +11,13 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
-from sphkv.cache.retained_errors import measure_tier_errors, sample_positions
+from sphkv.cache.retained_config import RetainedConfig
+from sphkv.cache.retained_measure import measure_layer
+from sphkv.core.budget import ByteBudget
 from sphkv.core.tiers import TierTable
 from sphkv.integrations.prompt_states import PromptStates, continue_prompt
-from sphkv.retention.distortion import TierErrors
-from sphkv.retention.features import (
-    AttentionRows,
-    TokenFeatures,
-    drop_losses,
-    expected_rows,
-    measure_features,
-    mix_rows,
-    window_rows,
-)
+from sphkv.retention.controller import LayerInput
+from sphkv.retention.features import drop_losses
 from sphkv.retention.policy import RetentionPolicy
 from sphkv.store.ledger import ByteLedger
 
@@ -31,7 +25,6 @@ if TYPE_CHECKING:
     from sphkv.evaluation.retention_study import StudyRunner
 
 _PARTS = 6
-_HORIZON = (8, 32, 96)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +108,6 @@ class ChangedStates:
         return ByteLedger(half, 0, half, 0, 0, 0, 0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Layer:
-    rows: AttentionRows
-    features: TokenFeatures
-    errors: TierErrors
-
-
 def measure_probes(
     runner: StudyRunner,
     policy: RetentionPolicy,
@@ -129,11 +115,11 @@ def measure_probes(
     report: Callable[[str], None],
 ) -> list[Probe]:
     """Change a few layers at a time by every tier and by dropping tokens, and measure KL."""
-    from sphkv.cache.retained_config import retention_tiers
-
-    tiers = retention_tiers()
+    config = RetainedConfig(runner.geometry, runner.ropes, ByteBudget.parse("100%"), policy=policy)
+    tiers = config.tiers
     layers = [
-        _measure_layer(runner, policy, prompt, tiers, layer) for layer in range(len(prompt.layers))
+        measure_layer(config, runner.codec, layer, (part.query, part.keys, part.values))
+        for layer, part in enumerate(prompt.layers)
     ]
     probes = []
     count = len(layers)
@@ -147,43 +133,6 @@ def measure_probes(
     return probes
 
 
-def _measure_layer(
-    runner: StudyRunner,
-    policy: RetentionPolicy,
-    prompt: PromptStates,
-    tiers: TierTable,
-    layer: int,
-) -> _Layer:
-    states, tokens = prompt.layers[layer], prompt.num_tokens
-    scale = runner.geometry.head_dim**-0.5
-    span = min(tokens, policy.window * policy.window_stride)
-    window = torch.arange(tokens - 1, tokens - 1 - span, -policy.window_stride).flip(0)
-    assert policy.sensitivity is not None
-    share = torch.tensor(policy.sensitivity[layer])
-    rope = runner.ropes[layer]
-    votes = window_rows(states.query[:, window], window, states.keys, scale=scale, share=share)
-    expected = expected_rows(
-        rope.unrotate(rope.to_planes(states.query[:, window].float()), window),
-        rope.unrotate(rope.to_planes(states.keys.float()), torch.arange(tokens)),
-        rope.frequencies(),
-        scale=scale,
-        horizon=_HORIZON,
-        share=share,
-    )
-    rows = mix_rows(votes, expected, policy.attention_mix)
-    at = sample_positions(0, tokens, 128)
-    errors = measure_tier_errors(
-        runner.codec,
-        layer,
-        tiers,
-        (states.query[:, window], states.keys[:, at], states.values[:, at]),
-        at,
-        scale=scale,
-    )
-    features = measure_features(rows, states.keys, states.values, sinks=16, recent=16)
-    return _Layer(rows, features, errors)
-
-
 def _kl(runner: StudyRunner, prompt: PromptStates, method: ChangedStates) -> float:
     from sphkv.evaluation.retention_study import compare
 
@@ -194,7 +143,7 @@ def _kl(runner: StudyRunner, prompt: PromptStates, method: ChangedStates) -> flo
 def _tier_probe(
     runner: StudyRunner,
     prompt: PromptStates,
-    layers: Sequence[_Layer],
+    layers: Sequence[LayerInput],
     chosen: range,
     tiers: TierTable,
     tier: int,
@@ -213,6 +162,7 @@ def _tier_probe(
         f, e = found.features, found.errors
         angle += float(((f.shift * f.radius.square()).sum(1) * (e.angle + e.radius)[:, tier]).sum())
         value += float(((f.energy * f.value_norm.square()).sum(1) * e.value[:, tier]).sum())
+        value += float((f.mass.sum(1) * e.common[:, tier]).sum())
         lost = e.angle[:, tier] + e.value[:, tier]
         votes += float((f.mass.sum(1) * lost).sum())
         age += float(lost.sum()) * float((1 / torch.arange(1, tokens + 1)).sum())
@@ -224,7 +174,7 @@ def _tier_probe(
 def _drop_probe(
     runner: StudyRunner,
     prompt: PromptStates,
-    layers: Sequence[_Layer],
+    layers: Sequence[LayerInput],
     chosen: range,
     number: int,
 ) -> Probe:

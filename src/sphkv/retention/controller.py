@@ -37,8 +37,11 @@ from sphkv.retention.variants import decide_blocks
 Variant = Literal["joint", "keepdrop", "quant", "decoupled"]
 VARIANTS: tuple[Variant, ...] = ("joint", "keepdrop", "quant", "decoupled")
 
-# Each round corrects the solver's byte estimate by the error of the last.
-_ROUNDS = 6
+_ROUNDS = 16
+# A contract that leaves less than this part of the budget is not improved further.
+_SLACK_PART = 250
+# Rooms nearer to each other than this part of the first give the same contract.
+_BRACKET_PARTS = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,28 +220,33 @@ class RetentionController:
         fixed = exact_bytes(empty)
         if fixed > budget:
             raise InfeasibleBudget(fixed - budget, budget)
-        best, best_bytes, room = empty, fixed, budget - fixed
+        best: WriteContract | None = None
+        best_bytes = -1
+        bracket = _Bracket(budget - fixed)
+        too_small: InfeasibleBudget | None = None
         for _ in range(_ROUNDS):
             try:
-                decision, price = decide_blocks(self._heads, room, self.costs.tiers, self.options)
-            except InfeasibleBudget:
-                if best is empty and self.options.variant == "quant":
+                decision, price = decide_blocks(
+                    self._heads, bracket.room, self.costs.tiers, self.options
+                )
+            except InfeasibleBudget as error:
+                if bracket.is_first:
                     raise
-                break
+                too_small = error
+                if not bracket.widen():
+                    break
+                continue
             contract = self._contract(decision)
             used = exact_bytes(contract)
             if best_bytes < used <= budget:
                 best, best_bytes, self.price = contract, used, price
-                self.loss = sum(
-                    float(blocks.distortion.gather(1, tier[:, None]).sum())
-                    for blocks, tier in decision
-                )
-            # the estimate leaves out unequal heads and free pages; correct by the difference
-            slack = budget - used
-            if 0 <= slack < budget // 250:
+                self.loss = _loss_of(decision)
+            is_near = 0 <= budget - used < budget // _SLACK_PART
+            if is_near or not bracket.correct(budget - used):
                 break
-            room = max(0, room + slack)
-        return best
+        if best is None and too_small is not None:
+            raise too_small
+        return empty if best is None else best
 
     def _contract(self, decision: list[tuple[HeadBlocks, Tensor]] | None) -> WriteContract:
         protected = torch.stack(self._protected)
@@ -249,3 +257,51 @@ class RetentionController:
             for head, (blocks, chosen) in enumerate(decision):
                 blocks.spread(chosen, flat[head])
         return WriteContract(tier_id, protected, self.options.granularity)
+
+
+class _Bracket:
+    """Looks for the solver's room whose contract just fits.
+
+    The solver's estimate leaves out unequal heads and free pages. Correcting it by the last error
+    is quick but may circle, so every other step halves what is left between a room that fitted and
+    one that did not.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._low, self._high = -1, 2 * room + 1
+        self._least = max(1, room // _BRACKET_PARTS)
+        self._num_steps = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing was corrected yet."""
+        return self._num_steps == 0
+
+    def widen(self) -> bool:
+        """The room was too small for any contract; false at the end."""
+        self._low = self.room
+        return self._step(None)
+
+    def correct(self, slack: int) -> bool:
+        """Take the bytes that were left, negative if too many were used; false at the end."""
+        if slack >= 0:
+            self._low = self.room
+        else:
+            self._high = self.room
+        return self._step(self.room + slack)
+
+    def _step(self, corrected: int | None) -> bool:
+        if self._high - self._low <= self._least:
+            return False
+        self._num_steps += 1
+        is_inside = corrected is not None and self._low < corrected < self._high
+        if corrected is None or not is_inside or (self._num_steps > 2 and self._num_steps % 2):
+            corrected = (self._low + self._high) // 2
+        self.room = max(0, corrected)
+        return True
+
+
+def _loss_of(decision: list[tuple[HeadBlocks, Tensor]]) -> float:
+    """Foretold loss of a decision."""
+    return sum(float(blocks.distortion.gather(1, tier[:, None]).sum()) for blocks, tier in decision)

@@ -14,27 +14,28 @@ from torch import Tensor
 from sphkv.retention.features import TokenFeatures
 from sphkv.retention.policy import RetentionPolicy
 
-# Beyond this a logit is noise and its weight arbitrary.
-_MOST_VARIANCE = 3.0
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierErrors:
     """Error models of one layer: what a tier does to a state of unit norm.
 
     Attributes:
-        angle: ``[heads, tiers]`` squared logit error from the direction, per squared radius.
-        radius: ``[heads, tiers]`` squared logit error from the radius, per squared radius.
+        angle: ``[heads, tiers]`` squared relative change of a weight from the direction of the
+            key, per squared radius.
+        radius: ``[heads, tiers]`` the same from its length.
         value: ``[heads, tiers]`` squared error of a value, per squared norm.
+        common: ``[heads, tiers]`` squared error that all values share, times the part of the
+            attention that coded states get: what sums of many values do not average out.
     """
 
     angle: Tensor
     radius: Tensor
     value: Tensor
+    common: Tensor
 
     def __post_init__(self) -> None:
         """Reject shapes that differ and errors that are negative or not finite."""
-        for name in ("angle", "radius", "value"):
+        for name in ("angle", "radius", "value", "common"):
             tensor = getattr(self, name)
             if tensor.shape != self.angle.shape or tensor.dim() != 2:
                 raise ValueError(f"{name} must be [heads, tiers], got {tuple(tensor.shape)}")
@@ -52,7 +53,8 @@ def state_distortion(
     """Expected loss of every state of a head at every tier.
 
     A key error moves the output by the state's own pull on it, ``a |v - o|``; a value error by
-    ``a``. Errors of different states are independent, so squares add. Tier 0 is the pull itself.
+    ``a``. Errors of different states are independent, so squares add, but for the part that all
+    values of a head share. Tier 0 is the pull itself.
 
     Args:
         features: The layer's features.
@@ -64,22 +66,14 @@ def state_distortion(
         ``[tokens, tiers]`` float32.
     """
     energy = features.radius[head].square()
-    loss = policy.alpha_theta * weight_error(torch.outer(energy, errors.angle[head]))
+    loss = policy.alpha_theta * torch.outer(energy, errors.angle[head])
     loss += policy.alpha_r * torch.outer(energy, errors.radius[head])
     loss *= features.shift[head][:, None]
     value = features.energy[head] * features.value_norm[head].square()
     loss.addr_(value, policy.alpha_value * errors.value[head])
+    loss.addr_(features.mass[head], policy.alpha_value * errors.common[head])
     loss[:, 0] = policy.alpha_drop * features.shift[head]
     return loss
-
-
-def weight_error(logit_variance: Tensor) -> Tensor:
-    """Relative squared error of ``exp(logit)`` if the logit has a Gaussian error.
-
-    For small variances it is the variance; at one bit per key element it is several times that.
-    """
-    variance = logit_variance.clamp(max=_MOST_VARIANCE)
-    return (2 * variance).exp() - 2 * (variance / 2).exp() + 1
 
 
 def segment_weight(policy: RetentionPolicy, segments: Tensor) -> Tensor:

@@ -66,7 +66,12 @@ class TokenFeatures:
 
 def weigh_tokens(features: TokenFeatures, weight: Tensor) -> TokenFeatures:
     """The same features with every token's losses multiplied by ``weight [tokens]``."""
-    return replace(features, shift=features.shift * weight, energy=features.energy * weight)
+    return replace(
+        features,
+        mass=features.mass * weight,
+        energy=features.energy * weight,
+        shift=features.shift * weight,
+    )
 
 
 def pool_runs(features: TokenFeatures, run: int) -> TokenFeatures:
@@ -145,7 +150,8 @@ def expected_rows(
 
     In angle coordinates a query ``D`` tokens after a key meets it turned by ``w D``. With queries
     of mean ``m`` and covariance ``S`` before rotation the expected exponential of a logit is that
-    of its mean plus half its variance.
+    of its mean plus half its variance. The softmax divides by a sum that rises with it, so half
+    of that is taken.
 
     Args:
         query_planes: ``[query_heads, samples, planes, 2]`` queries before RoPE.
@@ -170,7 +176,7 @@ def expected_rows(
         cos, sin = angle.cos(), angle.sin()
         # the key turned back by the distance, seen by the query before its rotation
         turned = torch.stack([x * cos + y * sin, y * cos - x * sin], -1).flatten(2)
-        logits = scale * mean.flatten(2) @ turned.transpose(1, 2) + variance / 2
+        logits = scale * mean.flatten(2) @ turned.transpose(1, 2) + variance / 4
         rows.append(logits.softmax(-1))
     weight = torch.stack(rows, 2).flatten(1, 2)  # [heads, group * horizon, tokens]
     is_apt = torch.ones(weight.shape[1:], dtype=torch.bool, device=weight.device)

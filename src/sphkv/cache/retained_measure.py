@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the controller is told about one layer of a prompt: attention, features, errors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sphkv.cache.retained_config import RetainedConfig
+from sphkv.cache.retained_errors import measure_tier_errors, sample_states
+from sphkv.core.contract import StateCodec
+from sphkv.core.tiers import RUN_TOKENS
+from sphkv.retention.controller import LayerInput
+from sphkv.retention.features import (
+    AttentionRows,
+    expected_rows,
+    measure_features,
+    mix_rows,
+    window_rows,
+)
+
+_EXPECTED_STRIDE = 2
+
+
+def measure_layer(
+    config: RetainedConfig, codec: StateCodec, layer: int, states: tuple[Tensor, Tensor, Tensor]
+) -> LayerInput:
+    """Features, error models and protection of a layer.
+
+    Args:
+        config: The cache.
+        codec: The encoder it will use.
+        layer: Index of the layer.
+        states: Queries ``[query_heads, tokens, head_dim]``, keys and values
+            ``[heads, tokens, head_dim]``, after RoPE.
+    """
+    query, keys, values = states
+    tokens, scale = keys.shape[1], config.geometry.head_dim**-0.5
+    window = window_positions(config, tokens)
+    seen = query[:, window]
+    share = None
+    if config.policy.sensitivity is not None:
+        share = torch.tensor(config.policy.sensitivity[layer])
+    votes = window_rows(seen, window, keys, scale=scale, share=share)
+    rows = _with_expected(config, layer, votes, query, keys, share)
+    features = measure_features(
+        rows, keys, values, sinks=config.protection.sink_tokens, recent=RUN_TOKENS
+    )
+    protected = config.protection.state_mask(features.radius)
+    # what is not paged is dense anyway, and nothing to decide about
+    protected[:, paged_tokens(tokens) :] = True
+    sample = sample_states(features.shift, ~protected, config.error_samples)
+    errors = measure_tier_errors(
+        codec, layer, config.tiers, (seen, keys, values), votes, sample, scale=scale
+    )
+    return LayerInput(features, errors, rows, values, protected)
+
+
+def _with_expected(
+    config: RetainedConfig,
+    layer: int,
+    votes: AttentionRows,
+    query: Tensor,
+    keys: Tensor,
+    share: Tensor | None,
+) -> AttentionRows:
+    """Votes, mixed with what is expected in closed form as the policy says."""
+    policy, tokens = config.policy, keys.shape[1]
+    if policy.attention_mix == 0:
+        return votes
+    seen = torch.arange(max(0, tokens - 4 * policy.window), tokens, _EXPECTED_STRIDE)
+    expected = expected_rows(
+        unrotated_planes(config, layer, query[:, seen], seen),
+        unrotated_planes(config, layer, keys, torch.arange(tokens)),
+        config.ropes[layer].frequencies(),
+        scale=config.geometry.head_dim**-0.5,
+        horizon=config.horizon,
+        share=share,
+    )
+    return mix_rows(votes, expected, policy.attention_mix)
+
+
+def window_positions(config: RetainedConfig, tokens: int) -> Tensor:
+    """Positions of the observation window of a prompt."""
+    policy = config.policy
+    span = min(tokens, policy.window * policy.window_stride)
+    return torch.arange(tokens - 1, tokens - 1 - span, -policy.window_stride).flip(0)
+
+
+def unrotated_planes(
+    config: RetainedConfig, layer: int, states: Tensor, positions: Tensor
+) -> Tensor:
+    """States ``[heads, tokens, head_dim]`` in planes, before RoPE."""
+    rope = config.ropes[layer]
+    return rope.unrotate(rope.to_planes(states.float()), positions)
+
+
+def paged_tokens(num_tokens: int) -> int:
+    """Tokens of a prompt that are decided about: whole runs of 16 but the last.
+
+    The last run is one dense page per head until newer tokens follow, the rest opens the tail.
+
+    Raises:
+        ValueError: The prompt is shorter than sinks, one run and the newest run.
+    """
+    whole = num_tokens // RUN_TOKENS * RUN_TOKENS
+    if whole < 3 * RUN_TOKENS:
+        raise ValueError(
+            f"retention needs a prompt of at least {3 * RUN_TOKENS} tokens, got {num_tokens}"
+        )
+    return whole - RUN_TOKENS

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Error models against what coding really does to a head's output."""
+
+import pytest
+import torch
+from tests.test_retained import GEOMETRY, OPTIONS, make_codec, make_states
+
+from sphkv.cache.retained_errors import (
+    common_error,
+    measure_tier_errors,
+    sample_states,
+    weight_move,
+)
+from sphkv.core.tiers import default_tiers
+from sphkv.retention.distortion import state_distortion
+from sphkv.retention.features import AttentionRows, measure_features
+from sphkv.retention.policy import RetentionPolicy
+
+TOKENS = 256
+
+
+def test_a_sample_leaves_protected_states_out_and_counts_all_others():
+    importance = torch.rand(2, 500, generator=torch.Generator().manual_seed(0))
+    free = torch.ones(2, 500, dtype=torch.bool)
+    free[:, :16] = False
+    importance[:, :16] = 9.0
+    sample = sample_states(importance, free, 128)
+    assert sample.index.shape == (2, 128)
+    assert int(sample.index.min()) >= 16
+    assert sample.weight.sum(1).tolist() == pytest.approx([484.0, 484.0])
+    best = importance[0].masked_fill(~free[0], 0).topk(64).indices
+    assert set(best.tolist()) <= set(sample.index[0].tolist())
+
+
+def test_a_sample_of_few_states_is_padded_to_pages():
+    free = torch.zeros(1, 64, dtype=torch.bool)
+    free[:, 10:50] = True
+    sample = sample_states(torch.rand(1, 64), free, 128)
+    assert sample.index.shape == (1, 64)
+    assert float(sample.weight.sum()) == 40
+    with pytest.raises(ValueError, match="100"):
+        sample_states(torch.rand(1, 64), free, 100)
+
+
+def test_a_weight_moves_as_softmax_says():
+    logits = torch.tensor([1.0, 0.3, -0.5])
+    weight = logits.softmax(0)
+    wrong = (logits + torch.tensor([0.7, 0.0, 0.0])).softmax(0)
+    change = (wrong[0] - weight[0]) / weight[0] / (1 - weight[0])
+    assert float(weight_move(torch.tensor(0.7), weight[0]).sqrt()) == pytest.approx(float(change))
+    assert float(weight_move(torch.tensor(5.0), torch.tensor(1.0))) < 1
+
+
+def test_shared_errors_are_told_from_independent_ones():
+    generator = torch.Generator().manual_seed(1)
+    apart = torch.randn(1, 4096, 16, generator=generator)
+    mass = torch.ones(1, 4096)
+    assert float(common_error(apart, mass)) < 0.01
+    assert float(common_error(apart + 0.5, mass)) == pytest.approx(16 * 0.25, rel=0.1)
+
+
+def test_errors_foretell_the_move_of_the_output():
+    query, keys, values = make_states(0, TOKENS)
+    tiers, heads = default_tiers(), GEOMETRY.num_kv_heads
+    grouped = query.reshape(heads, -1, GEOMETRY.head_dim)
+    weight = (OPTIONS.scale * grouped @ keys.transpose(1, 2)).softmax(-1)
+    count = weight.shape[1]
+    rows = AttentionRows(
+        weight, torch.full((heads, count), 1 / count), torch.ones(count, TOKENS, dtype=torch.bool)
+    )
+    features = measure_features(rows, keys, values, sinks=0, recent=0)
+    sample = sample_states(features.shift, torch.ones(heads, TOKENS, dtype=torch.bool), 128)
+    errors = measure_tier_errors(
+        make_codec(), 0, tiers, (query, keys, values), rows, sample, scale=OPTIONS.scale
+    )
+    at = torch.arange(TOKENS).expand(heads, -1)
+    # the lowest tiers move weights by more than the first order tells
+    for tier_id in (3, 5):
+        encoded = make_codec().encode(0, tiers[tier_id], keys, values, at)
+        coded_keys, coded_values = make_codec().decode(0, tiers[tier_id], encoded, at)
+        coded = (OPTIONS.scale * grouped @ coded_keys.transpose(1, 2)).softmax(-1)
+        moved = (coded @ coded_values - weight @ values).square().sum(-1).mean(1)
+        for head in range(heads):
+            loss = state_distortion(features, errors, RetentionPolicy(), head=head)
+            assert float(loss[:, tier_id].sum()) == pytest.approx(float(moved[head]), rel=0.4)
