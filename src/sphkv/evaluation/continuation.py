@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sphkv.cache.method import CacheMethod
 from sphkv.core.geometry import KVGeometry
-from sphkv.evaluation.decoding import decode_greedily, stop_rule, stop_timing
+from sphkv.evaluation.decoding import AttendClock, decode_greedily, stop_rule, stop_timing
 from sphkv.evaluation.mechanism import describe_allocation, describe_margins
 from sphkv.evaluation.methods import decode_bytes, realisation_of, setting_of
 from sphkv.evaluation.metrics.answers import (
@@ -75,13 +75,12 @@ def measure_case(
     # what an earlier cache found out is charged as if it had been found out again
     store_s = time.perf_counter() - began + read.work.reused_s - reused_s
     stored_bytes = method.resident_bytes()
-    steps: Sequence[float]
     if read.case.following_ids:
-        quality, steps = _follow_text(model, read, method, window)
+        quality, steps, inside = _follow_text(model, read, method, window)
     else:
-        quality, steps = _answer(model, tokenizer, read, method, window)
+        quality, steps, inside = _answer(model, tokenizer, read, method, window)
     allocation = describe_allocation(method) if read.case.following_ids else None
-    times = DecodeTimes(read.prefill_s, store_s, tuple(steps), window.num_warm)
+    times = DecodeTimes(read.prefill_s, store_s, tuple(steps), window.num_warm, tuple(inside))
     return {
         "quality": quality,
         "memory": _memory(method, geometry_of(read.states), stored_bytes),
@@ -92,15 +91,17 @@ def measure_case(
 
 def _follow_text(
     model: Any, read: ReadCase, method: CacheMethod, window: DecodeWindow
-) -> tuple[dict[str, Any], list[float]]:
+) -> tuple[dict[str, Any], Sequence[float], Sequence[float]]:
     """Teacher forcing: single steps first, which are timed, then the rest at once."""
     ids = read.states.following
     num_steps = min(ids.shape[1], window.num_warm + window.num_measured)
-    rows, seconds = [], []
+    rows, seconds, inside = [], [], []
+    clock = AttendClock(method)
     for at in range(num_steps):
-        began = time.perf_counter()
-        rows.append(continue_prompt(model, method, ids[:, at : at + 1]))
+        began, before = time.perf_counter(), clock.seconds
+        rows.append(continue_prompt(model, clock, ids[:, at : at + 1]))
         seconds.append(time.perf_counter() - began)
+        inside.append(clock.seconds - before)
     if num_steps < ids.shape[1]:
         stop_timing(method)
         rows.append(continue_prompt(model, method, ids[:, num_steps:]))
@@ -108,7 +109,7 @@ def _follow_text(
     quality: dict[str, Any] = compare_hidden(model, read.reference, hidden, ids[0, 1:])
     quality["kl_counts"] = drift_counts(model, read.reference, hidden)
     quality["by_margin"] = describe_margins(model, read.reference, hidden, method)
-    return quality, seconds
+    return quality, seconds, inside
 
 
 def drift_counts(model: Any, reference: Tensor, hidden: Tensor) -> list[int]:
@@ -158,7 +159,7 @@ def compare_hidden(
 
 def _answer(
     model: Any, tokenizer: Any, read: ReadCase, method: CacheMethod, window: DecodeWindow
-) -> tuple[dict[str, Any], Sequence[float]]:
+) -> tuple[dict[str, Any], Sequence[float], Sequence[float]]:
     """The method's own greedy answer, scored against the truth and the exact model's answer."""
     case = read.case
     stops = stop_rule(tokenizer, at_line_end=case.stops_at_newline)
@@ -190,7 +191,7 @@ def _answer(
         "is_ended": float(got.is_ended),
         "kl": drift["kl"],
     }
-    return quality, got.step_s
+    return quality, got.step_s, got.attend_s
 
 
 def geometry_of(states: PromptStates) -> KVGeometry:

@@ -26,13 +26,39 @@ class DecodedAnswer:
         hidden: ``[steps, width]`` final hidden states each token was chosen from, the last one
             ending the answer.
         step_s: Seconds of each forward pass that was timed.
+        attend_s: Of these, seconds inside the cache method.
         is_ended: Whether the model ended it, and not the limit.
     """
 
     token_ids: tuple[int, ...]
     hidden: Tensor
     step_s: tuple[float, ...]
+    attend_s: tuple[float, ...]
     is_ended: bool
+
+
+class AttendClock:
+    """Stands for a method and adds up the seconds inside its ``attend``.
+
+    Attributes:
+        seconds: The sum so far.
+    """
+
+    def __init__(self, method: CacheMethod) -> None:
+        """Nothing was timed yet."""
+        self._method = method
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the method's own."""
+        return getattr(self._method, name)
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the method does."""
+        began = time.perf_counter()
+        output = self._method.attend(*args, **kwargs)
+        self.seconds += time.perf_counter() - began
+        return output
 
 
 def decode_greedily(
@@ -83,6 +109,8 @@ def decode_tokens(
     ids: list[int] = []
     rows = [last]
     seconds: list[float] = []
+    inside: list[float] = []
+    clock = AttendClock(method)
     while True:
         row = next(log_probabilities(model, rows[-1]))[1][0]
         token = int(choose(row).argmax())
@@ -93,11 +121,12 @@ def decode_tokens(
         feed = torch.tensor([[token]], device=last.device)
         if len(seconds) == num_timed:
             stop_timing(method)
-        began = time.perf_counter()
-        rows.append(continue_prompt(model, method, feed)[-1:])
+        began, before = time.perf_counter(), clock.seconds
+        rows.append(continue_prompt(model, clock, feed)[-1:])
         if num_timed is None or len(seconds) < num_timed:
             seconds.append(time.perf_counter() - began)
-    return DecodedAnswer(tuple(ids), torch.cat(rows), tuple(seconds), is_ended)
+            inside.append(clock.seconds - before)
+    return DecodedAnswer(tuple(ids), torch.cat(rows), tuple(seconds), tuple(inside), is_ended)
 
 
 @dataclass(frozen=True, slots=True)

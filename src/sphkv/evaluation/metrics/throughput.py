@@ -17,12 +17,14 @@ class DecodeTimes:
         store_s: Seconds to decide, encode and write the cache.
         step_s: Seconds of each decode step, warm-up included.
         num_warm: Steps of the warm-up; fewer if the answer was short.
+        attend_s: Of each step, seconds inside the cache method; empty if they were not taken.
     """
 
     prefill_s: float
     store_s: float
     step_s: tuple[float, ...]
     num_warm: int
+    attend_s: tuple[float, ...] = ()
 
     @property
     def measured(self) -> tuple[float, ...]:
@@ -33,6 +35,7 @@ class DecodeTimes:
         """Plain data; speeds are None when no step was left to measure."""
         steps = self.measured
         decode_s = sum(steps)
+        inside = self.attend_s[self.num_warm :]
         first = self.step_s[0] if self.step_s else 0.0
         return {
             "t_prefill_s": self.prefill_s,
@@ -41,6 +44,7 @@ class DecodeTimes:
             "ttft_s": self.prefill_s + self.store_s + first,
             "num_measured": len(steps),
             "decode_s": decode_s,
+            "attend_s": sum(inside) if inside else None,
             "tok_s": len(steps) / decode_s if decode_s > 0 else None,
             "step_p50_s": statistics.median(steps) if steps else None,
             "step_p95_s": quantile(steps, 0.95) if steps else None,
