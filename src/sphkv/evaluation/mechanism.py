@@ -18,13 +18,14 @@ MARGIN_EDGES = (0.1, 0.3, 1.0, 3.0)
 """Gaps of the two best tokens, in nats, between which tokens are counted; small is brittle."""
 
 _COLUMNS = 96
+_FIRST = ord("a")
 
 
 def describe_allocation(method: CacheMethod) -> dict[str, Any] | None:
     """Where the controller spent its bytes; None of a method that has no controller.
 
-    ``map`` has one text per layer and head: the tier, by its number in ``tiers``, of evenly
-    spaced tokens of the prompt.
+    ``map`` has one text per layer and head: the tier, by its place in ``tiers`` as a letter, of
+    evenly spaced tokens of the prompt.
     """
     if not isinstance(method, RetainedSequence) or method.contract is None:
         return None
@@ -36,7 +37,7 @@ def describe_allocation(method: CacheMethod) -> dict[str, Any] | None:
     labels = config.segments.label(contract.num_tokens, recent_tokens=RUN_TOKENS)
     return {
         "tiers": [tier.name for tier in config.tiers],
-        "map": ["".join(map(str, row)) for row in tier_id[:, at].tolist()],
+        "map": ["".join(chr(_FIRST + tier) for tier in row) for row in tier_id[:, at].tolist()],
         "num_tokens": contract.num_tokens,
         "states": contract.state_counts(len(config.tiers)).sum((0, 1)).tolist(),
         "head_bytes_per_token": [round(size, 3) for size in spread.bytes_per_token],
