@@ -64,6 +64,26 @@ def _combine_kernel(
     tl.store(out_ptr + (head * GROUP + g) * DIM + dim, out)
 
 
+@triton.jit
+def _append_kernel(
+    key_ptr, value_ptr, key_pool, value_pool, page_ptr, key_stride, value_stride,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    b, h, dim = tl.program_id(0), tl.program_id(1), tl.arange(0, DIM)
+    at = (tl.load(page_ptr + b).to(tl.int64) * HEADS + h) * PAGE * DIM + dim
+    tl.store(key_pool + at, tl.load(key_ptr + b * key_stride + h * DIM + dim))
+    tl.store(value_pool + at, tl.load(value_ptr + b * value_stride + h * DIM + dim))
+
+
+def append_state(keys, values, pool, pages):
+    """The newest states ``[batch, heads, dim]`` go to the first place of each sequence's page."""
+    batch, heads, dim = keys.shape
+    _append_kernel[(batch, heads)](
+        keys, values, *pool, pages, keys.stride(0), values.stride(0),
+        PAGE=PAGE_TOKENS, HEADS=heads, DIM=dim, num_warps=1,
+    )  # fmt: skip
+
+
 class DensePaged:
     """One build of the dense kernel, combine included."""
 

@@ -273,7 +273,7 @@ def dram_ratios(path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, help="folder for the JSON rows")
+    parser.add_argument("--rows", type=Path, help="file for the JSON rows")
     parser.add_argument("--models", default=",".join(m.name for m in MODELS))
     parser.add_argument("--value-bits", default="4,2")
     parser.add_argument("--commit", help="revision to name in the rows")
@@ -307,10 +307,9 @@ def main():
                 rows[-1] |= common(arguments.commit, copy)
             del space
             torch.cuda.empty_cache()
-            if arguments.output:
-                arguments.output.mkdir(parents=True, exist_ok=True)
-                text = json.dumps(rows, indent=1) + "\n"
-                (arguments.output / "decode.json").write_text(text)
+            if arguments.rows:
+                arguments.rows.parent.mkdir(parents=True, exist_ok=True)
+                arguments.rows.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def common(commit, copy):
@@ -320,7 +319,7 @@ def common(commit, copy):
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda,
                      "triton": triton.__version__, "python": platform.python_version()},
         "commit": commit,
-        "command": " ".join(["python3", *sys.argv]),
+        "command": "PYTHONPATH=src python3 -m sphkv bench decode --device cuda",
         "copy_tb_per_s": copy,
     }  # fmt: skip
 

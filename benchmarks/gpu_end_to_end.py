@@ -3,10 +3,11 @@
 
 ``PYTHONPATH=src python3 benchmarks/gpu_end_to_end.py --output results/gpu/end_to_end.json``
 
-A Llama-3.1-8B with random weights prefills a random prompt once. Its keys and values fill both
-caches, a copy per sequence of the batch. Both sides decode with the same modules inside one CUDA
-graph per token; only attention differs. The dense side is a split-KV paged kernel at the limit of
-HBM, the best of a few configurations.
+A Llama-3.1-8B with random weights; norms, rotation and gate are one kernel each. The time of a
+prompt is measured with SDPA. Then both caches are filled with the same random states, layer by
+layer, a copy per sequence of the batch, and both sides decode with the same modules inside one
+CUDA graph per token; only attention differs. The dense side is a split-KV paged kernel at the limit
+of HBM, the best of a few configurations. ``--profile`` prints where the time of a step goes.
 """
 
 import argparse
@@ -14,11 +15,12 @@ import gc
 import json
 import statistics
 import time
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from gpu_baselines import PAGE_TOKENS, DensePaged
+from gpu_baselines import PAGE_TOKENS, DensePaged, append_state
 from gpu_models import build_llama
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -29,9 +31,10 @@ from sphkv.cache.step import StepTokens
 from sphkv.integrations.transformers.graph import GraphDecoder
 
 TIER = "k2v4"
-POINTS = ((8192, (1, 8)), (32768, (1, 8)), (131072, (1, 4, 8)))
+# 8 sequences of 128K tokens take 137 GB in bfloat16, more than the GPU has beside the weights
+POINTS = ((8192, (1, 8)), (32768, (1, 8)), (131072, (1, 4, 7, 8)))
 # keys per tile, warps, pipeline stages, splits: the winners over longer searches
-DENSE_CONFIGS = ((128, 8, 3, 32), (64, 4, 3, 16), (64, 4, 4, 32))
+DENSE_CONFIGS = ((128, 8, 3, 32), (64, 4, 3, 16), (64, 4, 4, 32), (64, 4, 3, 64))
 DENSE_STEPS, STEPS, WARM_UP = 32, 256, 4
 
 
@@ -44,23 +47,35 @@ def timed(work):
     return time.perf_counter() - began, result
 
 
-def prefill(model, tokens):
-    """Dense states of a prompt, layer by layer, and the seconds it took."""
-    cache = DynamicCache(config=model.config)
+def prefill(model, context):
+    """Seconds of the model's own attention over a random prompt; the second run counts."""
+    tokens = torch.randint(0, model.config.vocab_size, (1, context), device="cuda")
     with torch.no_grad():
-        seconds, _ = timed(
-            lambda: model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for length in (1024, context):
+            cache = DynamicCache(config=model.config)
+            seconds, _ = timed(
+                lambda n=length, c=cache: model(
+                    input_ids=tokens[:, :n], past_key_values=c, use_cache=True, logits_to_keep=1
+                )
+            )
+            del cache
+    return seconds
+
+
+class RandomStates:
+    """Keys and values of a prompt, made when a layer asks: all at once would not fit."""
+
+    def __init__(self, config, context):
+        self.context, self.layers = context, config.num_hidden_layers
+        self.heads, self.dim = config.num_key_value_heads, config.head_dim
+
+    def layer(self, layer):
+        generator = torch.Generator("cuda").manual_seed(layer)
+        shape = (1, self.heads, self.context, self.dim)
+        return tuple(
+            torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator)
+            for _ in range(2)
         )
-    return seconds, [(layer.keys, layer.values) for layer in cache.layers]
-
-
-def random_states(config, context):
-    """States of a prompt that no model has read; only decode and writing can be timed on them."""
-    shape = (1, config.num_key_value_heads, context, config.head_dim)
-    return [
-        tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        for _ in range(config.num_hidden_layers)
-    ]
 
 
 class PassThrough(CacheLayerMixin):
@@ -92,12 +107,13 @@ class DenseDecoder:
 
     def __init__(self, model, states, batch):
         self.model, self.batch = model, batch
-        self.length = states[0][0].shape[2]
+        self.length = states.context
         pages = self.length // PAGE_TOKENS + 1
-        heads, dim = states[0][0].shape[1], states[0][0].shape[3]
+        heads, dim = states.heads, states.dim
         query = torch.empty(batch, model.config.num_attention_heads, dim, device="cuda")
         self.pools = []
-        for keys, values in states:
+        for layer in range(states.layers):
+            keys, values = states.layer(layer)
             pool = [
                 torch.empty(
                     batch * pages, heads, PAGE_TOKENS, dim, dtype=torch.bfloat16, device="cuda"
@@ -113,19 +129,17 @@ class DenseDecoder:
         self.query, self.heads, self.kernel = query.bfloat16(), heads, None
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
         self.position = torch.full((batch, 1), self.length, device="cuda")
-        self.last_page = self.table[:, -1].long()
+        self.last_page = self.table[:, -1].contiguous()
         self.graph = None
 
     def attend(self, module, query, keys, values, mask, **options):
         pool = self.pools[module.layer_idx]
-        # the newest state goes to the first place of the last page
-        pool[0][self.last_page, :, 0] = keys[:, :, 0]
-        pool[1][self.last_page, :, 0] = values[:, :, 0]
+        append_state(keys[:, :, 0], values[:, :, 0], pool, self.last_page)
         kernel = self.kernel
         kernel.query, kernel.keys, kernel.values = query[:, :, 0].contiguous(), *pool
-        kernel.out = torch.empty(query.shape[0], query.shape[1], query.shape[3], device="cuda")
+        kernel.out = torch.empty_like(kernel.query)
         output = kernel(self.table, self.length + PAGE_TOKENS, options["scaling"])
-        return output.to(query.dtype)[:, None], None
+        return output[:, None], None
 
     @torch.no_grad()
     def forward(self):
@@ -155,6 +169,21 @@ class DenseDecoder:
         self.model.set_attn_implementation(before)
 
 
+def print_profile(name, step, count=3):
+    """Where the time of a step goes, kernel by kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(count):
+            step()
+        torch.cuda.synchronize()
+    times = defaultdict(list)
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name[:60]].append(event.device_time)
+    for kernel, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:12]:
+        ms, us = sum(each) / count / 1e3, sum(each) / len(each)
+        print(f"  {name} {ms:7.3f} ms {len(each) // count:4d}x {us:7.2f} us {kernel}")
+
+
 def step_times(step, count):
     """Milliseconds of each step between events, and of all steps together by the clock."""
     for _ in range(WARM_UP):
@@ -172,7 +201,7 @@ def step_times(step, count):
     return each, total
 
 
-def measure_dense(model, states, batch):
+def measure_dense(model, states, batch, is_profiled):
     """Best configuration of the dense kernel, as a record."""
     best = None
     decoder = DenseDecoder(model, states, batch)
@@ -180,8 +209,11 @@ def measure_dense(model, states, batch):
         decoder.capture(config)
         each, _ = step_times(decoder.graph.replay, 8)
         if best is None or statistics.median(each) < best[0]:
-            best = (statistics.median(each), config, decoder.graph)
+            # the graph writes into the kernel's buffers, so they stay alive together
+            best = (statistics.median(each), config, decoder.graph, decoder.kernel)
         decoder.graph = None
+    if is_profiled:
+        print_profile("dense", best[2].replay)
     each, total = step_times(best[2].replay, DENSE_STEPS)
     return {
         "step_ms": statistics.median(each),
@@ -193,13 +225,14 @@ def measure_dense(model, states, batch):
 
 def fill_cache(cache, states, batch):
     """Write so many copies of the prompt to the coded cache; the seconds it took."""
-    engine, length = cache.engine, states[0][0].shape[2]
+    engine, length = cache.engine, states.context
     cache.reset()
 
     def write():
         positions = torch.arange(length).expand(batch, -1)
         engine.begin(StepTokens(torch.ones(batch, length, dtype=torch.bool), positions))
-        for layer, (keys, values) in enumerate(states):
+        for layer in range(states.layers):
+            keys, values = states.layer(layer)
             engine.update(layer, keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1))
             engine.settle(layer, keys)
         engine.finish()
@@ -207,15 +240,17 @@ def fill_cache(cache, states, batch):
     return timed(write)[0]
 
 
-def measure_codes(model, cache, states, batch):
+def measure_codes(model, cache, states, batch, is_profiled):
     """Decode from codes, as a record."""
     try:
         seconds = fill_cache(cache, states, batch)
         ledger = cache.ledger()
-        decoder = GraphDecoder(model, cache, max_new_tokens=STEPS + WARM_UP + 8)
+        decoder = GraphDecoder(model, cache, max_new_tokens=STEPS + WARM_UP + 16)
         capture_s, _ = timed(decoder.step)
+        if is_profiled:
+            print_profile("codes", decoder.step)
         each, total = step_times(decoder.step, STEPS)
-        num_states = batch * states[0][0].shape[2] * len(states) * states[0][0].shape[1]
+        num_states = batch * states.context * states.layers * states.heads
         return {
             "step_ms": statistics.median(each),
             "slowest_step_ms": max(each),
@@ -272,32 +307,29 @@ def main():
     parser.add_argument("--commit")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--contexts", type=int, nargs="*", default=[n for n, _ in POINTS])
+    parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     parser.add_argument("--no-dense", action="store_true", help="skip the dense cache")
-    parser.add_argument("--no-prefill", action="store_true", help="random states, no prompt")
+    parser.add_argument("--no-prefill", action="store_true", help="do not time the prompt")
     args = parser.parse_args()
     began = time.perf_counter()
     build_s, model = timed(lambda: build_llama(num_hidden_layers=args.layers))
     calibrate_s, cache = timed(lambda: calibrated_cache(model))
     # kernels and tables are made before anything is timed
-    _, states = prefill(model, torch.randint(0, 1000, (1, 2048), device="cuda"))
-    fill_s = fill_cache(cache, states, 1)
+    fill_s = fill_cache(cache, RandomStates(model.config, 2048), 1)
     print(f"built in {build_s:.1f} s, calibrated in {calibrate_s:.1f}, filled in {fill_s:.1f}")
     records = []
     for context in args.contexts:
         batches = dict(POINTS)[context]
-        seconds = None
-        if args.no_prefill:
-            states = random_states(model.config, context)
-        else:
-            tokens = torch.randint(0, model.config.vocab_size, (1, context), device="cuda")
-            seconds, states = prefill(model, tokens)
-        print(f"{time.perf_counter() - began:.0f} s: states of {context} tokens", flush=True)
+        seconds = None if args.no_prefill else prefill(model, context)
+        torch.cuda.empty_cache()
+        states = RandomStates(model.config, context)
+        print(f"{time.perf_counter() - began:.0f} s: prefill of {context} {seconds}", flush=True)
         for batch in batches:
             dense = {"error": "not run"}
             if not args.no_dense:
-                dense = try_to(lambda b=batch, s=states: measure_dense(model, s, b))
+                dense = try_to(lambda b=batch, s=states: measure_dense(model, s, b, args.profile))
                 print(f"{time.perf_counter() - began:.0f} s: dense {dense}", flush=True)
-            ours = try_to(lambda b=batch, s=states: measure_codes(model, cache, s, b))
+            ours = try_to(lambda b=batch, s=states: measure_codes(model, cache, s, b, args.profile))
             record = {
                 "shape": "Llama-3.1-8B",
                 "layers": args.layers,
@@ -316,7 +348,6 @@ def main():
             if args.output:
                 args.output.parent.mkdir(parents=True, exist_ok=True)
                 args.output.write_text(json.dumps(records, indent=1) + "\n")
-        del states
         torch.cuda.empty_cache()
 
 

@@ -16,7 +16,6 @@ from sphkv.testing.oracle import dense_oracle
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
 from sphkv.attention.cuda.batch import can_capture
-from sphkv.attention.triton.append import append_states
 from sphkv.attention.triton.backend import TritonBackend
 from sphkv.attention.triton.dense import TailList, launch_dense
 from sphkv.attention.triton.rows import PartSlots, QueryRows
@@ -169,7 +168,8 @@ def test_a_new_state_written_behind_the_tail_is_attended_to_with_dense_pages():
     tail = store.tail(0, 0)
     tails = TailList.of([tail], torch.device("cpu"))
     tails.extents[:, 0] += 1
-    append_states(keys[None, :, 0], values[None, :, 0], tails)
+    buffer = store._get(0).tails[0]
+    buffer.keys[:, tail.num_tokens], buffer.values[:, tail.num_tokens] = keys[:, 0], values[:, 0]
     rows = QueryRows(query[None], torch.tensor([[49]]), 2, OPTIONS["plain"])
     parts = PartSlots.empty(rows, 1)
     group = store.pages(0, 0)[0]

@@ -47,6 +47,7 @@ def test_wrong_flags_exit_with_usage(argv, capsys):
         (["bench", "decode", "--context", "3"], "got 3"),
         (["bench", "decode", "--backend", "warp", "--context", "512"], "'warp'"),
         (["bench", "decode", "--threads", "0"], "got 0"),
+        (["bench", "decode", "--device", "abacus"], "'abacus'"),
         (["demo", "--context", "5"], "got 5"),
         (["calibrate", "--model", "smollm2", "--text", "x", "--out", "y", "--tokens", "7"], "7"),
         (["generate", "--model", "smollm2", "--prompt-file", "absent.txt"], "absent.txt"),

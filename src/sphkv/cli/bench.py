@@ -7,7 +7,9 @@ import argparse
 import dataclasses
 import json
 import shlex
+import subprocess
 import sys
+from pathlib import Path
 
 from sphkv.cli import bench_serve
 from sphkv.cli.output import check_writable, format_table, write_json
@@ -40,6 +42,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     decode.add_argument("--context", action="append", type=int, help="tokens; may be repeated")
     decode.add_argument(
         "--bits", action="append", type=_bits, help="KEY,VALUE bits per element; may be repeated"
+    )
+    decode.add_argument(
+        "--device", default="cpu", help="cpu, or cuda: the GPU benchmark of a source checkout"
     )
     decode.add_argument("--backend", default="auto", help="auto, native or reference")
     decode.add_argument("--threads", type=int, default=2)
@@ -75,6 +80,8 @@ def _bits(text: str) -> tuple[float, float]:
 def run_decode(args: argparse.Namespace) -> int:
     """Check, time, print."""
     check_writable(args.out)
+    if args.device != "cpu":
+        return _run_gpu_decode(args)
     from sphkv.evaluation.bench_decode import BenchConfig, bench_decode
 
     defaults = BenchConfig()
@@ -91,6 +98,21 @@ def run_decode(args: argparse.Namespace) -> int:
         write_json(args.out, rows)
     print(json.dumps(rows, indent=2) if args.json else format_table(COLUMNS, rows))
     return 0
+
+
+def _run_gpu_decode(args: argparse.Namespace) -> int:
+    """``benchmarks/gpu_decode.py``, whose baselines and cases are no part of the package."""
+    if args.device != "cuda":
+        raise ValueError(f"device must be cpu or cuda, got {args.device!r}")
+    script = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu_decode.py"
+    if not script.is_file():
+        raise ValueError(f"--device cuda needs a source checkout: there is no {script}")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda needs an NVIDIA GPU, and torch sees none")
+    command = [sys.executable, str(script)] + (["--rows", args.out] if args.out else [])
+    return subprocess.run(command, check=False).returncode
 
 
 def run_llama(args: argparse.Namespace) -> int:

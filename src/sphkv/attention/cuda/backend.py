@@ -12,15 +12,19 @@ from torch import Tensor
 from sphkv.attention.cuda.decode import PageLists
 from sphkv.attention.cuda.driver import CudaUnavailableError
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
-from sphkv.attention.cuda.pages import FragmentOrder, ServedPages, is_served, place_pages
+from sphkv.attention.cuda.pages import (
+    HOPPER,
+    FragmentOrder,
+    ServedPages,
+    is_served,
+    place_pages,
+)
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import DecodeRequest
 from sphkv.attention.triton.backend import TritonBackend
 from sphkv.store.pointers import PointerTable
 from sphkv.store.sequence import PageGroup
-
-HOPPER = (9, 0)
 
 # Queries of a sequence that one launch takes, each as a sequence of its own.
 _MAX_QUERIES = 16

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from sphkv.attention.cuda.backend import CudaBackend
 from sphkv.attention.cuda.decode import PageLists, PagePool
+from sphkv.attention.cuda.dense import DenseDecode, DenseStates
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
 from sphkv.attention.cuda.pages import is_served, lowest_slab, place_pages
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
-from sphkv.attention.triton.append import append_states
-from sphkv.attention.triton.dense import TailList, launch_dense
-from sphkv.attention.triton.rows import PartSlots, QueryRows
+from sphkv.attention.triton.dense import TailList
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierSpec
 from sphkv.store.layout import PageLayout
@@ -112,6 +111,13 @@ class BatchDecode:
         self.positions = torch.zeros(len(sequences), 1, dtype=torch.int64, device=self._device)
         self._positions32 = torch.zeros(len(sequences), dtype=torch.int32, device=self._device)
         self._extents = torch.zeros(len(sequences), 2, dtype=torch.int64, device=self._device)
+        self._dense = DenseDecode(geometry.head_dim, geometry.group_size, self._device)
+        shape = (len(sequences), geometry.num_kv_heads * geometry.group_size)
+        # all layers use it in turn
+        self._partial = PartialAttention(
+            torch.empty(*shape, geometry.head_dim, device=self._device),
+            torch.empty(shape, device=self._device),
+        )
         self._layers = [self._lay_out(layer) for layer in range(geometry.num_layers)]
         self.refresh()
 
@@ -252,29 +258,38 @@ class BatchDecode:
             sink_logits: ``[query_heads]`` learned sink logits.
 
         Returns:
-            ``[batch, query_heads, 1, head_dim]`` float32.
+            ``[batch, query_heads, 1, head_dim]`` bfloat16 if the query is, else float32.
         """
-        held = self._layers[layer]
-        append_states(keys[:, :, 0], values[:, :, 0], held.tails)
-        query = query.contiguous()
-        rows = QueryRows(query, self.positions, keys.shape[1], options, "tf32x3")
-        parts = PartSlots.empty(rows, 1)
-        launch_dense(held.dense, held.dense_layout, held.tails, rows, parts)
-        heads, head_dim = query.shape[1], query.shape[3]
-        merged = PartialAttention(parts.output.view(-1, heads, head_dim), parts.lse.view(-1, heads))
-        kernel = self._kernels.get(self._codec(), layer, self._tier)
+        held, kernel = self._layers[layer], self._kernels.get(self._codec(), layer, self._tier)
+        query = query[:, :, 0].contiguous()
+        if query.dtype != torch.bfloat16:
+            query = query.float()
+        states = DenseStates(
+            held.tails.addresses, held.tails.extents, *held.dense, held.dense_layout
+        )
+        self._dense.attend(
+            query,
+            keys[:, :, 0].to(torch.bfloat16),
+            values[:, :, 0].to(torch.bfloat16),
+            states,
+            options,
+            result=self._partial,
+            spare_processors=kernel.spare_processors,
+        )
         assert held.pool is not None
+        kernel.overlaps = True
+        result = kernel.empty_result(len(query), query.dtype)
         kernel.attend(
-            query[:, :, 0],
+            query,
             held.pool,
             held.lists,
             options,
-            result=merged,
-            merge_with=merged,
+            result=result,
+            merge_with=self._partial,
             query_positions=self._positions32,
             sink_logits=None if sink_logits is None else sink_logits.float(),
         )
-        return merged.output[:, :, None]
+        return result.output[:, :, None]
 
     def commit(self) -> bool:
         """Tell the store about the step that was queued; full tails become pages in the lists.

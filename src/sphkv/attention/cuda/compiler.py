@@ -7,7 +7,10 @@ import ctypes
 import functools
 import hashlib
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -15,10 +18,14 @@ from pathlib import Path
 import torch
 
 from sphkv.attention.cuda.driver import CudaUnavailableError
-from sphkv.attention.cuda.geometry import KernelShape
 
-ENTRY_POINT = "sphkv_decode"
-_MAIN = "decode.cu"
+# The file of each kernel; its other files are headers.
+_MAIN = {
+    "sphkv_decode": "decode.cu",
+    "sphkv_dense": "dense.cu",
+    "sphkv_encode": "encode.cu",
+    "sphkv_reorder": "reorder.cu",
+}
 _ARCHITECTURES = {(9, 0): "sm_90a"}
 _LIBRARY_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
@@ -48,22 +55,37 @@ def sources() -> dict[str, str]:
     }
 
 
-def cubin_name(shape: KernelShape, target: str) -> str:
-    """File name that identifies sources, shape and target."""
-    digest = hashlib.sha256(repr((sorted(sources().items()), shape.defines(), target)).encode())
-    return f"{ENTRY_POINT}-{target}-{digest.hexdigest()[:24]}.cubin"
+@functools.cache
+def _kernel_files(kernel: str) -> tuple[str, dict[str, str]]:
+    """Source of a kernel and its headers."""
+    files = sources()
+    headers = {name: text for name, text in files.items() if name.endswith(".cuh")}
+    return files[_MAIN[kernel]], headers
 
 
-def load_cubin(shape: KernelShape, target: str) -> bytes:
-    """Machine code of a shape: from the package, the disk cache, or compiled now and cached."""
-    name = cubin_name(shape, target)
+def cubin_name(kernel: str, defines: Sequence[str], target: str) -> str:
+    """File name that identifies sources, definitions and target."""
+    main, headers = _kernel_files(kernel)
+    identity = (main, sorted(headers.items()), tuple(defines), target)
+    return f"{kernel}-{target}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}.cubin"
+
+
+def load_cubin(kernel: str, defines: Sequence[str], target: str) -> bytes:
+    """Machine code of a kernel: from the package, the disk cache, or compiled now and cached.
+
+    Args:
+        kernel: Entry point.
+        defines: Compiler definitions, such as ``-DSPHKV_HEAD_DIM=128``.
+        target: Architecture, such as ``sm_90a``.
+    """
+    name = cubin_name(kernel, defines, target)
     shipped = resources.files("sphkv.attention.cuda") / "cubins" / name
     if shipped.is_file():
         return shipped.read_bytes()
     cached = cache_folder() / name
     if cached.is_file():
         return cached.read_bytes()
-    image = compile_cubin(shape, target)
+    image = compile_cubin(kernel, defines, target)
     cached.parent.mkdir(parents=True, exist_ok=True)
     # a rename is atomic, so that two processes never see half a file
     partial = cached.with_suffix(f".{os.getpid()}.tmp")
@@ -78,16 +100,37 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "sphkv" / "cubins"
 
 
-def compile_cubin(shape: KernelShape, target: str) -> bytes:
-    """Compile the kernel for one shape with NVRTC.
+def compile_cubin(kernel: str, defines: Sequence[str], target: str) -> bytes:
+    """Compile a kernel: with nvcc where it is installed, else with NVRTC.
 
     Raises:
         CudaUnavailableError: NVRTC is not installed.
         RuntimeError: The compiler refused the source; the message holds its log.
     """
-    files = sources()
-    options = (f"--gpu-architecture={target}", "-std=c++17", *shape.defines())
-    return _compile(files.pop(_MAIN), files, options)
+    main, headers = _kernel_files(kernel)
+    image = _compile_with_nvcc(_MAIN[kernel], defines, target)
+    if image is not None:
+        return image
+    options = (f"--gpu-architecture={target}", "-std=c++17", *defines)
+    return _compile(main, headers, options)
+
+
+def _compile_with_nvcc(main: str, defines: Sequence[str], target: str) -> bytes | None:
+    """Machine code from the toolkit's compiler; None if it is missing or too old."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in sources().items():
+            (Path(folder) / name).write_text(text)
+        image = Path(folder) / "kernel.cubin"
+        architecture = f"arch={target.replace('sm_', 'compute_')},code={target}"
+        command = [nvcc, "-gencode", architecture, "-std=c++17", "-cubin", *defines]
+        done = subprocess.run(
+            [*command, "-o", str(image), str(Path(folder) / main)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return None if done.returncode else image.read_bytes()
 
 
 @functools.cache
@@ -116,7 +159,7 @@ def _compile(main: str, headers: dict[str, str], options: Sequence[str]) -> byte
     names = (ctypes.c_char_p * count)(*(name.encode() for name in headers))
     _require(
         nvrtc.nvrtcCreateProgram(
-            ctypes.byref(program), main.encode(), _MAIN.encode(), count, texts, names
+            ctypes.byref(program), main.encode(), b"kernel.cu", count, texts, names
         )
     )
     try:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sphkv.attention.cuda.compiler import ENTRY_POINT, architecture, load_cubin
+from sphkv.attention.cuda.compiler import architecture, load_cubin
 from sphkv.attention.cuda.driver import Kernel
 from sphkv.attention.cuda.geometry import MAX_TEAMS, KernelShape, ceil_div
 from sphkv.attention.cuda.tables import build_tables, turn_rows
@@ -29,6 +29,7 @@ from sphkv.codec.codebook import AngleCodebook
 from sphkv.codec.rope import RopeSpec
 from sphkv.store.paging import PositionMode
 
+ENTRY_POINT = "sphkv_decode"
 _LOG2E = math.log2(math.e)
 
 
@@ -68,6 +69,7 @@ class _Params(ctypes.Structure):
                 "turn_shift",
                 "window",
                 "query_is_bf16",
+                "out_is_bf16",
                 "unrotate",
             )
         ),
@@ -164,6 +166,10 @@ class CudaDecode:
         group: Query heads per KV head.
         max_batch: Largest batch of a call.
         shape: Kernel shape for contiguous pages; by default the one that fits the codebook.
+
+    Attributes:
+        overlaps: Begin while the kernel queued last still runs, which must be one that lets others
+            begin and whose only result read here is ``merge_with``.
     """
 
     def __init__(
@@ -180,6 +186,7 @@ class CudaDecode:
         device = codebook.points.device
         self.shape = shape or KernelShape.of_codebook(codebook, value_bits=value_bits, group=group)
         self.kv_heads, self.group, self.max_batch = codebook.points.shape[0], group, max_batch
+        self.overlaps = False
         self._codebook, self._rope, self._turns = codebook, rope, turns
         self._builds: dict[PositionMode, _Build] = {}
         self.prepare(PositionMode.CONTIGUOUS)
@@ -206,6 +213,12 @@ class CudaDecode:
         )
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
 
+    @property
+    def spare_processors(self) -> int:
+        """Multiprocessors that a launch leaves free."""
+        device = self._part_out.device
+        return torch.cuda.get_device_properties(device).multi_processor_count - self._blocks
+
     def prepare(self, mode: PositionMode) -> None:
         """Load the kernel and tables for pages of one position mode; do it before a graph capture.
 
@@ -219,7 +232,7 @@ class CudaDecode:
             shape = replace(shape, positions=mode, teams=MAX_TEAMS).fitted()
         device = self._codebook.points.device
         kernel = Kernel(
-            load_cubin(shape, architecture(device)),
+            load_cubin(ENTRY_POINT, shape.defines(), architecture(device)),
             ENTRY_POINT,
             shared_bytes=shape.shared_bytes,
             threads=shape.threads,
@@ -227,11 +240,11 @@ class CudaDecode:
         tables = build_tables(self._codebook, self._rope, shape)
         self._builds[mode] = _Build(shape, tables, kernel)
 
-    def empty_result(self, batch: int) -> PartialAttention:
+    def empty_result(self, batch: int, dtype: torch.dtype = torch.float32) -> PartialAttention:
         """Output buffers for a batch, to be passed to :meth:`attend` again and again."""
         heads, device = self.kv_heads * self.group, self._part_out.device
         return PartialAttention(
-            torch.empty(batch, heads, self.shape.head_dim, device=device),
+            torch.empty(batch, heads, self.shape.head_dim, dtype=dtype, device=device),
             torch.empty(batch, heads, device=device),
         )
 
@@ -254,7 +267,7 @@ class CudaDecode:
             pool: Pages in fragment order.
             lists: Pages of each (KV head, sequence).
             options: Scale, soft-cap and window.
-            result: Where the output goes, see :meth:`empty_result`.
+            result: Where the output goes, float32 or bfloat16; see :meth:`empty_result`.
             query_positions: ``[batch]`` int32; needed with a window.
             sink_logits: ``[query_heads]`` float32 learned sinks that take weight.
             merge_with: Attention over other keys of the same queries, such as the dense tail or
@@ -286,7 +299,8 @@ class CudaDecode:
         params.logit_scale = options.scale * _LOG2E
         params.softcap = (options.softcap or 0.0) * _LOG2E
         params.unrotate = int(self.shape.value_bits != 16)
-        build.kernel.launch(self._blocks, self._arguments)
+        params.out_is_bf16 = int(result.output.dtype == torch.bfloat16)
+        build.kernel.launch(self._blocks, self._arguments, overlaps=self.overlaps)
         return result
 
     def _check(

@@ -9,6 +9,26 @@ import functools
 import torch
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """``CUlaunchAttribute``: an id, padding to 8 bytes, a value of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
 
 
 class CudaUnavailableError(RuntimeError):
@@ -58,22 +78,28 @@ class Kernel:
             driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes),
             f"asking for {shared_bytes} bytes of shared memory",
         )
-        self._launch = driver.cuLaunchKernel
+        self._launch = driver.cuLaunchKernelEx
+        self._overlap = _Attribute(_OVERLAP)
+        self._overlap.value[0] = 1
 
-    def launch(self, blocks: int, arguments: ctypes.Array[ctypes.c_void_p]) -> None:
-        """Start the kernel on the current stream; ``arguments`` point at its parameters."""
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = self._launch(
-            self._function,
-            blocks,
-            1,
-            1,
-            self._threads,
-            1,
-            1,
-            self._shared_bytes,
-            stream,
-            arguments,
-            None,
+    def launch(
+        self, blocks: int, arguments: ctypes.Array[ctypes.c_void_p], *, overlaps: bool = False
+    ) -> None:
+        """Start the kernel on the current stream.
+
+        Args:
+            blocks: Thread blocks.
+            arguments: Pointers to its parameters.
+            overlaps: Whether it may begin before the kernel queued last is done; that one must
+                let it, and this one wait for it.
+        """
+        config = _Config(
+            grid=(blocks, 1, 1),
+            block=(self._threads, 1, 1),
+            shared_bytes=self._shared_bytes,
+            stream=torch.cuda.current_stream().cuda_stream,
+            attributes=ctypes.addressof(self._overlap),
+            num_attributes=int(overlaps),
         )
+        status = self._launch(ctypes.byref(config), self._function, arguments, None)
         _check(status, "launching a kernel")

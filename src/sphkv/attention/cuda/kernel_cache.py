@@ -10,6 +10,7 @@ import torch
 
 from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import KernelShape
+from sphkv.attention.cuda.selftest import self_test
 from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierSpec
@@ -22,7 +23,8 @@ _SPARE_STEPS = 2
 class DecodeKernels:
     """Builds each kernel once.
 
-    All layers of a tier share one kernel shape where they can, so that one is compiled.
+    All layers of a tier share one kernel shape where they can, so that one is compiled. Every shape
+    is checked against the float64 oracle before it serves anything.
 
     Args:
         device: The GPU.
@@ -38,6 +40,7 @@ class DecodeKernels:
         self._held = WeakKeyDictionary()
         self._shapes: WeakKeyDictionary[SphericalCodec, dict[str, list[KernelShape]]]
         self._shapes = WeakKeyDictionary()
+        self._checked: set[tuple[KernelShape, int]] = set()
 
     def reserve(self, num_positions: int) -> bool:
         """Make room for positions below ``num_positions``; true if kernels must be asked anew."""
@@ -49,7 +52,11 @@ class DecodeKernels:
         return True
 
     def get(self, codec: SphericalCodec, layer: int, tier: TierSpec) -> CudaDecode:
-        """The kernel of a layer at a tier."""
+        """The kernel of a layer at a tier.
+
+        Raises:
+            KernelMismatchError: It does not give what the oracle gives.
+        """
         held = self._held.setdefault(codec, {})
         key = (layer, tier.name)
         if key not in held:
@@ -62,14 +69,20 @@ class DecodeKernels:
             self._turns[rope] = TurnTable.build(
                 rope, max_positions=self._num_positions, device=self._device
             )
+        codebook, shape = codec.codebook(layer, tier, self._device), self._shape(codec, layer, tier)
+        if (shape, group) not in self._checked:
+            # random pages must not move the caller's random numbers
+            with torch.random.fork_rng([self._device]):
+                self_test(codebook, rope, value_bits=tier.value_bits, group=group, shape=shape)
+            self._checked.add((shape, group))
         return CudaDecode(
-            codec.codebook(layer, tier, self._device),
+            codebook,
             rope,
             self._turns[rope],
             value_bits=tier.value_bits,
             group=group,
             max_batch=self._max_batch,
-            shape=self._shape(codec, layer, tier),
+            shape=shape,
         )
 
     def _shape(self, codec: SphericalCodec, layer: int, tier: TierSpec) -> KernelShape:

@@ -22,6 +22,7 @@ from sphkv.attention.cuda.fragments import (
 )
 from sphkv.attention.cuda.geometry import HEAD_DIMS, PAGE_TOKENS
 from sphkv.codec.packing import pack_nibbles, pack_value_codes
+from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import StateCodec
 from sphkv.store.allocator import PageAllocator
 from sphkv.store.layout import PageLayout, PageView
@@ -29,8 +30,10 @@ from sphkv.store.paging import PageRows
 from sphkv.store.sequence import PageGroup
 
 if TYPE_CHECKING:
+    from sphkv.attention.cuda.encode import CudaEncoder
     from sphkv.attention.triton.encode import PageEncoder
 
+HOPPER = (9, 0)
 _SLOT_MULTIPLE = 16
 _MAX_SLOTS = 128
 # Pages reordered at once: bounds the unpacked copies.
@@ -53,6 +56,15 @@ class FragmentOrder:
 
     def __init__(self) -> None:
         self._encoder: PageEncoder | None = None
+        self._cuda: CudaEncoder | None = None
+
+    def _kernels(self) -> CudaEncoder:
+        if self._cuda is None:
+            # Triton, whose tables it shares, is needed on GPUs only
+            from sphkv.attention.cuda.encode import CudaEncoder
+
+            self._cuda = CudaEncoder()
+        return self._cuda
 
     def encode(
         self,
@@ -66,6 +78,14 @@ class FragmentOrder:
         """Fused encoding of states on a GPU; the codec encodes others."""
         if not states[0].is_cuda:
             return None
+        is_hopper = torch.cuda.get_device_capability(states[0].device) == HOPPER
+        if (
+            is_hopper
+            and isinstance(codec, SphericalCodec)
+            and len(head_ids)
+            and self._kernels().takes(layout, states)
+        ):
+            return self._kernels().encode(layout, layer, codec, states, rows, head_ids)
         if self._encoder is None:
             # Triton is needed on GPUs only
             from sphkv.attention.triton.encode import PageEncoder
@@ -77,6 +97,10 @@ class FragmentOrder:
         """Bytes to keep for token-transposed pages ``[rows, page_bytes]``."""
         if not is_served(layout):
             return pages
+        if pages.is_cuda:
+            found = self._kernels().to_fragments(layout, pages)
+            if found is not None:
+                return found
         parts = [to_fragment_order(PageView(layout, part)) for part in pages.split(_CHUNK_PAGES)]
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 

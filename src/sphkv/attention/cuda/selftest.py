@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from sphkv.attention.cuda.decode import CudaDecode, PageLists, PagePool, TurnTable
-from sphkv.attention.cuda.geometry import PAGE_TOKENS
+from sphkv.attention.cuda.geometry import PAGE_TOKENS, KernelShape
 from sphkv.attention.cuda.synthetic import Oracle, random_pages, set_bases, set_counts, tier_layout
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import AngleCodebook
@@ -22,7 +22,14 @@ class KernelMismatchError(RuntimeError):
     """The kernel disagrees with the reference and must not be used."""
 
 
-def self_test(codebook: AngleCodebook, rope: RopeSpec, *, value_bits: int, group: int) -> float:
+def self_test(
+    codebook: AngleCodebook,
+    rope: RopeSpec,
+    *,
+    value_bits: int,
+    group: int,
+    shape: KernelShape | None = None,
+) -> float:
     """Run the kernel of one layer and tier on random pages.
 
     Args:
@@ -30,6 +37,7 @@ def self_test(codebook: AngleCodebook, rope: RopeSpec, *, value_bits: int, group
         rope: The layer's rotary embedding.
         value_bits: Width of value codes.
         group: Query heads per KV head.
+        shape: Kernel shape; the one that fits the codebook if None.
 
     Returns:
         Largest relative error over heads.
@@ -46,7 +54,9 @@ def self_test(codebook: AngleCodebook, rope: RopeSpec, *, value_bits: int, group
     set_counts(pages, counts)
     set_bases(pages, layout, PAGE_TOKENS * torch.arange(_ROW_PAGES, device=device).repeat(heads))
     turns = TurnTable.build(rope, max_positions=PAGE_TOKENS * _ROW_PAGES, device=device)
-    decoder = CudaDecode(codebook, rope, turns, value_bits=value_bits, group=group, max_batch=1)
+    decoder = CudaDecode(
+        codebook, rope, turns, value_bits=value_bits, group=group, max_batch=1, shape=shape
+    )
     ids = torch.arange(len(pages), device=device).view(heads, 1, _ROW_PAGES)
     lists = PageLists.from_table(ids, torch.full((heads, 1), _ROW_PAGES, device=device))
     query = torch.randn(1, heads * group, head_dim, device=device)

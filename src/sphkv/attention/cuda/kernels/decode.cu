@@ -324,11 +324,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   row.index = 0;
   for (int b = tid; b < round_up(p.batch, THREADS); b += THREADS)
     row.index += __syncthreads_count(b < p.batch && rows[b + 1] <= start);
-  RowStart begin;
-  load_row(begin, p, row, table, tid);
   Supply supply;
   if (place.is_leader()) supply.start(p, table, start, end, place.team, place.lane);
-  begin.store(tid);
   barrier_wait(table_barrier(), 0);
 
   Stage stage = {(uint32_t)place.team, 0u};
@@ -336,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int at = start; at < end; row.index++) {
     if (rows[row.index + 1] <= at) continue;
     const int stop = min(rows[row.index + 1], end);
-    if (at != start) {
+    {
       RowStart next;
       load_row(next, p, row, table, tid);
       next.store(tid);

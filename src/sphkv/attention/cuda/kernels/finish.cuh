@@ -144,6 +144,7 @@ INLINE void write_query(const Params& p, const Row& row, int query, float (&v)[L
   const uint64_t at = (uint64_t)row.index * (p.kv_heads * p.group) + head;
   if (p.unrotate) hadamard(v, lane);
   if (p.other_lse || p.sinks) {
+    wait_for_previous();
     const float other = p.other_lse ? p.other_lse[at] * LOG2E : MINUS_INFINITY;
     const float sink = p.sinks ? p.sinks[head] * LOG2E : MINUS_INFINITY;
     const float top = fmaxf(fmaxf(fmaxf(lse2, other), sink), NO_LOGIT);
@@ -158,7 +159,13 @@ INLINE void write_query(const Params& p, const Row& row, int query, float (&v)[L
     lse2 = mass > 0.f ? top + log2_fast(mass) : MINUS_INFINITY;
   }
 #pragma unroll
-  for (int i = 0; i < LANE_DIMS; i++) p.out[at * HEAD_DIM + lane + 32 * i] = v[i];
+  for (int i = 0; i < LANE_DIMS; i++) {
+    const uint64_t to = at * HEAD_DIM + lane + 32 * i;
+    if (p.out_is_bf16)
+      ((uint16_t*)p.out)[to] = (uint16_t)pack_bfloat2(v[i], 0.f);
+    else
+      ((float*)p.out)[to] = v[i];
+  }
   if (lane == 0) p.lse[at] = lse2 * LN2;
 }
 

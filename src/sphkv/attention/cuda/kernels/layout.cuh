@@ -127,7 +127,7 @@ struct Params {
   const float* sinks;           // [query_heads] or null
   const float* other_out;       // a partial over other keys, laid out as out and lse, or null
   const float* other_lse;
-  float* out;                   // [batch][query_heads][HEAD_DIM]
+  void* out;                    // [batch][query_heads][HEAD_DIM] float or bfloat16
   float* lse;                   // [batch][query_heads]
   float* part_out;              // [kv_heads * blocks][batch + ctas][COLUMNS][HEAD_DIM]
   float* part_lse;              // the same without HEAD_DIM
@@ -141,6 +141,7 @@ struct Params {
   int turn_shift;       // log2 of the positions between phases
   int window;           // 0 for none
   int query_is_bf16;
+  int out_is_bf16;
   int unrotate;         // apply the Hadamard rotation to the output
   float logit_scale;    // times log2(e)
   float softcap;        // times log2(e); 0 for none

@@ -120,6 +120,14 @@ INLINE void publish_barriers() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// ---- launches that overlap ----
+
+// Lets a kernel that was launched to overlap with this one begin.
+INLINE void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Waits until the kernel before this one is done and its results can be read.
+INLINE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- arithmetic ----
 
 // C[16x8] += A[16x16] * B[16x8], half in, float out.

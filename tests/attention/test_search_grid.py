@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grid finds the nearest sum of two points, and keeps few candidates."""
+
+import pytest
+import torch
+
+from sphkv.attention.cuda.search_grid import CELLS, build_search_grid
+from sphkv.codec.rope import RopeSpec
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.tiers import coded_tier
+from sphkv.testing.cases import CacheCase, random_calibration, random_states
+
+pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
+
+from sphkv.attention.triton.search import build_search_table
+
+
+def test_candidates_hold_the_nearest_sum():
+    geometry = CacheCase(head_dim=64, num_kv_heads=2, group_size=2).geometry()
+    rope = RopeSpec.from_config({"rope_theta": 10_000.0}, 64)
+    codec = SphericalCodec(random_calibration(geometry, rope))
+    table = build_search_table(codec.codebook(0, coded_tier(4.0, 4)), rope, "cpu")
+    grid = build_search_grid(table)
+    keys = random_states(geometry, rope, 256, first=5)[0].float()
+    unit = rope.unrotate(rope.to_planes(keys), torch.arange(5, 261))
+    unit = unit / keys.norm(dim=-1)[..., None, None]
+    counts = table.counts[:, :2].sum(1).tolist()
+    assert min(counts) > 4
+    for head, count in enumerate(counts):
+        for at in range(count):
+            plane, slot = int(table.planes[head, at, 0]), _slot(table, head, at)
+            point = unit[head, :, plane] @ table.roots[head, at].view(2, 2).T
+            sums = (table.seen[head, slot, 0][:, None] + table.seen[head, slot + 1, 0]).flatten(
+                0, 1
+            )
+            box = grid.boxes[head, at]
+            cell = ((point - box[:2]) * box[2:]).clamp(0, CELLS - 1).long()
+            chosen = grid.candidates[head, at, cell[:, 0] * CELLS + cell[:, 1]].long()
+            distance = torch.cdist(point.double(), sums.double())
+            found = distance.gather(1, chosen).amin(1)
+            torch.testing.assert_close(found, distance.amin(1), rtol=1e-6, atol=1e-9)
+
+
+def _slot(table, head, at):
+    num_12 = int(table.counts[head, 0])
+    return 3 * at if at < num_12 else 2 * at + num_12
