@@ -28,6 +28,9 @@ TIERS = {
     "k4v4": {"key_bits": 4.0, "value_bits": 4},
     "k6v16": {"key_bits": 6.0, "value_bits": 16},
     "bfloat16_pages": {"key_bits": 16.0, "value_bits": 16},
+    # the bytes of k2v3, and fewer
+    "budget_51": {"budget_bytes": 51},
+    "budget_36": {"budget_bytes": 36},
 }
 ROUNDED = {"fp8_rounding": "float8_e4m3fn", "bfloat16_rounding": "bfloat16"}
 
@@ -43,7 +46,8 @@ def environment() -> dict[str, str]:
 
 def coded(arguments: argparse.Namespace, tier: str = "k2v3") -> dict[str, Any]:
     config = {"calibration": str(arguments.calibration), **TIERS[tier]}
-    return {"worker_cls": WORKER, "additional_config": {"sphkv": config}}
+    given = {"worker_cls": WORKER, "additional_config": {"sphkv": config}}
+    return {**given, "enable_prefix_caching": "budget_bytes" not in config}
 
 
 def run_engine(job_file: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,9 +116,14 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Generati
 
 @contextmanager
 def server(
-    model: Path, arguments: Sequence[str], log_file: Path, *, module: str
+    model: Path,
+    arguments: Sequence[str],
+    log_file: Path,
+    *,
+    module: str,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
     """Start a small server; it may stop by itself, which the caller sees in ``process``."""
     given = ["--dtype", DTYPE, "--enforce-eager", "--max-model-len", "1024", *arguments]
-    with start_server(module, str(model), given, log_file) as running:
+    with start_server(module, str(model), given, log_file, variables) as running:
         yield running

@@ -138,7 +138,7 @@ def test_mixed_steps_attend_to_what_is_stored(
     calibration: Calibration, tokens: int, sinks: int, softcap: float | None, window: int | None
 ):
     serve = ServeOptions(key_bits=3, value_bits=4, sink_tokens=sinks)
-    runtime = make_runtime(calibration, serve, tokens)
+    runtime = make_runtime(calibration, serve, tokens, max_sequences=3)
     table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1))[:30].reshape(3, 10)
     options = AttentionOptions(scale=DIM**-0.5, softcap=softcap, window=window)
     server = Server(runtime, options, table, [300, 200, 40])
@@ -156,14 +156,8 @@ def test_mixed_steps_attend_to_what_is_stored(
             got = output[row : row + count].double()
             torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
             row += count
-        open_blocks = sum(done % tokens != 0 for done in server.done)
-        assert runtime_open(plan) == open_blocks + len(
-            {s.block for s in plan.sealed if s.slot >= 0}
-        )
-
-
-def runtime_open(plan: StepPlan) -> int:
-    return plan.pool.num_open
+        # one slot per sequence is enough, even where a chunk fills one block and begins the next
+        assert plan.pool.num_open <= len(counts)
 
 
 def test_a_shared_prefix_reads_the_same(calibration: Calibration):

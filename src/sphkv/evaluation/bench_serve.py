@@ -36,6 +36,7 @@ _TIER = re.compile(r"k(\d+(?:\.\d+)?)v(\d+)")
 _START_SECONDS = 600
 _CHARACTERS_PER_TOKEN = 6
 _LARGEST = 1 << 20
+_LOG_TAIL = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,8 @@ def _load(config: ServeBenchConfig, running: RunningServer) -> dict[str, Any]:
     before = running.cpu_seconds()
     with GaugeWatch(lambda: running.metric("vllm:num_requests_running")) as watch:
         answers = run_closed_loop(running.url, prompts, config.new_tokens, config.clients)
+    if running.process.poll() is not None:
+        raise RuntimeError(f"the server stopped under load:\n{running.log[-_LOG_TAIL:]}")
     after = running.cpu_seconds()
     return {
         "tokens_held": int(held[1].replace(",", "")) if held else None,

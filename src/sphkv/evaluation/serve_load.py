@@ -66,6 +66,8 @@ def complete(url: str, prompt: Sequence[int], num_new: int) -> Answer:
                 answer.arrivals.append(time.monotonic())
             if event.get("usage"):
                 answer.num_tokens = int(event["usage"]["completion_tokens"])
+        if not answer.num_tokens:
+            answer.error = f"the answer broke off after {len(answer.arrivals)} pieces"
     except (OSError, http.client.HTTPException, ValueError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     finally:

@@ -60,8 +60,9 @@ class BlockRetention:
             shape = (self._slots, self.block.heads, self.block.tokens)
             self._votes[layer] = Votes.zeros(*shape)
         votes = self._votes[layer]
-        for slot in step.tail_slots[step.tail_offsets == 0].tolist():
-            votes[slot].clear()
+        for writes in (step.early, step.late):
+            for slot in writes.slots[writes.offsets == 0].tolist():
+                votes[slot].clear()
         for sequence in step.sequences:
             if sequence.num_queries != 1 or sequence.num_tokens % _VOTE_STRIDE:
                 continue

@@ -20,7 +20,7 @@ from sphkv.integrations.vllm.retained import BlockRetention
 from sphkv.integrations.vllm.tails import TailPool, tail_bytes
 
 if TYPE_CHECKING:
-    from sphkv.integrations.vllm.steps import StepPlan
+    from sphkv.integrations.vllm.steps import StepPlan, TailWrites
 
 
 class Runtime:
@@ -126,10 +126,17 @@ class Runtime:
             pool.release(held)
 
     def hold(self, layer: int, states: tuple[Tensor, Tensor], step: StepPlan) -> None:
-        """Keep the new keys and values ``[rows, heads, head_dim]`` of blocks that stay open."""
+        """Keep the single new keys and values ``[rows, heads, head_dim]`` of a step."""
+        self._write(layer, states, step, step.early)
+
+    def _write(
+        self, layer: int, states: tuple[Tensor, Tensor], step: StepPlan, writes: TailWrites
+    ) -> None:
+        if writes.rows.numel() == 0:
+            return
         tails = (step.pool.keys[layer], step.pool.values[layer])
         for tail, new in zip(tails, states, strict=True):
-            tail[step.tail_slots, :, step.tail_offsets] = new[step.tail_rows].to(tail.dtype)
+            tail[writes.slots, :, writes.offsets] = new[writes.rows].to(tail.dtype)
 
     def attend(
         self,
@@ -139,7 +146,7 @@ class Runtime:
         step: StepPlan,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of a step over what was there before, then code the blocks it filled.
+        """Attention of a step over what was there before, then code or keep what is new.
 
         See ``PagedAttention.attend_step``.
         """
@@ -149,6 +156,7 @@ class Runtime:
             self.retention.observe(layer, seen, step, options.scale)
         if step.sealed:
             self._seal(layer, states, seen, kv_cache, step, options.scale)
+        self._write(layer, states[1:], step, step.late)
         return output, lse
 
     def _seal(
@@ -165,14 +173,12 @@ class Runtime:
         tokens = self.block.tokens
 
         def whole(tail: Tensor, new: Tensor) -> Tensor:
-            return torch.stack(
-                [
-                    tail[one.slot]
-                    if one.slot >= 0
-                    else new[one.row : one.row + tokens].transpose(0, 1).to(tail.dtype)
-                    for one in step.sealed
-                ]
-            )
+            blocks = []
+            for one in step.sealed:
+                rows = new[one.row : one.row + tokens - one.num_held].transpose(0, 1)
+                held = tail[one.slot][:, : one.num_held]
+                blocks.append(torch.cat([held, rows.to(tail.dtype)], 1))
+            return torch.stack(blocks)
 
         keys, values = (
             whole(step.pool.keys[layer], states[1]),

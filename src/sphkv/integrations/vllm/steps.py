@@ -42,21 +42,43 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SealedBlock:
-    """A block that becomes full.
+    """A block that becomes full: its first tokens are in a slot, the others rows of the batch.
 
     Attributes:
         block: Its id.
         first_position: Position of its first token.
-        slot: Slot that holds all of it by now; -1 if all its tokens are rows of this batch.
-        row: Its first row where ``slot`` is -1.
+        slot: The slot; -1 if all its tokens are rows.
+        num_held: Tokens in the slot.
+        row: Row of the first token that is not.
         sequence: Index of its sequence in the step.
     """
 
     block: int
     first_position: int
     slot: int
+    num_held: int
     row: int
     sequence: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TailWrites:
+    """Rows of the batch that go to slots, ``[tokens]`` int64 each.
+
+    Attributes:
+        rows: The rows.
+        slots: Their slots.
+        offsets: Their places in the slot.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, places: list[tuple[int, int, int]]) -> TailWrites:
+        """From triples of row, slot and offset."""
+        return cls(*torch.tensor(places, dtype=torch.int64).reshape(-1, 3).unbind(1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,18 +88,17 @@ class StepPlan:
     Attributes:
         sequences: The sequences of the batch.
         sealed: Blocks that become full.
-        tail_rows: ``[tokens]`` int64 rows of the batch that go to a slot.
-        tail_slots: ``[tokens]`` int64 their slots.
-        tail_offsets: ``[tokens]`` int64 their places in the slot.
+        early: Single tokens, which their own queries read in the slot.
+        late: Tokens of prompts; written after blocks are sealed, because a slot passes from the
+            block that becomes full to the one after it.
         positions: ``[rows]`` int64 position of every row of the batch.
         pool: The slots.
     """
 
     sequences: tuple[SequenceStep, ...]
     sealed: tuple[SealedBlock, ...]
-    tail_rows: Tensor
-    tail_slots: Tensor
-    tail_offsets: Tensor
+    early: TailWrites
+    late: TailWrites
     positions: Tensor
     pool: TailPool
 
@@ -89,27 +110,30 @@ class _Writes:
         self.pool = pool
         self.block_tokens = block_tokens
         self.sealed: list[SealedBlock] = []
-        self.places: list[tuple[int, int, int]] = []
+        self.early: list[tuple[int, int, int]] = []
+        self.late: list[tuple[int, int, int]] = []
 
-    def add(self, block: int, position: int, rows: tuple[int, int], sequence: int) -> None:
-        """A row and so many after it go to the block, the first at ``position``."""
-        row, count = rows
-        tokens = self.block_tokens
-        offset = position % tokens
-        is_full = offset + count == tokens
-        slot = -1
-        if not is_full or offset:
-            slot = self.pool.open(block, offset)
-            self.places += [(row + i, slot, offset + i) for i in range(count)]
-        if is_full:
-            self.sealed.append(SealedBlock(block, position - offset, slot, row, sequence))
+    def add_token(self, block: int, position: int, row: int, sequence: int) -> None:
+        """A single new token."""
+        offset = position % self.block_tokens
+        slot = self.pool.open(block, offset)
+        self.early.append((row, slot, offset))
+        if offset + 1 == self.block_tokens:
+            first = position - offset
+            self.sealed.append(SealedBlock(block, first, slot, offset + 1, row, sequence))
             self.pool.seal(block)
 
-    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, slots and offsets of the tokens that go to the pool."""
-        table = torch.tensor(self.places, dtype=torch.int64).reshape(-1, 3)
-        rows, slots, offsets = table.unbind(1)
-        return rows, slots, offsets
+    def add_chunk(self, block: int, position: int, rows: tuple[int, int], sequence: int) -> None:
+        """Tokens of a prompt that lie in one block: their first row and how many."""
+        row, count = rows
+        offset = position % self.block_tokens
+        if offset + count < self.block_tokens:
+            slot = self.pool.open(block, offset, is_late=True)
+            self.late += [(row + at, slot, offset + at) for at in range(count)]
+            return
+        slot = self.pool.open(block, offset, is_late=True) if offset else -1
+        self.sealed.append(SealedBlock(block, position - offset, slot, offset, row, sequence))
+        self.pool.seal(block, is_late=True)
 
 
 def plan_step(
@@ -140,14 +164,25 @@ def plan_step(
         before, row = total - (end - first), first
         position = before
         positions[first:end] = torch.arange(before, total)
-        while row < end:
-            count = min(end - row, block_tokens - position % block_tokens)
-            writes.add(blocks[position // block_tokens], position, (row, count), len(sequences))
-            position, row = position + count, row + count
         full = before // block_tokens
         # new tokens of a prompt see each other before they are stored, a single one in its slot
-        tail = before % block_tokens + (end - first == 1)
+        is_single = end - first == 1
+        tail = before % block_tokens + is_single
+        if is_single:
+            writes.add_token(blocks[full], before, row, len(sequences))
         slot = pool.slot(blocks[full]) if tail else -1
+        while not is_single and row < end:
+            count = min(end - row, block_tokens - position % block_tokens)
+            block = blocks[position // block_tokens]
+            writes.add_chunk(block, position, (row, count), len(sequences))
+            position, row = position + count, row + count
         old = tuple(blocks[:full])
         sequences.append(SequenceStep(first, end - first, total, old, pool.stamp(old), slot, tail))
-    return StepPlan(tuple(sequences), tuple(writes.sealed), *writes.columns(), positions, pool)
+    return StepPlan(
+        tuple(sequences),
+        tuple(writes.sealed),
+        TailWrites.of(writes.early),
+        TailWrites.of(writes.late),
+        positions,
+        pool,
+    )

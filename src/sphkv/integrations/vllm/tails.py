@@ -37,6 +37,7 @@ class TailPool:
         self._slot_of: dict[int, int] = {}
         self._free = list(range(num_slots))
         self._sealed: list[int] = []
+        self._passed_on: list[int] = []
         self._stamp_of: dict[int, int] = {}
         self._num_seals = 0
 
@@ -48,10 +49,17 @@ class TailPool:
     def begin_step(self) -> None:
         """Give back the slots of blocks that the last step sealed in every layer."""
         self.release(self._sealed)
-        self._sealed = []
+        self._free += self._passed_on
+        self._sealed, self._passed_on = [], []
 
-    def open(self, block: int, offset: int) -> int:
+    def open(self, block: int, offset: int, *, is_late: bool = False) -> int:
         """The slot of a block whose token at ``offset`` comes next.
+
+        Args:
+            block: The block.
+            offset: Place of the token in it.
+            is_late: Whether the token is written after blocks are sealed, so that it may take
+                a slot which one of them gives up in this step.
 
         Raises:
             RuntimeError: The block's earlier tokens are not here, or more sequences run than
@@ -62,9 +70,10 @@ class TailPool:
             return slot
         if offset:
             raise RuntimeError(f"tokens of block {block} before offset {offset} are not held")
-        if not self._free:
+        free = self._passed_on if is_late and self._passed_on else self._free
+        if not free:
             raise RuntimeError(f"all {self.num_open} dense slots are in use")
-        self._slot_of[block] = self._free.pop()
+        self._slot_of[block] = free.pop()
         return self._slot_of[block]
 
     def slot(self, block: int) -> int:
@@ -77,11 +86,18 @@ class TailPool:
             raise RuntimeError(f"block {block} is not full and its tokens are not held")
         return self._slot_of[block]
 
-    def seal(self, block: int) -> None:
-        """Note that the block becomes full in this step."""
-        self._sealed.append(block)
+    def seal(self, block: int, *, is_late: bool = False) -> None:
+        """Note that the block becomes full in this step.
+
+        Its slot is free in the next step; with ``is_late``, tokens written late may have it in
+        this one.
+        """
         self._num_seals += 1
         self._stamp_of[block] = self._num_seals
+        if not is_late:
+            self._sealed.append(block)
+        elif block in self._slot_of:
+            self._passed_on.append(self._slot_of.pop(block))
 
     def stamp(self, blocks: Iterable[int]) -> int:
         """Number of the latest seal of some blocks; 0 if none was sealed here."""
