@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 import re
 from html.parser import HTMLParser
 
@@ -13,7 +14,7 @@ SETUP = {
     "window": {"num_warm": 1, "num_measured": 2},
     "seed": 0,
     "decode": {"rule": "greedy"},
-    "model_shape": {"num_layers": 1},
+    "model_shape": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8},
     "dense_bytes_per_token": 1000,
     "environment": {"device": "d", "num_threads": 2, "versions": {"torch": "2"}},
 }
@@ -45,7 +46,22 @@ def record(workload, method, budget, case, quality, b_kv, speed, facets):
 
 
 def lm_quality(kl):
-    return {"kl": kl, "kl_counts": [1, 0, 2, 0, 0, 0, 0, 1]}
+    margins = {"tokens": [4, 0, 0, 10, 100], "tipped": [2, 0, 0, 1, 1]}
+    return {"kl": kl, "kl_counts": [1, 0, 2, 0, 0, 0, 0, 1], "by_margin": margins}
+
+
+# danger 2, 2, 0.2 and 0.1: the gate goes on at once and stays on for its cooldown
+GATED = {**lm_quality(0.03)["by_margin"], "drift": 1.0, "margins": [0.5, 0.5, 5.0, 10.0]}
+ALLOCATION = {
+    "tiers": ["drop", "k2v3", "max"],
+    "map": ["cbbaac", "caaaac"],
+    "num_tokens": 6,
+    "states": [6, 2, 4],
+    "head_bytes_per_token": [20.0, 10.0],
+    "head_entropy": 0.6,
+    "head_gini": 0.17,
+    "segments": {"prefix": {"rho": 0.4, "bytes": 5.0, "tokens": 4.0}},
+}
 
 
 def answered(found, drift=0):
@@ -62,7 +78,11 @@ def answered(found, drift=0):
 RECORDS = [
     record("lm", "dense", "100%", "a", lm_quality(1e-5), 1000.0, 10.0, {}),
     record("lm", "ours", "10%", "a", lm_quality(0.2), 100.0, 14.0, {}),
-    record("lm", "ours", "20%", "a", lm_quality(0.03), 200.0, 13.0, {}),
+    {
+        **record("lm", "ours", "20%", "a", lm_quality(0.03), 200.0, 13.0, {}),
+        "quality": {**lm_quality(0.03), "by_margin": GATED},
+        "allocation": ALLOCATION,
+    },
     *(
         record("needle", method, budget, str(depth), answered(found), b_kv, 9.0, {"depth": depth})
         for depth in (0.1, 0.9)
@@ -121,8 +141,55 @@ def test_the_page_is_whole_and_fetches_nothing(folder):
         assert heading in words
     assert "Fewest bytes at equal quality: ours" in words
     assert "No method but dense kept the quality" in words
+    # runs of equal tiers, dropped states left blank
+    assert text.count("<title>head 0: ") - text.count("<title>head 0: 20.0 B") == 3
+    assert "H_alloc 0.600 nats, G_alloc 0.170" in words
+    assert "1 switches, on for 4 of 4 tokens" in words
+    assert re.search(r"class='number unstable' title='2 of 4 tokens'>50%<", text)
+    assert re.search(r"class='number conservative' title='1 of 10 tokens'>10%<", text)
+    assert re.search(r"class='number safe' title='1 of 100 tokens'>1%<", text)
+    assert "ours 10%, depth 0.9: 50%" in words
     assert text.count("class='excluded'") == 2
     assert text.count("class='star'") == 3
+
+
+STUDY = {
+    "config": {"num_following": 100},
+    "records": [
+        {"budget": budget, "variant": variant, "workload": "lm", "prompt": "p", "kl": kl,
+         "same_top1": 0.9, "decode_s": 10.0, "is_same_answer": False}
+        for budget, variant, kl in (
+            ("10%", "Joint", 0.02), ("10%", "KeepDrop", 0.09), ("10%", "Decoupled", 0.05),
+            ("5%", "Joint", 0.07), ("5%", "Quant", None),
+        )
+    ],
+}  # fmt: skip
+CERTIFICATE = {
+    "config": {"method": "joint", "budget": "9%", "context": 4096, "model": "m"},
+    "is_safe": False,
+    "memory": {"b_kv": 90.0},
+    "dense_bytes_per_token": 1000,
+    "witnesses": [
+        {"name": "json", "value": 1.0, "bound": 0.0, "dense": 2.0, "is_held": False,
+         "is_mute": False, "exemplar": "<lost>"},
+    ],
+}  # fmt: skip
+
+
+def test_other_records_stand_beside(folder, tmp_path, capsys):
+    for name, data in (("study", STUDY), ("certificate", CERTIFICATE)):
+        (tmp_path / name).write_text(json.dumps(data), encoding="utf-8")
+    arguments = ["report", str(tmp_path / "records.jsonl"), "--out", str(folder)]
+    beside = ["--ablation", str(tmp_path / "study"), "--certificate", str(tmp_path / "certificate")]
+    assert main([*arguments, *beside]) == 0
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    # all run at 10 tokens a second, so the gap is that of the divergences
+    assert "<td>10%</td><td class=number>0.03</td><td>Decoupled</td>" in text
+    assert "<td>5%</td><td>-</td><td>no single lever meets this budget</td>" in text
+    assert "<b>NOT SAFE</b>: joint at 9%, 9.0% of dense bytes" in text
+    assert "&lt;lost&gt;" in text
+    assert main([*arguments, "--certificate", str(tmp_path / "study")]) == 1
+    assert "is no record with 'witnesses'" in capsys.readouterr().err
 
 
 def test_the_table_beside_it_holds_every_point(folder):

@@ -18,6 +18,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_record_flags(parser)
     parser.add_argument("--out", required=True, help="folder for report.html, points.csv and PNG")
+    parser.add_argument("--ablation", help="record of sphkv ablate, to show beside")
+    parser.add_argument("--certificate", help="certificate of sphkv certify, to show beside")
     parser.set_defaults(run=run)
 
 
@@ -25,13 +27,19 @@ def run(args: argparse.Namespace) -> int:
     """Write the page and what lies beside it."""
     from sphkv.evaluation.records import load_records
     from sphkv.evaluation.report import draw_png, make_frontiers, points_csv, render_report
+    from sphkv.evaluation.report_studies import load_study
 
+    studies = {
+        name: load_study(Path(path), field=field)
+        for name, field in (("ablation", "records"), ("certificate", "witnesses"))
+        if (path := getattr(args, name)) is not None
+    }
     folder = Path(args.out)
     records = load_records([Path(path) for path in args.records])
     frontiers = make_frontiers(records, delta=args.delta, kl=args.kl, quality_field=args.quality)
     folder.mkdir(parents=True, exist_ok=True)
     command = f"sphkv sweep ... ; sphkv report {' '.join(args.records)} --out {args.out}"
-    write_text(folder / "report.html", render_report(records, frontiers, command))
+    write_text(folder / "report.html", render_report(records, frontiers, command, **studies))
     write_text(folder / "points.csv", points_csv(frontiers))
     try:
         draw_png(frontiers, folder / "frontier.png")

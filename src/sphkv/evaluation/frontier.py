@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sphkv.evaluation.methods import OUR_METHODS
 from sphkv.evaluation.metrics.statistics import bootstrap_interval, paired_sign_flip
 from sphkv.evaluation.operating_points import OperatingPoint, Panel
 
@@ -155,10 +157,12 @@ def _ratio(top: float | None, bottom: float | None) -> float | None:
 def winner(frontier: PanelFrontier) -> tuple[str, float | None] | None:
     """Method with the least retained ``b_kv`` and how far the next is behind it.
 
+    Where one of ours is first, the next is the best that is not ours.
+
     Returns:
-        Name and ratio of the second-best ``b_kv`` to the best; the ratio is None if no other
-        method retained a point, and all is None if only dense did or dense itself scores
-        nothing, for then equal quality says nothing.
+        Name and ratio of the next ``b_kv`` to the best; the ratio is None if no other method
+        retained a point, and all is None if only dense did or dense itself scores nothing, for
+        then equal quality says nothing.
     """
     if not frontier.is_informative:
         return None
@@ -169,7 +173,9 @@ def winner(frontier: PanelFrontier) -> tuple[str, float | None] | None:
     )
     if not found:
         return None
-    return found[0][1], found[1][0] / found[0][0] if len(found) > 1 else None
+    least, best = found[0]
+    others = [size for size, name in found[1:] if not {best, name} <= set(OUR_METHODS)]
+    return best, others[0] / least if others else None
 
 
 def psi(quality: float, speed: float, *, beta: float = 1.0) -> float:
@@ -178,8 +184,6 @@ def psi(quality: float, speed: float, *, beta: float = 1.0) -> float:
     Raises:
         ValueError: The speed is not positive.
     """
-    import math
-
     if speed <= 0:
         raise ValueError(f"speed must be positive, got {speed}")
     return quality + beta * math.log(speed)

@@ -14,6 +14,13 @@ from typing import Any
 from sphkv.evaluation.frontier import PanelFrontier, build_frontier
 from sphkv.evaluation.operating_points import build_panels
 from sphkv.evaluation.report_charts import colour_of
+from sphkv.evaluation.report_mechanism import (
+    allocation_parts,
+    depth_curves,
+    gate_traces,
+    phase_diagram,
+    tier_maps,
+)
 from sphkv.evaluation.report_sections import (
     behaviour_curves,
     behaviour_table,
@@ -26,6 +33,7 @@ from sphkv.evaluation.report_sections import (
     readoff_tables,
     time_bars,
 )
+from sphkv.evaluation.report_studies import ablation_part, certificate_part
 
 _STYLE = """
 :root { --ink: #1d2430; --paper: #ffffff; --line: #d5dbe4; --soft: #5b6675; --grey: #9aa3af; }
@@ -51,6 +59,9 @@ svg .excluded { fill: none; stroke: var(--grey); stroke-width: 1.4; }
 .soft { color: var(--soft); } .keys label { margin-right: 1rem; white-space: nowrap; }
 .keys span { display: inline-block; width: 0.8rem; height: 0.8rem; border-radius: 50%;
   margin: 0 0.3rem; }
+svg.tiers { max-width: 52rem; } svg .void { fill: none; stroke: var(--line); }
+td.safe { background: #0f8a5f33; } td.conservative { background: #b0890044; }
+td.unstable { background: #c2410c55; }
 pre { overflow-x: auto; font-size: 0.8rem; }
 """
 
@@ -67,7 +78,12 @@ for (const box of document.querySelectorAll('.keys input')) {
 
 
 def render_report(
-    records: Sequence[Mapping[str, Any]], frontiers: Sequence[PanelFrontier], command: str
+    records: Sequence[Mapping[str, Any]],
+    frontiers: Sequence[PanelFrontier],
+    command: str,
+    *,
+    ablation: Mapping[str, Any] | None = None,
+    certificate: Mapping[str, Any] | None = None,
 ) -> str:
     """The page.
 
@@ -75,6 +91,8 @@ def render_report(
         records: As ``load_records`` returns them.
         frontiers: Of the same records.
         command: What was run to measure them, for the reader.
+        ablation: Record of ``sphkv ablate``, shown beside.
+        certificate: Of ``sphkv certify``, likewise.
     """
     methods = list(dict.fromkeys(m.method for f in frontiers for m in f.methods))
     setups = {json.dumps(record["setup"], sort_keys=True, indent=1) for record in records}
@@ -82,6 +100,7 @@ def render_report(
         ("Frontiers at equal quality", _FRONTIER_NOTE + frontier_panels(frontiers)),
         ("Read-off", readoff_tables(frontiers)),
         ("Quality against budget", budget_curves(frontiers)),
+        ("Needles by depth, each method's star", depth_curves(records, frontiers)),
         ("Needles by depth, % found", facet_table(records, "needle", "depth")),
         ("Questions by place of the answer, F1", facet_table(records, "qa", "position")),
         ("Answers that differ from dense's, against budget", behaviour_curves(records, frontiers)),
@@ -89,6 +108,12 @@ def render_report(
         ("Drift of single tokens", drift_bars(records, frontiers)),
         ("Time of each star", time_bars(records, frontiers)),
         ("Bytes of each star", byte_bars(records, frontiers)),
+        ("Tier map", tier_maps(records, frontiers)),
+        ("Where the controller spends", allocation_parts(records, frontiers)),
+        ("Stability phase diagram", phase_diagram(records)),
+        ("Gate trace", gate_traces(records, frontiers)),
+        ("Ablation", "" if ablation is None else ablation_part(ablation)),
+        ("Witnesses", "" if certificate is None else certificate_part(certificate)),
     ]
     body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections if content)
     return "\n".join(
