@@ -82,55 +82,73 @@ def plan_seal(
     return plan_write(pool, state, layer, contract, states, positions)
 
 
-def plan_seals(
-    pool: PagePool, states: Sequence[SequenceState], layer: int, tails: Sequence[OpenTail]
-) -> list[LayerChange]:
-    """Encode the oldest page of several tails of one layer at once.
+FullTails = tuple[int, Sequence[SequenceState], Sequence[OpenTail]]
+"""A layer, sequences of one codec, and the tail of each, which holds a page at least."""
+
+
+def plan_seals(pool: PagePool, full: Sequence[FullTails]) -> list[LayerChange]:
+    """Encode the oldest page of many tails, those of a layer at once.
 
     Args:
         pool: Owner of the layouts.
-        states: The sequences, all with the same codec.
-        layer: Layer of the tails.
-        tails: The tail of each sequence; holds a page at least.
+        full: The tails, layer by layer.
 
     Returns:
-        The new pages of each sequence.
+        The new pages of each layer and sequence.
     """
+    tokens, changes = pool.config.seal_tokens, []
+    # layers are alike, so what their pages have in common is made once
+    common: dict[tuple[int, ...], tuple[PageBatch, list[PageBatch]]] = {}
+    for layer, states, tails in full:
+        first = tuple(tail.first_position for tail in tails)
+        if first not in common:
+            common[first] = _seal_batches(pool, first)
+        batch, parts = common[first]
+        keys = torch.stack([tail.keys[:, :tokens] for tail in tails]).flatten(0, 1)
+        values = torch.stack([tail.values[:, :tokens] for tail in tails]).flatten(0, 1)
+        pages = _encode_sealed(pool, states[0], layer, batch, (keys, values))
+        for state, part, own in zip(states, parts, pages.split(parts[0].num_pages), strict=True):
+            changes.append(LayerChange(state.tables[layer], pending=PendingPages([part], [own])))
+    return changes
+
+
+def _seal_batches(pool: PagePool, first: tuple[int, ...]) -> tuple[PageBatch, list[PageBatch]]:
+    """One page per head of tails that begin at ``first``: all of them, and those of each tail."""
     tier_id = pool.config.tiers.id_of(pool.config.seal_tier)
     heads, tokens = pool.config.geometry.num_kv_heads, pool.config.seal_tokens
-    num_pages = heads * len(states)
+    num_pages = heads * len(first)
     index = torch.arange(tokens, device=pool.device)
-    first = torch.tensor([tail.first_position for tail in tails], device=pool.device)
     rows = PageRows(
-        first.repeat_interleave(heads)[:, None] + index,
+        torch.tensor(first, device=pool.device).repeat_interleave(heads)[:, None] + index,
         torch.full((num_pages,), tokens, device=pool.device),
         torch.zeros(num_pages, tokens, dtype=torch.bool, device=pool.device),
     )
-    batch = PageBatch(
-        tier_id,
-        PositionMode.CONTIGUOUS,
-        torch.arange(heads, device=pool.device).repeat(len(states)),
-        torch.arange(num_pages * tokens, device=pool.device).view(num_pages, tokens),
-        rows,
-    )
-    oldest = [
-        torch.stack([part[:, :tokens] for part in parts]).flatten(0, 2)
-        for parts in ([tail.keys for tail in tails], [tail.values for tail in tails])
-    ]
-    pages = _encode(pool, states[0], layer, FlatStates(*oldest), [batch]).pages[0]
-    changes, every_head = [], torch.arange(heads)
-    for place, state in enumerate(states):
+    source = torch.arange(num_pages * tokens, device=pool.device).view(num_pages, tokens)
+    every_head, mode = torch.arange(heads), PositionMode.CONTIGUOUS
+    parts = []
+    for place in range(len(first)):
         own = slice(place * heads, (place + 1) * heads)
-        part = PageBatch(
-            tier_id,
-            PositionMode.CONTIGUOUS,
-            every_head,
-            batch.source[own],
-            PageRows(rows.positions[own], rows.counts[own], rows.flags[own]),
-        )
-        pending = PendingPages([part], [pages[own]])
-        changes.append(LayerChange(state.tables[layer], pending=pending))
-    return changes
+        owned = PageRows(rows.positions[own], rows.counts[own], rows.flags[own])
+        parts.append(PageBatch(tier_id, mode, every_head, source[own], owned))
+    all_heads = every_head.to(pool.device).repeat(len(first))
+    return PageBatch(tier_id, mode, all_heads, source, rows), parts
+
+
+def _encode_sealed(
+    pool: PagePool,
+    state: SequenceState,
+    layer: int,
+    batch: PageBatch,
+    states: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Pages of states that lie page by page already, ``[pages, tokens, head_dim]``."""
+    layout, order = pool.layout((batch.tier_id, batch.position_mode)), pool.allocator.order
+    if order is not None and layout.tier.is_coded:
+        pages = order.encode(layout, layer, state.codec, states, batch.rows, batch.head_ids)
+        if pages is not None:
+            return pages
+    flat = FlatStates(states[0].flatten(0, 1), states[1].flatten(0, 1))
+    return _encode(pool, state, layer, flat, [batch]).pages[0]
 
 
 def read_by_layout(

@@ -10,6 +10,7 @@ from torch import Tensor
 from sphkv.core.contract import LayerContract, StateCodec
 from sphkv.store.allocator import PageAllocator, Slab
 from sphkv.store.changes import (
+    FullTails,
     plan_crop,
     plan_demotion,
     plan_drop,
@@ -210,7 +211,7 @@ class PageStore:
         """
         states = [self._get(sequence) for sequence in sequences]
         capacity = self.config.tail_capacity
-        full: list[tuple[int, list[SequenceState], list[OpenTail]]] = []
+        full: list[FullTails] = []
         for layer in range(self.config.geometry.num_layers):
             tails = [tail for state in states if (tail := state.tails[layer]) is not None]
             if len(tails) < len(states) or any(tail.num_tokens >= capacity for tail in tails):
@@ -218,9 +219,7 @@ class PageStore:
             ready = [at for at, tail in enumerate(tails) if tail.num_tokens + 1 == capacity]
             if ready:
                 full.append((layer, [states[at] for at in ready], [tails[at] for at in ready]))
-        changes: list[LayerChange] = []
-        for layer, owners, tails in full:
-            changes += plan_seals(self._pool, owners, layer, tails)
+        changes = plan_seals(self._pool, full)
         if changes:
             self._pool.commit(changes)
         for state in states:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.cuda.backend import CudaBackend
-from sphkv.attention.cuda.decode import PageLists, PagePool
+from sphkv.attention.cuda.decode import PageLists
 from sphkv.attention.cuda.dense import DenseDecode, DenseStates
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
-from sphkv.attention.cuda.pages import is_served, lowest_slab, place_pages
+from sphkv.attention.cuda.page_lists import LayerLists
+from sphkv.attention.cuda.pages import is_served, page_base, page_numbers, place_pages
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
 from sphkv.attention.triton.dense import TailList
@@ -35,42 +36,18 @@ class UnsupportedBatchError(ValueError):
 
 
 @dataclass(slots=True, eq=False)
-class _LayerLists:
-    """What one layer reads: coded pages, dense pages, tails; GPU tensors keep their place.
+class _Layer:
+    """What one layer reads; GPU tensors keep their place.
 
     Attributes:
-        pool: Base of the coded pages.
-        lists: Coded pages on the GPU.
-        dense_layout: Layout of the dense pages.
-        dense: Dense pages on the GPU, as ``launch_dense`` has them.
-        tails: Open tails.
-        ids: ``[heads, batch, most]`` int32 coded pages on the CPU.
-        counts: ``[heads, batch]`` int64 entries of ``ids`` in use.
+        lists: Coded pages.
+        dense: Tails and dense pages.
         num_columns: Columns of the pointer tables in use.
     """
 
-    pool: PagePool | None
     lists: PageLists
-    dense_layout: PageLayout
-    dense: tuple[Tensor, Tensor]
-    tails: TailList
-    ids: Tensor
-    counts: Tensor
-    num_columns: int
-
-    def append(self, new: Tensor) -> None:
-        """Add one page ``[heads, batch]`` to every list."""
-        self.ids.scatter_(2, self.counts[..., None], new[..., None])
-        self.counts += 1
-        self.num_columns += 1
-        self.upload()
-
-    def upload(self) -> None:
-        """Bring the lists to the GPU."""
-        live = torch.arange(self.ids.shape[2]) < self.counts[..., None]
-        flat = self.ids[live]
-        self.lists.page_ids[: len(flat)].copy_(flat)
-        self.lists.row_start[1:].copy_(self.counts.flatten().cumsum(0))
+    dense: DenseStates
+    num_columns: int = 0
 
 
 class BatchDecode:
@@ -118,8 +95,16 @@ class BatchDecode:
             torch.empty(*shape, geometry.head_dim, device=self._device),
             torch.empty(shape, device=self._device),
         )
+        self._base = page_base(store.allocator, self._coded)
+        self._lists = LayerLists(
+            geometry.num_layers,
+            geometry.num_kv_heads,
+            len(sequences),
+            max_tokens // tier.page_tokens + 1,
+            self._device,
+        )
         self._layers = [self._lay_out(layer) for layer in range(geometry.num_layers)]
-        self.refresh()
+        self.recount()
 
     def _codec(self) -> SphericalCodec:
         codec = self._store.codec(self._sequences[0])
@@ -127,34 +112,46 @@ class BatchDecode:
             raise UnsupportedBatchError("the sequences have no spherical codec")
         return codec
 
-    def _lay_out(self, layer: int) -> _LayerLists:
-        """Room for the lists of a layer at their longest."""
-        geometry, batch = self._store.config.geometry, len(self._sequences)
-        lists = geometry.num_kv_heads * batch
-        most = self.max_tokens // self._tier.page_tokens + 1
-        tiers = self._store.config.tiers
-        dense = PageLayout(
-            tiers.dense_id, tiers[tiers.dense_id], geometry.head_dim, PositionMode.CONTIGUOUS
-        )
-        dense_pages = self._groups(layer, dense)
-        room = max(1, sum(int(group.num_pages.sum()) for group in dense_pages if group))
+    def _lay_out(self, layer: int) -> _Layer:
+        """What a layer holds now."""
+        groups = self._groups(layer, self._coded)
+        if any(group is None for group in groups):
+            raise UnsupportedBatchError(f"a sequence has no coded page in layer {layer} yet")
+        coded = [group for group in groups if group is not None]
+        placed = place_pages(self._store.allocator, coded, self._device, self._base)
+        self._pool = placed.pool
+        self._lists.replace(layer, placed.lists)
+        tables = [self._store.table(sequence, layer) for sequence in self._sequences]
+        columns = {count for table in tables for count in table.num_pages.tolist()}
+        if len(columns) != 1:
+            raise UnsupportedBatchError(f"heads of layer {layer} have {sorted(columns)} pages each")
+        return _Layer(self._lists.layer(layer), self._dense_states(layer), columns.pop())
+
+    def _dense_states(self, layer: int) -> DenseStates:
+        """Tails and dense pages, sequence by sequence, head by head."""
+        geometry, tiers = self._store.config.geometry, self._store.config.tiers
         tails = [self._store.tail(sequence, layer) for sequence in self._sequences]
         if any(tail.num_tokens == 0 for tail in tails):
             raise UnsupportedBatchError(f"a sequence has no open tail in layer {layer}")
-        addresses = TailList.of(tails, self._device).addresses
-        return _LayerLists(
-            None,
-            PageLists(self._words(lists * most), self._words(lists + 1), batch),
-            dense,
-            (self._words(room).to(torch.int64), self._words(lists + 1)),
-            TailList(addresses, self._extents),
-            torch.zeros(geometry.num_kv_heads, batch, most, dtype=torch.int32),
-            torch.zeros(geometry.num_kv_heads, batch, dtype=torch.int64),
-            0,
+        layout = PageLayout(
+            tiers.dense_id, tiers[tiers.dense_id], geometry.head_dim, PositionMode.CONTIGUOUS
         )
-
-    def _words(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int32, device=self._device)
+        groups = self._groups(layer, layout)
+        counts = torch.zeros(len(groups), geometry.num_kv_heads, dtype=torch.int64)
+        found = [torch.zeros(1, dtype=torch.int64)]  # a kernel wants an address, used or not
+        for sequence, group in enumerate(groups):
+            if group is not None:
+                counts[sequence] = group.num_pages.cpu()
+                found.append(self._store.allocator.addresses(group.flat_ids()))
+        starts = torch.ones(counts.numel() + 1, dtype=torch.int32)
+        starts[1:] += counts.flatten().cumsum(0).to(torch.int32)
+        return DenseStates(
+            TailList.of(tails, self._device).addresses,
+            self._extents,
+            torch.cat(found).to(self._device),
+            starts.to(self._device),
+            layout,
+        )
 
     def _groups(self, layer: int, layout: PageLayout) -> list[PageGroup | None]:
         """The group of a layout of every sequence."""
@@ -172,16 +169,6 @@ class BatchDecode:
             found.append(next((group for group in groups if group.layout == layout), None))
         return found
 
-    def refresh(self) -> bool:
-        """Rewrite lengths and lists from the store, in place.
-
-        Returns:
-            Whether a captured graph is stale, because pages moved below its base address.
-        """
-        self.recount()
-        stale = [self._refresh_layer(layer) for layer in range(len(self._layers))]
-        return any(stale)
-
     def recount(self) -> None:
         """Rewrite positions and tail lengths from the store, in place."""
         extents = []
@@ -193,43 +180,6 @@ class BatchDecode:
         self._extents.copy_(torch.tensor(extents))
         self.positions.copy_(self._extents.sum(1, keepdim=True) - 1)
         self._positions32.copy_(self.positions[:, 0])
-
-    def _refresh_layer(self, layer: int) -> bool:
-        held, heads = self._layers[layer], self._store.config.geometry.num_kv_heads
-        groups = self._groups(layer, self._coded)
-        if any(group is None for group in groups):
-            raise UnsupportedBatchError(f"a sequence has no coded page in layer {layer} yet")
-        coded = [group for group in groups if group is not None]
-        placed = place_pages(self._store.allocator, coded, self._device)
-        held.counts.copy_(torch.stack([group.num_pages.cpu() for group in coded], 1))
-        live = torch.arange(held.ids.shape[2]) < held.counts[..., None]
-        held.ids[live] = placed.lists.page_ids.cpu()
-        held.upload()
-        tables = [self._store.table(sequence, layer) for sequence in self._sequences]
-        columns = {count for table in tables for count in table.num_pages.tolist()}
-        if len(columns) != 1:
-            raise UnsupportedBatchError(f"heads of layer {layer} have {sorted(columns)} pages each")
-        held.num_columns = columns.pop()
-        is_stale = held.pool is None or held.pool.pages.data_ptr() != placed.pool.pages.data_ptr()
-        held.pool = placed.pool
-        self._refresh_dense(held, self._groups(layer, held.dense_layout), heads)
-        return is_stale
-
-    def _refresh_dense(
-        self, held: _LayerLists, groups: Sequence[PageGroup | None], heads: int
-    ) -> None:
-        """Lists of dense pages, sequence by sequence, head by head."""
-        addresses, starts = held.dense
-        counts = torch.zeros(len(groups), heads, dtype=torch.int64)
-        found = []
-        for sequence, group in enumerate(groups):
-            if group is not None:
-                counts[sequence] = group.num_pages.cpu()
-                found.append(self._store.allocator.addresses(group.flat_ids()))
-        starts[1:].copy_(counts.flatten().cumsum(0))
-        if found:
-            flat = torch.cat(found)
-            addresses[: len(flat)].copy_(flat)
 
     def advance(self) -> None:
         """Count one more token of every sequence; the first thing a captured step does."""
@@ -264,24 +214,20 @@ class BatchDecode:
         query = query[:, :, 0].contiguous()
         if query.dtype != torch.bfloat16:
             query = query.float()
-        states = DenseStates(
-            held.tails.addresses, held.tails.extents, *held.dense, held.dense_layout
-        )
         self._dense.attend(
             query,
             keys[:, :, 0].to(torch.bfloat16),
             values[:, :, 0].to(torch.bfloat16),
-            states,
+            held.dense,
             options,
             result=self._partial,
             spare_processors=kernel.spare_processors,
         )
-        assert held.pool is not None
         kernel.overlaps = True
         result = kernel.empty_result(len(query), query.dtype)
         kernel.attend(
             query,
-            held.pool,
+            self._pool,
             held.lists,
             options,
             result=result,
@@ -291,17 +237,13 @@ class BatchDecode:
         )
         return result.output[:, :, None]
 
-    def commit(self) -> bool:
-        """Tell the store about the step that was queued; full tails become pages in the lists.
+    def commit(self) -> None:
+        """Tell the store about the step that was queued; full tails become pages in the lists."""
+        if self._store.absorb(self._sequences):
+            self._list_newest()
+            self.recount()
 
-        Returns:
-            Whether a captured graph is stale, because pages moved below its base address.
-        """
-        if not self._store.absorb(self._sequences):
-            return False
-        return self._list_newest()
-
-    def _list_newest(self) -> bool:
+    def _list_newest(self) -> None:
         """Add the last page of every head, sequence and layer to the lists."""
         newest = [
             self._store.table(sequence, layer).page_ids[:, held.num_columns]
@@ -310,14 +252,9 @@ class BatchDecode:
         ]
         ids = torch.stack(newest).cpu().view(len(self._layers), len(self._sequences), -1)
         addresses = self._store.allocator.addresses(ids).transpose(1, 2)
-        lowest = lowest_slab(self._store.allocator, self._coded).data_ptr()
-        for held, new in zip(self._layers, addresses, strict=True):
-            if held.pool is None or held.pool.pages.data_ptr() != lowest:
-                return self.refresh()
-            distance = torch.div(new - lowest, self._coded.page_bytes, rounding_mode="floor")
-            held.append(distance.to(torch.int32))
-        self.recount()
-        return False
+        self._lists.append(page_numbers(addresses, self._base, self._coded))
+        for held in self._layers:
+            held.num_columns += 1
 
 
 def can_capture(backend: object, tier: TierSpec, head_dim: int) -> bool:

@@ -104,10 +104,12 @@ class PagePool:
     Attributes:
         pages: ``[pages, page_bytes]`` uint8, contiguous, 16-byte aligned.
         mode: How they store positions; a position per key makes keys about three times as dear.
+        address: Where the page of number 0 lies or would lie; at the start of ``pages`` if 0.
     """
 
     pages: Tensor
     mode: PositionMode
+    address: int = 0
 
     def __post_init__(self) -> None:
         """Reject what the kernel cannot read."""
@@ -120,7 +122,8 @@ class PageLists:
     """Which pages every sequence reads, by KV head.
 
     Attributes:
-        page_ids: ``[total]`` int32 rows of the pool, head by head, sequence by sequence.
+        page_ids: ``[total]`` int32 page numbers, head by head, sequence by sequence; the kernel
+            takes them as unsigned.
         row_start: ``[kv_heads * batch + 1]`` int32 into ``page_ids``.
         batch: Sequences.
     """
@@ -284,7 +287,8 @@ class CudaDecode:
                 f"pages must have {build.shape.page_bytes} bytes, got {pool.pages.shape[1]}"
             )
         params, batch = self._params, lists.batch
-        params.pages, params.tables = pool.pages.data_ptr(), build.tables.data_ptr()
+        params.pages = pool.address or pool.pages.data_ptr()
+        params.tables = build.tables.data_ptr()
         params.page_ids = lists.page_ids.data_ptr()
         params.row_start = lists.row_start.data_ptr()
         params.batch = batch

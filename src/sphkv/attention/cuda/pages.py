@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 HOPPER = (9, 0)
 _SLOT_MULTIPLE = 16
 _MAX_SLOTS = 128
+# Page numbers have 32 bits; as many lie below the lowest slab as above it.
+_NUMBERS_BELOW = 1 << 31
 # Pages reordered at once: bounds the unpacked copies.
 _CHUNK_PAGES = 4096
 
@@ -133,7 +135,7 @@ class ServedPages:
 
     Attributes:
         layout: Their layout.
-        pool: The lowest slab of the layout; ids count whole pages from its start.
+        pool: A slab of the layout, and where page numbers count from.
         lists: Pages of each (KV head, sequence).
     """
 
@@ -142,14 +144,34 @@ class ServedPages:
     lists: PageLists
 
 
-def lowest_slab(allocator: PageAllocator, layout: PageLayout) -> Tensor:
-    """Pages of the slab with the lowest address; those of all others are whole pages behind."""
-    slabs = [slab.data for slab in allocator.slabs() if slab.layout == layout]
-    return min(slabs, key=lambda data: data.data_ptr())
+def page_base(allocator: PageAllocator, layout: PageLayout) -> int:
+    """An address far below all slabs of a layout, so that later ones are not below it either."""
+    lowest = min(slab.data.data_ptr() for slab in allocator.slabs() if slab.layout == layout)
+    return max(lowest % layout.page_bytes, lowest - _NUMBERS_BELOW * layout.page_bytes)
+
+
+def page_numbers(addresses: Tensor, base: int, layout: PageLayout) -> Tensor:
+    """Unsigned 32-bit numbers of pages, as int32.
+
+    Args:
+        addresses: Int64 addresses of any shape; slabs lie whole pages apart.
+        base: Where the page of number 0 would lie.
+        layout: Their layout.
+
+    Raises:
+        ValueError: A page lies too far from the base.
+    """
+    number = torch.div(addresses - base, layout.page_bytes, rounding_mode="floor")
+    if number.numel() and not 0 <= int(number.min()) <= int(number.max()) < 1 << 32:
+        raise ValueError(f"pages at {addresses.tolist()} are too far from {base}")
+    return torch.where(number >= 1 << 31, number - (1 << 32), number).to(torch.int32)
 
 
 def place_pages(
-    allocator: PageAllocator, groups: list[PageGroup], device: torch.device
+    allocator: PageAllocator,
+    groups: list[PageGroup],
+    device: torch.device,
+    base: int | None = None,
 ) -> ServedPages:
     """Lists of pages of several sequences.
 
@@ -157,21 +179,24 @@ def place_pages(
         allocator: Owner of the pages.
         groups: The group of each sequence, all of one layout.
         device: Where lists go.
+        base: Where page numbers count from; ``page_base`` by default.
     """
     layout = groups[0].layout
-    slab = lowest_slab(allocator, layout)
+    if base is None:
+        base = page_base(allocator, layout)
     heads = groups[0].num_pages.shape[0]
-    ids, counts = [], torch.zeros(heads, len(groups), dtype=torch.int64)
+    addresses, counts = [], torch.zeros(heads, len(groups), dtype=torch.int64)
     for sequence, group in enumerate(groups):
-        distance = allocator.addresses(group.page_ids.cpu()) - slab.data_ptr()
-        ids.append(torch.div(distance, layout.page_bytes, rounding_mode="floor"))
+        addresses.append(allocator.addresses(group.page_ids.cpu()))
         counts[:, sequence] = group.num_pages.cpu()
     rows = [
-        ids[sequence][head, : counts[head, sequence]]
+        addresses[sequence][head, : counts[head, sequence]]
         for head in range(heads)
         for sequence in range(len(groups))
     ]
     starts = torch.zeros(heads * len(groups) + 1, dtype=torch.int32)
     starts[1:] = counts.flatten().cumsum(0)
-    lists = PageLists(torch.cat(rows).to(torch.int32).to(device), starts.to(device), len(groups))
-    return ServedPages(layout, PagePool(slab, layout.position_mode), lists)
+    numbers = page_numbers(torch.cat(rows), base, layout)
+    lists = PageLists(numbers.to(device), starts.to(device), len(groups))
+    slab = next(slab.data for slab in allocator.slabs() if slab.layout == layout)
+    return ServedPages(layout, PagePool(slab, layout.position_mode, base), lists)

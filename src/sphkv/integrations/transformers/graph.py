@@ -122,10 +122,8 @@ class GraphDecoder:
             self._capture()
         assert self._graph is not None
         self._graph.replay()
-        is_stale = self._batch.commit()
+        self._batch.commit()
         self._count_tokens()
-        if is_stale:
-            self._graph = None
         return self.logits
 
     def _count_tokens(self) -> None:
