@@ -116,15 +116,18 @@ def test_cake_scores_by_hand() -> None:
     query[0, 3, 0] = query[0, 4, 1] = math.sqrt(2)
     policy = MeanAndVariance(window=2, kernel=1)
     scores = policy.prompt_scores(0, query, keys, keys, 4)
-    # weights 4/7.5 and 1/7.5 have mean 1/3 and variance 0.04
-    assert scores[0, :3].tolist() == pytest.approx([1 / 3 + 8, 1 / 3, 1 / 3 + 8], rel=1e-4)
+    # weights 4/7.5 and 1/7.5 have mean 1/3 and variance 0.08
+    assert scores[0, :3].tolist() == pytest.approx([1 / 3 + 16, 1 / 3, 1 / 3 + 16], rel=1e-4)
     assert kept(policy, query, keys, 4) == [0, 2, 3, 4]
+    # neighbours share a third each, with nothing beyond the ends
+    smooth = MeanAndVariance(window=2, kernel=3).prompt_scores(0, query, keys, keys, 4)
+    assert smooth[0, :3].tolist() == pytest.approx([50 / 9, 11, 50 / 9], rel=1e-4)
 
 
 def test_cake_layers_by_hand() -> None:
-    """Two queries on two tokens, each on its own: entropy ln 2, variances 1/4 and 1/4."""
-    weights = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
-    assert layer_preference(weights) == pytest.approx(0.5 * math.log(2))
+    """One query on both tokens, one on the first: entropies ln 2 and 0, variances 1/8 and 1/8."""
+    weights = torch.tensor([[[0.5, 0.5], [1.0, 0.0]]])
+    assert layer_preference(weights) == pytest.approx(0.25 * math.log(2))
     # one page each first; of the six left 4.5 and 1.5, rounded down
     assert share_pages([3.0, 1.0], total=8, least=1, most=100) == [5, 2]
     assert share_pages([3.0, 1.0], total=8, least=1, most=4) == [4, 4]

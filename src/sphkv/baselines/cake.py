@@ -2,15 +2,17 @@
 """CAKE: layers share the budget by how widely and how restlessly they attend.
 
 Qin et al., 2025, "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences". The
-preference of a layer is ``H ** (1 / tau1) * V ** (1 / tau2)``, the entropy of its attention over
-tokens and the variance of it over the window's queries. While the prompt is stored layer by
+preference of a layer is ``H ** (1 / tau1) * V ** (1 / tau2)``: the entropies of the attention of
+the window's queries over the tokens before it, and the variances over those queries of what each
+token receives, both added up. While the prompt is stored layer by
 layer, the layers seen so far share the whole budget in proportion, so an earlier layer gives up
 tokens as later ones come ("cascade"). Tokens are ranked by mean plus ``gamma`` times variance of
-the attention from the last 32 queries, gamma 200, max-pooled over neighbours as in SnapKV.
+the attention from the last 32 queries, gamma 200, averaged over five neighbours.
 
-Deviations: ``tau1 = tau2 = 1``, where the paper tunes both per model; rooms are whole pages of 16
-tokens; grouped queries are averaged; before the last layer has come, a layer may exceed its share
-by a tenth. Scores are kept beside the states until then and are charged.
+Deviations: ``tau1 = tau2 = 1``, where the paper tunes both per model; tokens after the prompt are
+all kept, where the published code goes on evicting by the window's mean attention; rooms are whole
+pages of 16 tokens; before the last layer has come, a layer may exceed its share by a tenth. Scores
+are kept beside the states until then and are charged.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from sphkv.baselines.attention_scores import mean_over_group, window_attention
 from sphkv.baselines.eviction import PROTECTED, EvictionCache, PromptPolicy, highest
 from sphkv.baselines.held_states import Tagged
 from sphkv.baselines.paged_states import PAGE_TOKENS
-from sphkv.baselines.snapkv import max_pool
 from sphkv.core.geometry import KVGeometry
 
 _LENIENCE = 0.1
@@ -55,20 +56,26 @@ class MeanAndVariance(PromptPolicy):
     ) -> Tensor:
         """Mean and variance over the window, pooled."""
         weights = window_attention(query, keys, self.window)
-        scores = weights.mean(1) + self.gamma * weights.var(1, correction=0)
+        scores = weights.mean(1) + self.gamma * _variance(weights)
         scores = mean_over_group(scores, keys.shape[0])
         past = max(0, keys.shape[1] - self.window)
         ranked = torch.full_like(scores, PROTECTED)
         if past:
-            ranked[:, :past] = max_pool(scores[:, :past], self.kernel)
+            ranked[:, :past] = torch.nn.functional.avg_pool1d(
+                scores[None, :, :past], self.kernel, stride=1, padding=self.kernel // 2
+            )[0]
         return ranked
+
+
+def _variance(weights: Tensor) -> Tensor:
+    """Variance over the queries of ``[heads, queries, tokens]``; 0 of a single query."""
+    return weights.var(1, correction=int(weights.shape[1] > 1))
 
 
 def layer_preference(weights: Tensor, *, tau1: float = 1.0, tau2: float = 1.0) -> float:
     """Preference of a layer from the attention ``[heads, queries, tokens]`` of its window."""
-    mean = weights.mean(1)
-    entropy = -(mean * mean.clamp(min=1e-30).log()).sum(-1).mean()
-    variance = weights.var(1, correction=0).sum(-1).mean()
+    entropy = -(weights * weights.clamp(min=1e-30).log()).sum((1, 2)).mean()
+    variance = _variance(weights).sum(-1).mean()
     return float(entropy ** (1 / tau1) * variance ** (1 / tau2))
 
 

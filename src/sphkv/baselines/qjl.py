@@ -9,7 +9,8 @@ prompt have a sketch of their own. Values are 2-bit integers per token in groups
 
 Deviations: the sketch has a multiple of the head dim many signs in every layer (the paper: 256 of
 128 channels, 512 in the first 15 layers), made of random rotations, which the paper recommends
-("orthogonalised"); the outlier channels' sketch has a quarter as many; the key norm is float16.
+("orthogonalised"); the key norm is float16. The outlier channels' sketch has as many signs as in
+the published code: two per channel of the head, or one where the other sketch has four and more.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from sphkv.baselines.rotation_lloyd import random_rotation
 from sphkv.core.geometry import KVGeometry
 
 BLOCK = 128
-WIDTHS = ((8, 8), (6, 4), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (1, 2))
+WIDTHS = ((8, 8), (6, 4), (4, 4), (4, 3), (4, 2), (2, 2), (1, 2))
 """Signs per key channel and bits of values, the best first."""
 
 _SEED = 1
@@ -68,8 +69,7 @@ class SignSketch:
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        most = self.ratio * self.head_dim
-        return most, max(8, most // 4)
+        return self.ratio * self.head_dim, (1 if self.ratio >= 4 else 2) * self.head_dim
 
     def encode(self, x: Tensor) -> dict[str, Tensor]:
         """Packed signs and float16 norms of both parts, and the outlier channels."""
