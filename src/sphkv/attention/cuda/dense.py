@@ -12,15 +12,18 @@ from torch import Tensor
 
 from sphkv.attention.cuda.compiler import architecture, load_cubin
 from sphkv.attention.cuda.driver import Kernel
+from sphkv.attention.cuda.geometry import ceil_div
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
 from sphkv.store.layout import PageLayout
 
 ENTRY_POINT = "sphkv_dense"
 MAX_GROUP = 16
-_THREADS = 512
+_ROW_THREADS = 256
+# Two rows share a block if shared memory has room for the queries of both.
+_PAIRED_GROUP = 8
 # Rows that a block may take one after the other before more multiprocessors are used.
-_MOST_TURNS = 4
+_MOST_TURNS = 2
 _LOG2E = math.log2(math.e)
 _POINTERS = (
     *("tails", "extents", "pages", "page_start", "new_keys", "new_values"),
@@ -75,9 +78,15 @@ class DenseDecode:
     def __init__(self, head_dim: int, group: int, device: torch.device) -> None:
         if not 0 < group <= MAX_GROUP:
             raise ValueError(f"group must be in 1..{MAX_GROUP}, got {group}")
-        defines = (f"-DSPHKV_HEAD_DIM={head_dim}", f"-DSPHKV_GROUP={group}")
+        self._block_rows = 2 if group <= _PAIRED_GROUP else 1
+        defines = (
+            f"-DSPHKV_HEAD_DIM={head_dim}",
+            f"-DSPHKV_GROUP={group}",
+            f"-DSPHKV_ROWS={self._block_rows}",
+        )
         image = load_cubin(ENTRY_POINT, defines, architecture(device))
-        self._kernel = Kernel(image, ENTRY_POINT, shared_bytes=0, threads=_THREADS)
+        threads = _ROW_THREADS * self._block_rows
+        self._kernel = Kernel(image, ENTRY_POINT, shared_bytes=0, threads=threads)
         self._params = _DenseParams()
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
 
@@ -124,5 +133,7 @@ class DenseDecode:
         params.window = options.window or 0
         params.logit_scale = options.scale * _LOG2E
         params.softcap = (options.softcap or 0.0) * _LOG2E
-        is_spared = 0 < rows <= _MOST_TURNS * spare_processors
-        self._kernel.launch(min(rows, spare_processors) if is_spared else rows, self._arguments)
+        blocks = ceil_div(rows, self._block_rows)
+        if blocks <= _MOST_TURNS * spare_processors:
+            blocks = min(blocks, spare_processors)
+        self._kernel.launch(blocks, self._arguments)

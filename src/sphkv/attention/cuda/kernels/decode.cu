@@ -311,7 +311,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   const int* rows = p.row_start + row.head * p.batch;
   const int head_start = rows[0], head_pages = rows[p.batch] - head_start;
-  const int ctas = min(p.ctas, head_pages), cta = blockIdx.x / heads;
+  // fewer blocks than pages: every team of a block should have one
+  const int ctas = min(p.ctas, (head_pages + TEAMS - 1) / TEAMS), cta = blockIdx.x / heads;
   __syncthreads();
   if (cta >= ctas) {
     barrier_wait(table_barrier(), 0);  // shared memory must outlive the copy

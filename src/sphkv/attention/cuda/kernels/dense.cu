@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // The dense part of a decode step: keep the newest state, attend to the open tail and to dense
-// pages. One block works on one row (a sequence and KV head) at a time. The decode kernel, which
-// merges the result, may begin at once and waits for it only when it merges; with few rows only as
-// many blocks are launched as that kernel leaves multiprocessors free.
+// pages. Eight warps work on one row (a sequence and KV head), a block on ROWS of them. The decode
+// kernel, which merges the result, may begin at once and waits for it only when it merges; with few
+// rows only as many blocks are launched as that kernel leaves multiprocessors free.
 #include "ptx.cuh"
 
 constexpr int HEAD_DIM = SPHKV_HEAD_DIM;
 constexpr int GROUP = SPHKV_GROUP;  // query heads per KV head
-constexpr int WARPS = 16;
+constexpr int ROWS = SPHKV_ROWS;    // rows of a block at a time
+constexpr int WARPS = 8;            // of a row
 constexpr int THREADS = 32 * WARPS;
 constexpr int CHUNK = THREADS / 2;  // states attended at a time, two threads for each
 constexpr int DIM_WORDS = HEAD_DIM / 2;
-constexpr int BLOCK_DIMS = 8;  // dimensions of values that a warp sums
-constexpr int VALUE_WARPS = HEAD_DIM / BLOCK_DIMS;
-static_assert(VALUE_WARPS <= WARPS, "a value is wider than a block");
+constexpr int BLOCK_DIMS = HEAD_DIM / WARPS;  // dimensions of values that a warp sums
+constexpr int BLOCK_LOADS = BLOCK_DIMS / 8;   // of 16 bytes
+static_assert(BLOCK_LOADS >= 1, "a warp has no dimension");
 constexpr float LN2 = 0.69314718f;
 constexpr float NO_LOGIT = -1e30f;
 
@@ -42,6 +43,11 @@ struct Memory {
   float result[GROUP][HEAD_DIM];
   float most[GROUP], mass[GROUP], shrink[GROUP];
 };
+
+// The threads of a row meet; each row has a barrier of its own.
+INLINE void sync_row() {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + (int)threadIdx.x / THREADS), "n"(THREADS) : "memory");
+}
 
 INLINE float low_bfloat(uint32_t pair) { return __uint_as_float(pair << 16); }
 INLINE float high_bfloat(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
@@ -123,7 +129,7 @@ struct DenseChunk {
   static constexpr int KEY_LOADS = HEAD_DIM / 16;
   static constexpr int VALUE_LOADS = CHUNK / 32;
   uint4 key[KEY_LOADS];
-  uint4 value[VALUE_LOADS];
+  uint4 value[VALUE_LOADS][BLOCK_LOADS];
   bool is_live;
 
   INLINE void load(const DenseParams& p, const DenseStates& states, int first, int tid) {
@@ -131,8 +137,11 @@ struct DenseChunk {
 #pragma unroll
     for (int c = 0; c < KEY_LOADS; c++) key[c] = mine[2 * c + tid % 2];
 #pragma unroll
-    for (int i = 0; i < VALUE_LOADS; i++)
-      value[i] = ((const uint4*)states.value(p, first + (tid & 31) + 32 * i))[tid / 32 % VALUE_WARPS];
+    for (int i = 0; i < VALUE_LOADS; i++) {
+      const uint4* from = (const uint4*)states.value(p, first + (tid & 31) + 32 * i);
+#pragma unroll
+      for (int b = 0; b < BLOCK_LOADS; b++) value[i][b] = from[tid / 32 * BLOCK_LOADS + b];
+    }
   }
 };
 
@@ -201,6 +210,21 @@ INLINE void soften(Memory& m, int tid) {
   }
 }
 
+// Halve the sums of a lane and double the lanes that share them, down to one: then a lane has the
+// dimension of its own number, summed over every 2 * K-th lane.
+template <int K>
+INLINE void fold(float (&sum)[BLOCK_DIMS], int lane) {
+  if constexpr (K > 0) {
+    const bool is_upper = lane & K;
+#pragma unroll
+    for (int i = 0; i < K; i++) {
+      const float other = __shfl_xor_sync(ALL_LANES, is_upper ? sum[i] : sum[i + K], K);
+      sum[i] = (is_upper ? sum[i + K] : sum[i]) + other;
+    }
+    fold<K / 2>(sum, lane);
+  }
+}
+
 // A warp adds its dimensions of a chunk's values to the results.
 INLINE void add_values(Memory& m, const DenseChunk& chunk, int tid) {
   const int lane = tid & 31, block = tid / 32;
@@ -212,23 +236,19 @@ INLINE void add_values(Memory& m, const DenseChunk& chunk, int tid) {
       const float weight = m.weight[query][lane + 32 * i];
       // slack may hold any bits, and zero times NaN is no zero
       if (weight == 0.f) continue;
-      const uint32_t word[4] = {chunk.value[i].x, chunk.value[i].y, chunk.value[i].z,
-                                chunk.value[i].w};
 #pragma unroll
-      for (int w = 0; w < 4; w++) {
-        sum[2 * w] = fmaf(weight, low_bfloat(word[w]), sum[2 * w]);
-        sum[2 * w + 1] = fmaf(weight, high_bfloat(word[w]), sum[2 * w + 1]);
+      for (int b = 0; b < BLOCK_LOADS; b++) {
+        const uint4 v = chunk.value[i][b];
+        const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+          const int at = 8 * b + 2 * w;
+          sum[at] = fmaf(weight, low_bfloat(word[w]), sum[at]);
+          sum[at + 1] = fmaf(weight, high_bfloat(word[w]), sum[at + 1]);
+        }
       }
     }
-    // fold: after three steps a lane has one dimension, summed over every eighth lane
-#pragma unroll
-    for (int k = BLOCK_DIMS / 2; k > 0; k /= 2)
-#pragma unroll
-      for (int i = 0; i < k; i++) {
-        const bool is_upper = lane & k;
-        const float other = __shfl_xor_sync(ALL_LANES, is_upper ? sum[i] : sum[i + k], k);
-        sum[i] = (is_upper ? sum[i + k] : sum[i]) + other;
-      }
+    fold<BLOCK_DIMS / 2>(sum, lane);
 #pragma unroll
     for (int k = BLOCK_DIMS; k < 32; k *= 2) sum[0] += __shfl_xor_sync(ALL_LANES, sum[0], k);
     if (lane < BLOCK_DIMS) {
@@ -248,12 +268,13 @@ INLINE void write_row(const DenseParams& p, const Memory& m, int row, int tid) {
         m.mass[tid] > 0.f ? (m.most[tid] + log2_fast(m.mass[tid])) * LN2 : MINUS_INFINITY;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(ROWS * THREADS, 1)
     sphkv_dense(const __grid_constant__ DenseParams p) {
-  __shared__ Memory m;
+  __shared__ Memory memory[ROWS];
   start_dependents();
-  const int tid = threadIdx.x;
-  for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+  const int tid = threadIdx.x % THREADS, group = threadIdx.x / THREADS;
+  Memory& m = memory[group];
+  for (int row = blockIdx.x * ROWS + group; row < p.rows; row += gridDim.x * ROWS) {
     const DenseStates states(p, row);
     DenseChunk chunk;
     for (int first = 0; first < states.size; first += CHUNK) {
@@ -262,15 +283,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         load_queries(p, m, row, tid);
         states.keep_newest(tid);
       }
-      __syncthreads();
+      sync_row();
       score(p, m, chunk, tid);
-      __syncthreads();
+      sync_row();
       soften(m, tid);
-      __syncthreads();
-      if (tid / 32 < VALUE_WARPS) add_values(m, chunk, tid);
-      __syncthreads();
+      sync_row();
+      add_values(m, chunk, tid);
+      sync_row();
     }
     write_row(p, m, row, tid);
-    __syncthreads();
+    sync_row();
   }
 }
