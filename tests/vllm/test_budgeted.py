@@ -146,7 +146,7 @@ def test_more_bytes_lose_less():
 
 def test_heads_get_what_they_need():
     block = BudgetedBlock(TOKENS, HEADS, DIM, content_bytes=36, sink_tokens=0)
-    loss = torch.zeros(HEADS, TOKENS, len(block.tiers))
+    loss = torch.zeros(HEADS, TOKENS // PART_TOKENS, len(block.tiers))
     # head 0 loses nothing whatever happens; head 1 gains with every tier
     loss[1] = torch.linspace(1, 0, len(block.tiers))
     tiers = block.choose(loss, is_first=False)
@@ -171,6 +171,34 @@ def test_votes_are_exact_attention():
                 want[head // GROUP, token] += (2 * logit).exp() * apart
     torch.testing.assert_close(votes.shift, want, rtol=1e-4, atol=1e-5)
     assert votes.count[0].tolist() == [6, 6, 6, 4, 2]
+
+
+def test_drops_are_measured_together():
+    torch.manual_seed(0)
+    tokens = 2 * PART_TOKENS
+    query, keys, values = (
+        torch.randn(3, 2, DIM),
+        torch.randn(1, tokens, DIM),
+        torch.randn(1, tokens, DIM),
+    )
+    logits = SCALE * query @ keys[0].T
+    weight, lse = logits.softmax(-1), logits.logsumexp(-1)
+    output = weight @ values[0]
+    votes = Votes.zeros(1, tokens)
+    distance = torch.arange(tokens, tokens + 3)[:, None] - torch.arange(tokens)
+    votes.add((query, output, lse), (keys, values), distance, SCALE)
+    move = torch.stack(
+        [
+            (weight[..., rest] @ values[0, rest]) / weight[..., rest].sum(-1, keepdim=True) - output
+            for rest in (slice(PART_TOKENS, tokens), slice(0, PART_TOKENS))
+        ]
+    )
+    alone = move.square().sum(-1).mean((1, 2))
+    losses = votes.drop_losses()[0]
+    torch.testing.assert_close(losses.min(), alone.min(), rtol=1e-4, atol=1e-6)
+    cross = 2 * (move[0] * move[1]).sum(-1).mean()
+    want = alone.max() + cross.clamp(min=0)
+    torch.testing.assert_close(losses.max(), want, rtol=1e-4, atol=1e-6)
 
 
 def test_a_budget_below_the_sinks_is_refused():

@@ -110,17 +110,13 @@ class BudgetedBlock:
         """Tiers of the pages of one block.
 
         Args:
-            loss: ``[heads, tokens, tiers]`` expected loss of every state; the dense tier last.
+            loss: ``[heads, parts, tiers]`` expected loss of every page; the dense tier last.
             is_first: Whether it is block 0, whose sinks need room.
 
         Returns:
             ``[heads, parts]`` int64, 0 for a dropped page.
         """
-        coded = loss[..., :-1]
-        if is_first:
-            coded = coded.clone()
-            coded[:, : self.sink_tokens] = 0
-        units = coded.reshape(self.heads * self.parts, PART_TOKENS, -1).sum(1)
+        units = loss[..., :-1].flatten(0, 1)
         choices = TierChoices(units, self._page_bytes)
         found = allocate_tiers(choices, self.room(is_first=is_first), solver="value-per-byte")
         return found.tier_id.view(self.heads, self.parts)

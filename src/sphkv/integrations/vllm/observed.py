@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from sphkv.codec.states import SphericalCodec
-from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierTable
+from sphkv.core.tiers import TierTable
+from sphkv.integrations.vllm.budgeted import PART_TOKENS
 
 WINDOW = 32
 """Newest queries of a chunk that judge its blocks."""
@@ -21,34 +22,47 @@ WINDOW = 32
 _TINY = torch.finfo(torch.float32).tiny
 # A logit error beyond this leaves a weight of one or none.
 _MOST_ERROR = 8.0
+# Sums of weights in float32 leave less than this uncertain.
+_LEAST_LEFT = 1e-4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Votes:
-    """Sums over queries, ``[heads, tokens]`` float32 each.
+    """Sums over queries, float32.
 
     Attributes:
-        energy: Squared attention weight.
-        shift: The same times the squared distance of the value to the query's output.
-        count: Queries that could see the token.
+        energy: ``[heads, tokens]`` squared attention weight.
+        shift: ``[heads, tokens]`` the same times the squared distance of the value to the
+            query's output.
+        count: ``[heads, tokens]`` queries that could see the token.
+        pull: ``[heads, parts, parts]`` products of the moves that the output would make if one
+            page or the other were gone; moves of pages dropped together add up.
+        pull_count: ``[heads, parts, parts]`` queries that could see all of both.
     """
 
     energy: Tensor
     shift: Tensor
     count: Tensor
+    pull: Tensor
+    pull_count: Tensor
 
     @classmethod
     def zeros(cls, *shape: int) -> Votes:
         """Sums over no queries; ``shape`` ends with heads and tokens."""
-        return cls(*(torch.zeros(shape) for _ in range(3)))
+        parts = shape[-1] // PART_TOKENS
+        pairs = (*shape[:-1], parts, parts)
+        return cls(*(torch.zeros(size) for size in (shape, shape, shape, pairs, pairs)))
+
+    def _sums(self) -> tuple[Tensor, ...]:
+        return self.energy, self.shift, self.count, self.pull, self.pull_count
 
     def __getitem__(self, slot: int) -> Votes:
         """Views of one slot."""
-        return Votes(self.energy[slot], self.shift[slot], self.count[slot])
+        return Votes(*(part[slot] for part in self._sums()))
 
     def clear(self) -> None:
         """Begin anew."""
-        for part in (self.energy, self.shift, self.count):
+        for part in self._sums():
             part.zero_()
 
     def add(
@@ -57,6 +71,8 @@ class Votes:
         states: tuple[Tensor, Tensor],
         distance: Tensor,
         scale: float,
+        *,
+        skip: int = 0,
     ) -> None:
         """Add queries.
 
@@ -66,20 +82,49 @@ class Votes:
             states: Keys and values of the tokens, ``[heads, tokens, head_dim]``.
             distance: ``[rows, tokens]`` int64 query position less the token's.
             scale: Factor on the dot product.
+            skip: First tokens that nothing is decided about.
         """
         keys, values = (part.float() for part in states)
-        heads = keys.shape[0]
+        heads, tokens, _ = keys.shape
         query, output = (_by_head(part.float(), heads) for part in seen[:2])
         lse = _by_head(seen[2][..., None].float(), heads)
         logits = scale * query @ keys.transpose(1, 2) - lse  # [heads, rows, tokens]
         is_seen = (distance >= 0).repeat_interleave(logits.shape[1] // distance.shape[0], 0)
-        square = (2 * logits.masked_fill(~is_seen, -torch.inf)).exp()
+        hidden = ~is_seen | (torch.arange(tokens) < skip)
+        weight = logits.masked_fill(hidden, -torch.inf).exp()
+        square = weight.square()
         apart = output.square().sum(-1, keepdim=True) + values.square().sum(-1)[:, None]
         apart = (apart - 2 * output @ values.transpose(1, 2)).clamp_(min=0)
-        at = slice(0, keys.shape[1])
-        self.energy[:, at] += square.sum(1)
-        self.shift[:, at] += (square * apart).sum(1)
-        self.count[:, at] += is_seen.sum(0)
+        self.energy[:, :tokens] += square.sum(1)
+        self.shift[:, :tokens] += (square * apart).sum(1)
+        self.count[:, :tokens] += is_seen.sum(0)
+        self._add_pulls(weight, values, output, is_seen)
+
+    def _add_pulls(self, weight: Tensor, values: Tensor, output: Tensor, is_seen: Tensor) -> None:
+        heads, rows, tokens = weight.shape
+        parts = tokens // PART_TOKENS
+        if parts == 0:
+            return
+        split = weight[..., : parts * PART_TOKENS].reshape(heads, rows, parts, PART_TOKENS)
+        of_page = values[:, : parts * PART_TOKENS].reshape(heads, parts, PART_TOKENS, -1)
+        move = torch.einsum("hrpt,hptd->hrpd", split, of_page)
+        mass = split.sum(-1, keepdim=True)
+        # without the page, what is left has all the weight; too little of it says nothing
+        rest = (move - mass * output[:, :, None]) / (1 - mass).clamp(min=_LEAST_LEFT)
+        move = torch.where(mass > 1 - _LEAST_LEFT, output[:, :, None], rest)
+        is_whole = is_seen[:, PART_TOKENS - 1 :: PART_TOKENS][:, :parts].float()  # [rows, parts]
+        move *= is_whole[..., None]
+        self.pull[:, :parts, :parts] += torch.einsum("hrpd,hrqd->hpq", move, move)
+        self.pull_count[:, :parts, :parts] += is_whole.T @ is_whole
+
+    def drop_losses(self) -> Tensor:
+        """``[heads, parts]`` loss of every page if those that are missed less go before it."""
+        pull = self.pull / self.pull_count.clamp(min=1)
+        alone = pull.diagonal(dim1=1, dim2=2)
+        order = alone.argsort(1)
+        rank = order.argsort(1)
+        before = rank[:, :, None] > rank[:, None]
+        return alone + 2 * (pull * before).sum(2).clamp(min=0)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
@@ -102,20 +147,28 @@ class LayerErrors:
     value: Tensor
 
 
-def state_losses(votes: Votes, states: tuple[Tensor, Tensor], errors: LayerErrors) -> Tensor:
-    """Expected loss ``[heads, tokens, tiers]`` of the states of a block.
+def page_losses(
+    votes: Votes, states: tuple[Tensor, Tensor], errors: LayerErrors, *, num_blocks: int
+) -> Tensor:
+    """Expected loss ``[heads, parts, tiers]`` of the pages of a block.
 
     The controller's loss, docs/math/retention.md, section 2: a wrong weight moves the output by
-    the state's pull on it, a wrong value by its weight, and without the state its pull is lost.
+    the state's pull on it and a wrong value by its weight, independently of other states. What is
+    dropped moves it the same way every time, so drops of the ``num_blocks`` blocks of a sequence
+    add up before they are squared.
     """
     keys, values = (part.float() for part in states)
     count = votes.count.clamp(min=1)
-    shift, energy = votes.shift / count, votes.energy / count
-    by_key = shift * keys.square().sum(-1)
-    by_value = energy * values.square().sum(-1)
+    by_key = _by_page(votes.shift / count * keys.square().sum(-1))
+    by_value = _by_page(votes.energy / count * values.square().sum(-1))
     loss = by_key[..., None] * errors.key[:, None] + by_value[..., None] * errors.value[:, None]
-    loss[..., 0] = shift
+    loss[..., 0] = num_blocks * votes.drop_losses()
     return loss
+
+
+def _by_page(x: Tensor) -> Tensor:
+    """Sums ``[heads, parts]`` of ``[heads, tokens]``."""
+    return x.reshape(x.shape[0], -1, PART_TOKENS).sum(2)
 
 
 def measure_errors(
@@ -139,8 +192,8 @@ def measure_errors(
     """
     query, keys, values = (part.float() for part in states)
     heads, tokens, dim = keys.shape
-    pages = (tokens - WINDOW - sinks) // CODED_PAGE_MULTIPLE
-    at = sinks + torch.arange(pages * CODED_PAGE_MULTIPLE)
+    pages = (tokens - WINDOW - sinks) // PART_TOKENS
+    at = sinks + torch.arange(pages * PART_TOKENS)
     late = scale * query[:, -WINDOW:].reshape(heads, -1, dim)
     keys, values = keys[:, at], values[:, at]
     logits = late @ keys.transpose(1, 2)

@@ -17,7 +17,7 @@ from sphkv.integrations.vllm.observed import (
     LayerErrors,
     Votes,
     measure_errors,
-    state_losses,
+    page_losses,
 )
 from sphkv.integrations.vllm.steps import SealedBlock, StepPlan
 
@@ -73,6 +73,7 @@ class BlockRetention:
                 (held[0][:, :count], held[1][:, :count]),
                 torch.arange(count - 1, -1, -1)[None],
                 scale,
+                skip=0 if sequence.blocks else self.block.sink_tokens,
             )
 
     def choose(
@@ -86,6 +87,7 @@ class BlockRetention:
     ) -> Tensor:
         """Tiers ``[heads, parts]`` of a full block with keys and values ``states``."""
         sequence = step.sequences[sealed.sequence]
+        is_first = sealed.first_position == 0
         if sequence.num_queries == 1:
             votes = self._votes[layer][sealed.slot]
         else:
@@ -99,6 +101,8 @@ class BlockRetention:
                 states,
                 distance,
                 scale,
+                skip=self.block.sink_tokens if is_first else 0,
             )
-        loss = state_losses(votes, states, self._errors[layer])
-        return self.block.choose(loss, is_first=sealed.first_position == 0)
+        num_blocks = sequence.num_tokens // self.block.tokens
+        loss = page_losses(votes, states, self._errors[layer], num_blocks=num_blocks)
+        return self.block.choose(loss, is_first=is_first)
