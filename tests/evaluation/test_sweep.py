@@ -170,6 +170,25 @@ def test_identity_ignores_the_order_of_keys():
     assert content_id({"a": 1}) != content_id({"a": 2})
 
 
+def test_workloads_take_turns():
+    from types import SimpleNamespace
+
+    from sphkv.evaluation.sweep_config import LMWorkload, NeedleWorkload, SweepConfig
+
+    def letters(text, **_):
+        return SimpleNamespace(input_ids=[ord(letter) for letter in text])
+
+    config = SweepConfig(
+        model="m",
+        methods=("dense",),
+        budgets=("9%",),
+        lm=(LMWorkload(context=300, num_prompts=3, num_following=8),),
+        needle=(NeedleWorkload(context=2000, depths=(0.2, 0.8), num_documents=2),),
+    )
+    kinds = "".join(case.workload[0] for case in config.cases(letters, None))
+    assert kinds == "lnnlnnl"
+
+
 def test_grids_that_make_no_sense_are_refused():
     from sphkv.core.configs import build_config
     from sphkv.evaluation.sweep_config import SweepConfig

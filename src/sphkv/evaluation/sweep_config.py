@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -241,16 +242,20 @@ class SweepConfig:
         return points
 
     def cases(self, tokenizer: Any, limit: int | None) -> list[Case]:
-        """Every prompt, in order.
+        """Every prompt: a document of each workload in turn, so that a part of a sweep has all.
 
         Raises:
             ValueError: A context is longer than the model's, or two cases have the same name.
         """
-        found: list[Case] = []
         parts: list[LMWorkload | QAWorkload | NeedleWorkload] = []
         parts += [*self.lm, *self.needle, *self.qa]
+        documents = []
         for part in parts:
-            found += part.cases(tokenizer, self.data, seed=self.seed, limit=limit)
+            cases = part.cases(tokenizer, self.data, seed=self.seed, limit=limit)
+            grouped = itertools.groupby(cases, key=lambda case: case.group)
+            documents.append([list(members) for _, members in grouped])
+        turns = itertools.zip_longest(*documents, fillvalue=())
+        found = [case for turn in turns for document in turn for case in document]
         names = [case.case_id for case in found]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
