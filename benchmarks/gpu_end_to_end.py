@@ -167,6 +167,8 @@ class DenseDecoder:
         with torch.cuda.graph(self.graph):
             self.forward()
         self.model.set_attn_implementation(before)
+        # the registry must not keep the pages of this decoder alive
+        ALL_ATTENTION_FUNCTIONS.register("dense_paged", None)
 
 
 def print_profile(name, step, count=3):

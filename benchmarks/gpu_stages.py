@@ -259,9 +259,9 @@ def main():
         records.append(record | shared)
         del space
         torch.cuda.empty_cache()
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(records, indent=1) + "\n")
+        if args.output:
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(json.dumps(records, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,8 @@ class CudaEncoder:
             f"-DSPHKV_VALUE_BITS={layout.tier.value_bits}",
             *more,
         )
-        key = (name, *defines)
+        # pages of one shape differ in size by how they store positions
+        key = (name, str(shared_bytes), *defines)
         if key not in self._kernels:
             image = load_cubin(name, defines, architecture(device))
             self._kernels[key] = Kernel(image, name, shared_bytes=shared_bytes, threads=_THREADS)

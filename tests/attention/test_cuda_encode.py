@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA encoder without a GPU: which kernel a page gets, and what it takes."""
+
+import pytest
+import torch
+
+from sphkv.core.tiers import coded_tier
+from sphkv.store.layout import PageLayout
+from sphkv.store.paging import PositionMode
+
+pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
+
+from sphkv.attention.cuda import encode
+from sphkv.attention.cuda.encode import CudaEncoder
+
+
+def layout(mode, *, value_bits=4, page_tokens=128, head_dim=128):
+    tier = coded_tier(2.0, value_bits, page_tokens=page_tokens)
+    return PageLayout(1, tier, head_dim, mode)
+
+
+def test_pages_of_another_size_get_shared_memory_of_their_own(monkeypatch):
+    monkeypatch.setattr(encode, "load_cubin", lambda *given: b"")
+    monkeypatch.setattr(encode, "architecture", lambda device: "sm_90a")
+    monkeypatch.setattr(encode, "Kernel", lambda *given, **sizes: sizes["shared_bytes"])
+    encoder = CudaEncoder()
+    sizes = [
+        encoder._kernel("sphkv_reorder", kind, kind.page_bytes, device=torch.device("cuda"))
+        for kind in map(layout, PositionMode)
+    ]
+    assert sizes == [layout(mode).page_bytes for mode in PositionMode]
+    assert len(set(sizes)) == 3
+
+
+def test_it_takes_bfloat16_pages_of_128_states_on_a_gpu_only():
+    states = (torch.zeros(1, 128, 128, dtype=torch.bfloat16),) * 2
+    assert not CudaEncoder.takes(layout(PositionMode.CONTIGUOUS), states)
+    pages = torch.zeros(1, layout(PositionMode.RUNS).page_bytes, dtype=torch.uint8)
+    assert CudaEncoder().to_fragments(layout(PositionMode.RUNS), pages) is None
+    assert not encode._is_plain(layout(PositionMode.RUNS, page_tokens=64))
+    assert not encode._is_plain(layout(PositionMode.RUNS, value_bits=16))
+    assert not encode._is_plain(layout(PositionMode.RUNS, head_dim=80))
+    assert encode._is_plain(layout(PositionMode.TOKENS))
