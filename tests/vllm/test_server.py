@@ -15,7 +15,6 @@ from tests.vllm.prompts import long_prompt
 
 from sphkv.integrations.vllm.launch import CODED_SERVER, STOCK_SERVER, RunningServer
 
-WORKER = "sphkv.integrations.vllm.worker.SphericalWorker"
 ARGUMENTS = ["--max-num-seqs", "16", "--block-size", "64", "--kv-cache-memory-bytes", "128M"]
 pytestmark = pytest.mark.timeout(3 * START_SECONDS)
 
@@ -112,21 +111,12 @@ def test_a_killed_server_starts_again(
             ["--sphkv", '{"calibration": "/nowhere/c.safetensors"}'],
             "no calibration file",
         ),
-        (CODED_SERVER, ["--sphkv", "{}", "--block-size", "16"], "block size must be one of"),
-        # blocks with a budget depend on later queries
-        (
-            STOCK_SERVER,
-            ["--worker-cls", WORKER, "--additional-config", '{"sphkv": {"budget_bytes": 44}}'],
-            "pass --no-enable-prefix-caching",
-        ),
         # the plugin is loaded, but not the worker: stock attention must not serve instead
         (
             STOCK_SERVER,
             ["--additional-config", '{"sphkv": {}}'],
             "the worker is not SphericalWorker",
         ),
-        # the worker is there, but nobody said how to code
-        (STOCK_SERVER, ["--worker-cls", WORKER], "SphericalWorker needs additional_config"),
     ],
 )
 def test_a_server_that_cannot_code_does_not_serve(

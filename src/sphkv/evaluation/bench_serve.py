@@ -133,7 +133,7 @@ def bench_serve(
         ImportError: vLLM is not installed here.
         RuntimeError: A server did not start.
     """
-    require_vllm()
+    vllm = require_vllm()
     from sphkv.integrations.models import resolve_source
 
     model = str(resolve_source(config.model))
@@ -145,7 +145,7 @@ def bench_serve(
     return {
         "command": command,
         "config": asdict(config),
-        "environment": describe_environment(),
+        "environment": {**describe_environment(), "vllm": vllm},
         "rows": rows,
     }
 

