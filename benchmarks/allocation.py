@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time and memory of the controller's decision at scale.
 
-    python benchmarks/allocation.py --tokens 131072 --layers 32 --heads 8 --out allocation.json
+    python benchmarks/allocation.py --level states --device cuda --out states.json
+    python benchmarks/allocation.py --level runs --out runs.json
 
-Features are drawn at random, layer by layer; what is timed is everything from features to a write
-contract whose exact bytes fit the budget: scoring, ranking, pricing, solving, byte check.
+``states`` gives the solver every state as a unit of its own, with losses in half precision.
+``runs`` is everything from features to a write contract whose exact bytes fit the budget, at the
+granularity the cache uses: scoring, ranking, pricing, solving, byte check. Features are drawn at
+random, layer by layer; values are the same in every layer.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import json
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,17 +23,24 @@ from sphkv.cache.retained_bytes import contract_bytes
 from sphkv.cache.retained_config import RetainedConfig
 from sphkv.codec.rope import RopeSpec
 from sphkv.core.budget import ByteBudget
+from sphkv.core.contract import WriteContract
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.tiers import default_tiers
 from sphkv.evaluation.environment import describe_environment
+from sphkv.retention.allocate import TierChoices, allocate_tiers
 from sphkv.retention.blocks import BlockShape
 from sphkv.retention.controller import ControlOptions, LayerInput, RetentionController
 from sphkv.retention.distortion import TierErrors
 from sphkv.retention.features import AttentionRows, TokenFeatures
 
+HEAD_DIM = 128
+SPREAD = 2.0
+LARGEST_HALF = 6e4
 
-def draw_layer(config: RetainedConfig, tokens: int, seed: int) -> LayerInput:
+
+def draw_layer(config: RetainedConfig, values: torch.Tensor, seed: int) -> LayerInput:
     generator = torch.Generator().manual_seed(seed)
-    heads, dim = config.geometry.num_kv_heads, config.geometry.head_dim
+    heads, tokens, _ = values.shape
     pull = torch.exp(3 * torch.randn(heads, tokens, generator=generator)) / tokens**2
     ones = torch.ones(heads, tokens)
     per_head = torch.exp(torch.randn(heads, 1, generator=generator))
@@ -47,65 +58,129 @@ def draw_layer(config: RetainedConfig, tokens: int, seed: int) -> LayerInput:
     )
     protected = torch.zeros(heads, tokens, dtype=torch.bool)
     protected[:, :16] = protected[:, -16:] = True
-    values = torch.randn(heads, tokens, dim, generator=generator)
     return LayerInput(features, errors, rows, values, protected)
 
 
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+class PeakMemory:
+    """Bytes in use at most since the start, on the processor or the accelerator."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        if device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+        self._before = self._peak()
+
+    def _peak(self) -> int:
+        if self._device != "cpu":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def extra(self) -> int:
+        return self._peak() - self._before
+
+
+def finish(device: str) -> float:
+    """The time once the device has done all it was told."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def allocate_states(geometry: KVGeometry, tokens: int, share: float, device: str) -> dict[str, Any]:
+    """The solver alone on single states."""
+    sizes = default_tiers().state_bytes(HEAD_DIM)
+    cost = torch.tensor([sizes[0], *sizes[2:]], device=device)
+    falls = torch.tensor([1.0, *(4.0**-at / 4 for at in range(len(cost) - 2)), 0.0], device=device)
+    warm_up = TierChoices(torch.rand(4096, len(cost), device=device), cost)
+    allocate_tiers(warm_up, 4096 * int(cost[2]))
+    memory = PeakMemory(device)
+    per_layer, generator = geometry.num_kv_heads * tokens, torch.Generator(device)
+    units = geometry.num_layers * per_layer
+    losses = torch.empty(units, len(cost), device=device, dtype=torch.float16)
+    for layer, part in enumerate(losses.split(per_layer)):
+        pull = torch.randn(per_layer, generator=generator.manual_seed(layer), device=device)
+        for tier in range(len(cost)):
+            part[:, tier] = (pull.mul(SPREAD).exp() * falls[tier]).clamp(max=LARGEST_HALF)
+    budget = int(share * int(cost[-1]) * units)
+    seconds = []
+    for _ in range(3):
+        began = finish(device)
+        found = allocate_tiers(TierChoices(losses, cost), budget)
+        seconds.append(finish(device) - began)
+    return {
+        "states": units,
+        "tiers": len(cost),
+        "seconds": seconds,
+        "used": found.num_bytes / budget,
+        "extra_bytes_per_state_and_tier": memory.extra() / losses.numel(),
+    }
+
+
+def allocate_runs(geometry: KVGeometry, tokens: int, budget: str) -> dict[str, Any]:
+    """From features to a contract that fits."""
+    config = RetainedConfig(
+        geometry,
+        (RopeSpec.unrotated(HEAD_DIM),) * geometry.num_layers,
+        ByteBudget.parse(budget),
+        options=ControlOptions(shapes=(BlockShape.RUNS,)),
+    )
+    values = torch.randn(geometry.num_kv_heads, tokens, HEAD_DIM)
+    draw_layer(config, values, 0)
+    memory = PeakMemory("cpu")
+    controller = RetentionController(config.page_costs(), options=config.options)
+    score, checks = 0.0, []
+    for layer in range(geometry.num_layers):
+        drawn = draw_layer(config, values, layer)
+        began = time.perf_counter()
+        controller.add_layer(drawn)
+        score += time.perf_counter() - began
+    limit, store = config.budget.resolve(geometry, tokens), config.store_config()
+
+    def exact(contract: WriteContract) -> int:
+        start = time.perf_counter()
+        used = contract_bytes(store, contract, tokens - 16)
+        checks.append(time.perf_counter() - start)
+        return used
+
+    began = time.perf_counter()
+    contract = controller.decide(limit, exact)
+    decide = time.perf_counter() - began
+    states, tiers = geometry.num_layers * geometry.num_kv_heads * tokens, len(config.tiers)
+    return {
+        "states": states,
+        "tiers": tiers,
+        "seconds": {"score": score, "decide": decide, "byte_check": sum(checks)},
+        "byte_checks": len(checks),
+        "extra_bytes_per_state_and_tier": memory.extra() / states / tiers,
+        "used": contract_bytes(store, contract, tokens - 16) / limit,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--level", choices=("states", "runs"), default="states")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; runs are decided on the CPU")
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--budget", default="10%")
-    parser.add_argument("--granularity", type=int, choices=(1, 16), default=16)
+    parser.add_argument("--share", type=float, default=0.1, help="budget as a part of dense bytes")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    geometry = KVGeometry(args.layers, args.heads, 4 * args.heads, 128)
-    shapes = (BlockShape.RUNS,) if args.granularity == 16 else (BlockShape.TOKENS,)
-    config = RetainedConfig(
-        geometry,
-        (RopeSpec.unrotated(128),) * args.layers,
-        ByteBudget.parse(args.budget),
-        options=ControlOptions(shapes=shapes),
-    )
-    draw_layer(config, args.tokens, 0)
-    before = peak_bytes()
-    controller = RetentionController(config.page_costs(), options=config.options)
-    seconds = {"score": 0.0}
-    for layer in range(args.layers):
-        drawn = draw_layer(config, args.tokens, layer)
-        began = time.perf_counter()
-        controller.add_layer(drawn)
-        seconds["score"] += time.perf_counter() - began
-    began = time.perf_counter()
-    limit = config.budget.resolve(geometry, args.tokens)
-    store = config.store_config()
-    calls = []
-
-    def exact(contract):  # type: ignore[no-untyped-def]
-        start = time.perf_counter()
-        used = contract_bytes(store, contract, args.tokens - 16)
-        calls.append(time.perf_counter() - start)
-        return used
-
-    contract = controller.decide(limit, exact)
-    seconds["decide"] = time.perf_counter() - began
-    seconds["byte_check"] = sum(calls)
-    states = geometry.num_layers * geometry.num_kv_heads * args.tokens
-    tiers = len(config.tiers)
-    extra = peak_bytes() - before
-    record = {
-        "states": states,
-        "tiers": tiers,
-        "seconds": {**seconds, "total": seconds["score"] + seconds["decide"]},
-        "byte_checks": len(calls),
-        "extra_bytes_per_state_and_tier": extra / states / tiers,
-        "used": contract_bytes(store, contract, args.tokens - 16) / limit,
-        "granularity": args.granularity,
+    torch.set_num_threads(args.threads)
+    geometry = KVGeometry(args.layers, args.heads, 4 * args.heads, HEAD_DIM)
+    if args.level == "states":
+        record = allocate_states(geometry, args.tokens, args.share, args.device)
+    else:
+        record = allocate_runs(geometry, args.tokens, f"{100 * args.share:g}%")
+    record |= {
+        "level": args.level,
+        "device": args.device,
+        "layers": args.layers,
+        "heads": args.heads,
+        "tokens": args.tokens,
+        "share": args.share,
+        "command": f"benchmarks/allocation.py --level {args.level} --device {args.device}",
         "environment": describe_environment(),
     }
     text = json.dumps(record, indent=2)

@@ -132,3 +132,19 @@ def test_bad_choices_are_refused(distortion: Tensor, cost: Tensor, words: str):
 def test_unknown_solver_is_refused():
     with pytest.raises(ValueError, match="'magic'"):
         allocate_tiers(random_choices(0, 3), 100, solver="magic")  # type: ignore[arg-type]
+
+
+def test_very_many_units_are_decided_like_few():
+    """A sample foretells the price, and only contested units compete for the last bytes."""
+    generator = torch.Generator().manual_seed(5)
+    pull = torch.exp(2 * torch.randn(200_000, 1, generator=generator))
+    loss = (pull * torch.tensor([1.0, 0.3, 0.08, 0.0])).half()
+    cost = torch.tensor([0, 20, 45, 130])
+    choices = TierChoices(loss, cost)
+    budget = 5_000_000
+    found = allocate_tiers(choices, budget)
+    assert budget - 20 <= found.num_bytes <= budget
+    # no price does better: the bound of the Lagrangian at the price that was found
+    price = found.price
+    bound = float((loss.double() + price * cost).amin(1).sum()) - price * budget
+    assert (1 - 1e-6) * bound <= found.loss <= 1.0005 * bound

@@ -128,7 +128,9 @@ def test_summary_leaves_a_variant_empty_that_some_prompt_could_not_use():
     assert rows[0]["lm_kl"] == pytest.approx(0.2)
     assert rows[0]["answers"] == 1.0
     assert rows[0]["used"] == pytest.approx(0.9)
+    assert rows[0]["note"] == ""
     assert rows[1]["lm_kl"] is None
+    assert rows[1]["note"] == "does not fit"
 
 
 def test_records_name_files_not_folders():

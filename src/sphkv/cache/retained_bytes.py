@@ -54,11 +54,10 @@ class _StoreTwin:
         return total
 
     def write(self, contract: WriteContract, layer: int, num_tokens: int) -> None:
-        decision = contract.layer(layer)
         # runs of 16 share a tier, so counting runs is counting states
         unit = contract.granularity if num_tokens % contract.granularity == 0 else 1
-        tier_id = decision.tier_id[:, :num_tokens:unit]
-        protected = decision.protected[:, :num_tokens:unit]
+        tier_id = contract.tier_id[layer, :, :num_tokens:unit]
+        protected = contract.protected[layer, :, :num_tokens:unit]
         positions = torch.arange(num_tokens // unit)
         heads = tier_id.shape[0]
         per_head = torch.zeros(heads, dtype=torch.int64)

@@ -18,6 +18,7 @@ COLUMNS = (
     "qa_same",
     "answers",
     "used",
+    "note",
 )
 
 
@@ -33,9 +34,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--variants", help="comma-separated; default: the paper's A2")
     parser.add_argument("--budgets", help="comma-separated; default: 20%%,15%%,10%%,7%%,5%%")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a prompt")
-    parser.add_argument("--following", type=int, default=128, help="tokens compared after a text")
-    parser.add_argument("--texts", type=int, default=2, help="books")
-    parser.add_argument("--questions", type=int, default=8, help="questions")
+    parser.add_argument("--following", type=int, default=64, help="tokens compared after a text")
+    parser.add_argument("--texts", type=int, default=3, help="books")
+    parser.add_argument("--questions", type=int, default=4, help="questions")
     parser.add_argument("--policy", help="policy file; default: the fixed recipe")
     parser.add_argument("--calibration", help="calibration file; default: pg19/calibration")
     parser.add_argument("--page-tokens", type=int, default=32, help="states of a coded page")

@@ -39,9 +39,12 @@ class StudyPrompt:
 
 
 def lm_prompts(model: Any, tokenizer: Any, data: Path, config: StudyConfig) -> list[StudyPrompt]:
-    """Stretches of books, followed by what the books say next."""
+    """Stretches of books, followed by what the books say next; the last names come first.
+
+    Weights and tiers were chosen on the first ones.
+    """
     prompts = []
-    books = sorted((data / "pg19").glob("*.txt"))[: config.num_texts]
+    books = sorted((data / "pg19").glob("*.txt"), reverse=True)[: config.num_texts]
     for book in books:
         ids = read_tokens(
             tokenizer, str(book), config.context + config.num_following, offset=_OFFSET

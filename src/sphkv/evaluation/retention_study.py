@@ -47,7 +47,7 @@ VARIANT_OPTIONS: dict[str, ControlOptions] = {
     "NoSeg": ControlOptions(shapes=_RUNS, use_segments=False),
     "One-shot": ControlOptions(shapes=_RUNS, solver="one-shot"),
 }
-DEFAULT_VARIANTS = ("Joint", "KeepDrop", "KeepDrop-best", "Quant", "Decoupled")
+DEFAULT_VARIANTS = ("Joint", "KeepDrop", "Quant", "Decoupled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ class StudyConfig:
     variants: tuple[str, ...] = DEFAULT_VARIANTS
     budgets: tuple[str, ...] = BUDGETS
     context: int = 2048
-    num_following: int = 128
-    num_texts: int = 2
-    num_questions: int = 8
+    num_following: int = 64
+    num_texts: int = 3
+    num_questions: int = 4
     policy: str | None = None
     calibration: str | None = None
     page_tokens: int = 32
@@ -245,9 +245,10 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             is_whole = bool(part) and len(done) == len(part)
             row[f"{workload}_kl"] = _mean(done, "kl") if is_whole else None
             row[f"{workload}_same"] = _mean(done, "same_top1") if is_whole else None
+            if workload == "qa":
+                row["answers"] = _mean(done, "is_same_answer") if is_whole else None
         done = [record for record in group if record["kl"] is not None]
-        answers = [record for record in done if record["workload"] == "qa"]
-        row["answers"] = _mean(answers, "is_same_answer") if answers else None
+        row["note"] = "" if len(done) == len(group) else "does not fit"
         row["used"] = (
             sum(record["bytes"] / record["limit_bytes"] for record in done) / len(done)
             if done

@@ -87,8 +87,13 @@ class HeadBlocks:
 
     def spread(self, tier_id: Tensor, out: Tensor) -> None:
         """Write the tier of every block ``[blocks]`` to its tokens in ``out [tokens]``."""
-        live = self.tokens >= 0
-        out[self.tokens[live]] = tier_id[:, None].expand_as(self.tokens)[live].to(out.dtype)
+        size = self.shape.granularity
+        if out.numel() % size:
+            size = 1
+        first = self.tokens[:, ::size]
+        live = first >= 0
+        chosen = tier_id[:, None].expand_as(first)[live].to(out.dtype)
+        out.view(-1, size)[first[live] // size] = chosen[:, None]
 
 
 def rank_units(score: Tensor, is_free: Tensor, *, block_units: int) -> Tensor:

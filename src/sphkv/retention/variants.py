@@ -103,7 +103,7 @@ def _solve(
 
 
 def _split(chosen: Sequence[HeadBlocks], tier_id: Tensor, columns: list[int]) -> Decision:
-    ids = torch.tensor(columns, device=tier_id.device)[tier_id]
+    ids = torch.tensor(columns, device=tier_id.device)[tier_id.long()]
     sizes = [blocks.tokens.shape[0] for blocks in chosen]
     return list(zip(chosen, ids.split(sizes), strict=True))
 
