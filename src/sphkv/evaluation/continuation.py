@@ -28,6 +28,7 @@ from sphkv.evaluation.metrics.answers import (
 )
 from sphkv.evaluation.metrics.throughput import DecodeTimes
 from sphkv.evaluation.reading import ReadCase
+from sphkv.evaluation.rollout import episode_quality, run_episode
 from sphkv.integrations.prompt_states import (
     PromptStates,
     continue_prompt,
@@ -77,6 +78,12 @@ def measure_case(
     stored_bytes = method.resident_bytes()
     if read.case.following_ids:
         quality, steps, inside = _follow_text(model, read, method, window)
+    elif read.case.task is not None:
+        assert read.episode is not None
+        last = read.states.hidden[-1:]
+        episode = run_episode(model, tokenizer, read.case.task, method, last)
+        quality = episode_quality(episode, read.episode)
+        steps, inside = episode.step_s, episode.attend_s
     else:
         quality, steps, inside = _answer(model, tokenizer, read, method, window)
     allocation = describe_allocation(method) if read.case.following_ids else None

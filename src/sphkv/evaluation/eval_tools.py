@@ -16,17 +16,14 @@ from sphkv.evaluation.methods import DENSE
 from sphkv.evaluation.rollout import Episode, run_episode, summarise_episodes
 from sphkv.evaluation.session import Session
 from sphkv.evaluation.workloads.case import check_context
+from sphkv.evaluation.workloads.tool_cases import EPISODE_TOKENS, STATEMENT_TOKENS
 from sphkv.evaluation.workloads.tools import (
-    MAX_STEPS,
     ToolTask,
     format_task,
     made_up_tool_tasks,
     read_tool_tasks,
 )
 from sphkv.integrations.prompt_states import PromptStates, read_prompt, store_prompt
-
-_STEP_TOKENS = 48
-_REPLY_TOKENS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ def run_tools(config: ToolsConfig, tell: Callable[[str], None]) -> dict[str, Any
             (DENSE, "100%", dense),
             (config.method, config.budget, ours),
         ):
-            end = states.num_tokens + MAX_STEPS * (_STEP_TOKENS + _REPLY_TOKENS)
+            end = states.num_tokens + EPISODE_TOKENS
             method = session.factory.make(name, budget, context=end)
             store_prompt(method, states)
             episodes.append(
@@ -82,7 +79,7 @@ def run_tools(config: ToolsConfig, tell: Callable[[str], None]) -> dict[str, Any
                     task,
                     method,
                     states.hidden[-1:],
-                    max_new_tokens=_STEP_TOKENS,
+                    max_new_tokens=STATEMENT_TOKENS,
                 )
             )
         tell(f"{task.task_id}: dense {dense[-1].is_solved}, {config.method} {ours[-1].is_solved}")
@@ -100,6 +97,6 @@ def run_tools(config: ToolsConfig, tell: Callable[[str], None]) -> dict[str, Any
 
 def _read(session: Session, task: ToolTask, most_rows: int) -> PromptStates:
     ids = session.tokenizer(format_task(task, most_rows=most_rows)).input_ids
-    extra = MAX_STEPS * (_STEP_TOKENS + _REPLY_TOKENS)
+    extra = EPISODE_TOKENS
     check_context(len(ids), session.shape.max_tokens, extra=extra)
     return read_prompt(session.model, torch.tensor([ids]))

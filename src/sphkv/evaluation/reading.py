@@ -14,6 +14,7 @@ from torch import Tensor
 from sphkv.baselines.attention_scores import SharedAttention
 from sphkv.evaluation.decoding import decode_greedily, stop_rule
 from sphkv.evaluation.dense_reference import DenseReference
+from sphkv.evaluation.rollout import Episode, run_episode
 from sphkv.evaluation.shared_work import SharedWork
 from sphkv.evaluation.workloads.case import Case
 from sphkv.integrations.prompt_states import LayerStates, PromptStates, continue_prompt, read_prompt
@@ -33,6 +34,7 @@ class ReadCase:
         answer_ids: The exact model's answer; empty for language modelling.
         prefill_s: Seconds of the dense pass, a shared document counted whole.
         work: What the caches that store it share.
+        episode: The exact model's episode; of a task only.
     """
 
     case: Case
@@ -41,6 +43,7 @@ class ReadCase:
     answer_ids: tuple[int, ...]
     prefill_s: float
     work: SharedWork
+    episode: Episode | None = None
 
 
 class PromptReader:
@@ -74,8 +77,14 @@ class PromptReader:
             states = self._dense_pass(self._ids(case.prompt_ids))
             self._attention = SharedAttention(case.context, device=self._model.device)
         seconds = time.perf_counter() - began + extra
-        hidden, answer = self._exact_answer(states, case)
         work = SharedWork(self._attention)
+        if case.task is not None:
+            exact = DenseReference(states, capacity=case.max_new_tokens)
+            last = states.hidden[-1:]
+            episode = run_episode(self._model, self._tokenizer, case.task, exact, last)
+            states = _on_cpu(states)
+            return ReadCase(case, states, states.hidden[-1:], (), seconds, work, episode)
+        hidden, answer = self._exact_answer(states, case)
         return ReadCase(case, _on_cpu(states), hidden.cpu(), answer, seconds, work)
 
     def _ids(self, ids: Sequence[int]) -> Tensor:

@@ -136,9 +136,9 @@ def behaviour_table(records: Sequence[Record]) -> str:
                 budget,
                 statistics.fmean(abs(q["length_drift"]) for q in quality),
                 100 * statistics.fmean(1.0 - q.get("is_same", 1.0) for q in quality),
-                100 * statistics.fmean(q.get("agreement_f1", 0.0) for q in quality),
+                100 * statistics.fmean(q.get("agreement_f1", q.get("is_same", 0)) for q in quality),
                 100 * statistics.fmean(float(_has_failed(q)) for q in quality),
-                statistics.fmean(q["kl"] for q in quality),
+                statistics.fmean(q["kl"] for q in quality) if "kl" in quality[0] else "-",
             ]
         )
     header = (
@@ -205,6 +205,8 @@ def drift_bars(records: Sequence[Record], frontiers: Sequence[PanelFrontier]) ->
 
 def _has_failed(quality: Mapping[str, Any]) -> bool:
     """Whether an answer that dense got right was lost, or it stopped ending."""
+    if "failures" in quality:
+        return bool(quality["failures"]) or quality["success"] < quality["success_reference"]
     was_right = quality.get("f1_reference", 0.0) > 0.0
     lost = was_right and quality.get("f1", 0.0) == 0.0
     return bool(lost or quality["length_drift"] > 8)

@@ -23,7 +23,7 @@ from sphkv.evaluation.metrics.stability import (
 from sphkv.evaluation.workloads.tools import MAX_STEPS, ToolTask, run_statement
 from sphkv.integrations.prompt_states import continue_prompt
 
-_MOST_REPLY = 300
+_MOST_REPLY = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class Episode:
         num_tokens: Tokens the model wrote.
         is_ended: Whether every statement was ended by the model and not by the limit.
         is_looping: Whether a statement ran in circles.
+        step_s: Seconds of each step of the model.
+        attend_s: Of these, seconds inside the cache method.
     """
 
     actions: tuple[str, ...]
@@ -45,6 +47,8 @@ class Episode:
     num_tokens: int
     is_ended: bool
     is_looping: bool
+    step_s: tuple[float, ...] = ()
+    attend_s: tuple[float, ...] = ()
 
 
 def run_episode(
@@ -71,11 +75,15 @@ def run_episode(
     stops = stop_rule(tokenizer, at_line_end=True)
     actions: list[str] = []
     solved, valid, tokens, ended, looping = False, 0, 0, True, False
+    steps: list[float] = []
+    inside: list[float] = []
     for _ in range(max_steps):
         got = decode_greedily(model, method, last, max_new_tokens, stops)
         text = str(tokenizer.decode(got.token_ids, skip_special_tokens=True)).strip()
         actions.append(text)
         tokens += len(got.token_ids)
+        steps += got.step_s
+        inside += got.attend_s
         ended &= got.is_ended
         looping |= is_looping(got.token_ids)
         reply = run_statement(task, text)
@@ -83,10 +91,13 @@ def run_episode(
         solved = reply.is_solved
         if solved:
             break
-        said = f"\nResult: {reply.text[:_MOST_REPLY]}\nThat is not right. Try again.\nSQL:"
-        ids = tokenizer(said, add_special_tokens=False).input_ids
+        said = ("\nResult: ", reply.text, "\nThat is not right. Try again.\nSQL:")
+        before, body, after = (tokenizer(t, add_special_tokens=False).input_ids for t in said)
+        ids = [*before, *body[:_MOST_REPLY], *after]
         last = continue_prompt(model, method, torch.tensor([ids], device=last.device))[-1:]
-    return Episode(tuple(actions), solved, valid, tokens, ended, looping)
+    return Episode(
+        tuple(actions), solved, valid, tokens, ended, looping, tuple(steps), tuple(inside)
+    )
 
 
 def episode_failures(ours: Episode, dense: Episode) -> list[Failure]:
@@ -116,4 +127,19 @@ def summarise_episodes(ours: Sequence[Episode], dense: Sequence[Episode]) -> dic
         "delta_t": length_drift([e.num_tokens for e in ours], [e.num_tokens for e in dense]),
         "r_fail": failure_rate(failures),
         "failures": count_failures(failures),
+    }
+
+
+def episode_quality(ours: Episode, dense: Episode) -> dict[str, Any]:
+    """One episode beside dense's, as a sweep records it."""
+    return {
+        "success": float(ours.is_solved),
+        "success_reference": float(dense.is_solved),
+        "schema_validity": ours.num_valid / len(ours.actions),
+        "actions": list(ours.actions),
+        "is_same": float(ours.actions == dense.actions),
+        "length": ours.num_tokens,
+        "length_drift": ours.num_tokens - dense.num_tokens,
+        "is_ended": float(ours.is_ended),
+        "failures": list(episode_failures(ours, dense)),
     }

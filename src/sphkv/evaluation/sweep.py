@@ -21,6 +21,7 @@ from sphkv.core.errors import BudgetExceeded
 from sphkv.evaluation.continuation import measure_case
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.methods import JOINT
+from sphkv.evaluation.operating_points import QUALITY_FIELD
 from sphkv.evaluation.reading import ReadCase
 from sphkv.evaluation.records import content_id, write_text
 from sphkv.evaluation.session import Session
@@ -265,7 +266,7 @@ class _Progress:
         quality = record["quality"]
         said = record["reason"][:60]
         if quality is not None:
-            name = {"lm": "kl", "qa": "f1", "needle": "found"}.get(record["workload"], "kl")
+            name = QUALITY_FIELD[record["workload"]]
             said = f"{name} {quality[name]:.4f}, {record['memory']['b_kv']:.0f} B/token"
         self._tell(
             f"{100 * self._done / self._total:5.1f}%  {left / 60:5.1f} min left  "

@@ -17,6 +17,7 @@ from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.evaluation.workloads.needles import needle_cases
 from sphkv.evaluation.workloads.qa import DATASETS, answerable_questions, choose_questions, qa_cases
 from sphkv.evaluation.workloads.qa_documents import shared_cases
+from sphkv.evaluation.workloads.tool_cases import tool_cases
 
 DENSE_BUDGET = "100%"
 
@@ -175,6 +176,35 @@ class NeedleWorkload:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolsWorkload:
+    """W3: tasks on tables, each solved in a few statements.
+
+    Attributes:
+        num_tasks: How many tasks.
+        most_rows: Most rows of a table in the prompt.
+    """
+
+    num_tasks: int = 4
+    most_rows: int = 40
+
+    def __post_init__(self) -> None:
+        """Reject a workload without tasks or tables."""
+        _check_positive(self, "num_tasks", "most_rows")
+
+    def cases(
+        self, tokenizer: Any, data: Path | None, *, seed: int, limit: int | None
+    ) -> list[Case]:
+        """Its prompts; tasks do not depend on the seed."""
+        return tool_cases(
+            tokenizer,
+            data=data,
+            num_tasks=self.num_tasks,
+            most_rows=self.most_rows,
+            limit=limit,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SweepConfig:
     """A grid of points.
 
@@ -187,6 +217,7 @@ class SweepConfig:
         lm: W1 parts.
         qa: W2 parts.
         needle: Needle parts.
+        tools: W3 parts.
         window: How decoding is timed.
         seed: Draws what is drawn.
         calibration_text: Text to calibrate on, inside the data folder or a path of its own; None
@@ -206,6 +237,7 @@ class SweepConfig:
     lm: tuple[LMWorkload, ...] = ()
     qa: tuple[QAWorkload, ...] = ()
     needle: tuple[NeedleWorkload, ...] = ()
+    tools: tuple[ToolsWorkload, ...] = ()
     window: DecodeWindow = field(default_factory=DecodeWindow)
     seed: int = 0
     calibration_text: str | None = None
@@ -219,8 +251,8 @@ class SweepConfig:
         """Reject an empty grid, a method or budget named twice, and budgets that do not parse."""
         if not self.methods or not self.budgets:
             raise ValueError("a sweep needs at least one method and one budget")
-        if not (self.lm or self.qa or self.needle):
-            raise ValueError("a sweep needs at least one of lm, qa and needle")
+        if not (self.lm or self.qa or self.needle or self.tools):
+            raise ValueError("a sweep needs at least one of lm, qa, needle and tools")
         own = [(f"method_budgets of {name}", v) for name, v in self.method_budgets.items()]
         for name, values in (("methods", self.methods), ("budgets", self.budgets), *own):
             if len(set(values)) != len(values):
@@ -247,8 +279,8 @@ class SweepConfig:
         Raises:
             ValueError: A context is longer than the model's, or two cases have the same name.
         """
-        parts: list[LMWorkload | QAWorkload | NeedleWorkload] = []
-        parts += [*self.lm, *self.needle, *self.qa]
+        parts: list[LMWorkload | QAWorkload | NeedleWorkload | ToolsWorkload] = []
+        parts += [*self.lm, *self.needle, *self.qa, *self.tools]
         documents = []
         for part in parts:
             cases = part.cases(tokenizer, self.data, seed=self.seed, limit=limit)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sphkv.evaluation.workloads.tools import ToolTask
+
 WorkloadName = Literal["lm", "qa", "needle", "tools"]
 
 
@@ -27,6 +29,7 @@ class Case:
         max_new_tokens: Most tokens of an answer.
         stops_at_newline: Whether a line ends the answer.
         facets: What the case stands for, such as its depth; goes into the record.
+        task: Task of an episode; for tools only.
     """
 
     case_id: str
@@ -39,6 +42,7 @@ class Case:
     max_new_tokens: int = 0
     stops_at_newline: bool = True
     facets: Mapping[str, Any] = field(default_factory=dict)
+    task: ToolTask | None = None
 
     def __post_init__(self) -> None:
         """Reject a case that asks for nothing."""
