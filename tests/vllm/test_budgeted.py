@@ -54,10 +54,7 @@ class Layer:
         self.block = self.runtime.block
         self.states = draw(total)
         learned = tuple(part.transpose(0, 1) for part in draw(160))
-        assert self.runtime.retention is not None
-        self.runtime.retention.learn_errors(
-            CODEC, 0, (learned[0], learned[1], learned[2]), scale=SCALE
-        )
+        self.runtime.learn(0, (learned[0], learned[1], learned[2]), scale=SCALE)
         self.pool = self.runtime.add_pool(["layer"])
         self.kv_cache = torch.full((9, HEADS, TOKENS, budget), 0xFF, dtype=torch.uint8)
         self.table = torch.tensor([[5, 2, 7, 1, 3]])

@@ -197,6 +197,12 @@ class Runtime:
         ids = torch.tensor([one.block for one in step.sealed])
         kv_cache[ids] = pages.view(len(ids), *kv_cache.shape[1:])
 
+    def learn(self, layer: int, states: tuple[Tensor, Tensor, Tensor], *, scale: float) -> None:
+        """Measure what the tiers do to queries, keys and values ``[heads, tokens, head_dim]``."""
+        if self._codec is None or self.retention is None:
+            raise RuntimeError("errors are learnt with a budget, after the calibration")
+        self.retention.learn_errors(self._codec, layer, states, scale=scale)
+
     def observe(
         self, layer: int, states: tuple[Tensor, Tensor, Tensor], options: AttentionOptions
     ) -> Tensor | None:
@@ -208,10 +214,8 @@ class Runtime:
         query, keys, values = (part.transpose(0, 1) for part in states)
         if self.calibrator is not None:
             self.calibrator.add_layer(layer, keys, query, torch.arange(query.shape[1]))
-        elif self.is_learning and self.retention is not None and self._codec is not None:
-            self.retention.learn_errors(
-                self._codec, layer, (query, keys, values), scale=options.scale
-            )
+        elif self.is_learning:
+            self.learn(layer, (query, keys, values), scale=options.scale)
         else:
             return None
         return causal_attention(query, keys, values, scale=options.scale).transpose(0, 1)
