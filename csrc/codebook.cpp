@@ -77,6 +77,8 @@ Rotary::Rotary(int planes, const double* radians, const int64_t* channels)
       sin_row(static_cast<size_t>(planes) * kMaxRows),
       cos_step(static_cast<size_t>(planes) * (kMaxRows + 1)),
       sin_step(static_cast<size_t>(planes) * (kMaxRows + 1)),
+      cos_point(static_cast<size_t>(planes) * kMaxRows),
+      sin_point(static_cast<size_t>(planes) * kMaxRows),
       cos_quad(static_cast<size_t>(planes) * kMaxRows / kQuad),
       sin_quad(static_cast<size_t>(planes) * kMaxRows / kQuad), is_slow(planes) {
   for (int plane = 0; plane < planes; ++plane) {
@@ -90,15 +92,18 @@ Rotary::Rotary(int planes, const double* radians, const int64_t* channels)
       cos_step[static_cast<size_t>(row) * planes + plane] = cosine;
       sin_step[static_cast<size_t>(row) * planes + plane] = sine;
       if (row == kMaxRows) continue;
-      cos_row[static_cast<size_t>(plane) * kMaxRows + row] = cosine;
-      sin_row[static_cast<size_t>(plane) * kMaxRows + row] = sine;
+      const size_t at = static_cast<size_t>(plane) * kMaxRows + row;
+      cos_row[at] = cosine;
+      sin_row[at] = sine;
+      cos_point[at] = static_cast<Point>(cosine);
+      sin_point[at] = static_cast<Point>(sine);
     }
     is_slow[plane] = std::abs(radians[plane]) <= kSlowRadians;
     for (int quad = 0; quad < kMaxRows / kQuad; ++quad) {
       const size_t at = static_cast<size_t>(plane) * kMaxRows / kQuad + quad;
       const double middle = radians[plane] * (kQuad * quad + 0.5 * (kQuad - 1));
-      cos_quad[at] = static_cast<float>(std::cos(middle));
-      sin_quad[at] = static_cast<float>(std::sin(middle));
+      cos_quad[at] = static_cast<Point>(std::cos(middle));
+      sin_quad[at] = static_cast<Point>(std::sin(middle));
     }
   }
 }

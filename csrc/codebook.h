@@ -25,6 +25,13 @@ constexpr int kPointPeak = 127 * 256;
 constexpr int kQuad = 4;
 constexpr double kSlowRadians = 1e-3;
 
+// What is rounded to bytes after a turn: eleven bits are enough for that.
+#if defined(__aarch64__)
+using Point = __fp16;
+#else
+using Point = float;
+#endif
+
 // Frequencies of one layer's rotary embedding, and phases of the first positions.
 struct Rotary {
   int num_planes = 0;
@@ -34,8 +41,10 @@ struct Rotary {
   std::vector<float> sin_row;
   std::vector<float> cos_step;   // [kMaxRows + 1, planes], the same transposed
   std::vector<float> sin_step;
-  std::vector<float> cos_quad;   // [planes, kMaxRows / kQuad] amid each quad of rows
-  std::vector<float> sin_quad;
+  std::vector<Point> cos_point;  // as cos_row
+  std::vector<Point> sin_point;
+  std::vector<Point> cos_quad;   // [planes, kMaxRows / kQuad] amid each quad of rows
+  std::vector<Point> sin_quad;
   std::vector<uint8_t> is_slow;  // [planes] whether a quad of rows may share one phase
 
   Rotary(int planes, const double* radians, const int64_t* channels);
@@ -46,7 +55,7 @@ struct Phases {
   std::vector<uint32_t> word;       // turns in units of 2^-32
   std::vector<float> cosine, sine;
 #if defined(__aarch64__)
-  std::vector<__fp16> half_cosine, half_sine;
+  std::vector<Point> half_cosine, half_sine;
 #endif
   int64_t position = 0;
   int num_advances = -1;            // since the last exact start; -1 before the first
@@ -67,7 +76,7 @@ struct HeadCodebook {
   std::vector<float> points;    // [entries, 2, 16] x then y
   std::vector<float> scaled;    // the same, scaled so that the radius is kPointPeak
 #if defined(__aarch64__)
-  std::vector<__fp16> halves;   // the same, scaled so that the radius is 127
+  std::vector<Point> halves;    // the same, scaled so that the radius is 127
 #endif
 };
 

@@ -35,7 +35,7 @@ struct PageWorker {
            (options.window == 0 || first > p - options.window);
   }
 
-  // Logits times radius become weights times value step; the largest weight, 0 if none is seen.
+  // Logits times radius become weights times value step; the largest weight, 0 if none counts.
   float weigh_row(int v, int count) {
     float* row = logit(v);
     const int padded = padded_count(count);
@@ -53,26 +53,37 @@ struct PageWorker {
     return mass > kNegligible * state.mass[v] ? most : 0.0f;
   }
 
-  void find_range(int count) {
-    int32_t least = scratch.position[0], greatest = least;
-    for (int t = 1; t < count; ++t) {
-      least = std::min(least, scratch.position[t]);
-      greatest = std::max(greatest, scratch.position[t]);
+  void find_range(int count, bool is_contiguous) {
+    first = scratch.position[0];
+    last = scratch.position[count - 1];
+    if (is_contiguous) return;
+    for (int t = 0; t < count; ++t) {
+      first = std::min(first, scratch.position[t]);
+      last = std::max(last, scratch.position[t]);
     }
-    first = least;
-    last = greatest;
   }
 
-  void attend_dense(const uint16_t* keys, const uint16_t* values, int count) {
+  // Weighs every row; false if none counts. Rows that do not are zero after it.
+  bool weigh_rows(int count) {
+    bool is_any = false;
+    for (int v = 0; v < num_rows(); ++v) {
+      scratch.peak[v] = weigh_row(v, count);
+      if (scratch.peak[v] == 0.0f) std::fill_n(logit(v), padded_count(count), 0.0f);
+      is_any |= scratch.peak[v] > 0.0f;
+    }
+    return is_any;
+  }
+
+  void attend_dense(const uint16_t* keys, const uint16_t* values, int count, bool is_contiguous) {
+    if (count == 0) return;
     const int dim = step.plan->head_dim;
-    find_range(count);
+    find_range(count, is_contiguous);
     dense_logits(keys, count, dim, query(), num_rows(), step.options->scale,
                  scratch.logits.data());
     std::fill_n(scratch.radius, padded_count(count), 1.0f);
     std::fill_n(scratch.step, padded_count(count), 1.0f);
-    for (int v = 0; v < num_rows(); ++v) {
-      if (weigh_row(v, count) == 0.0f) continue;
-      dense_values(values, count, dim, logit(v), state.plain + static_cast<size_t>(v) * dim);
+    if (weigh_rows(count)) {
+      dense_values(values, count, dim, scratch.logits.data(), num_rows(), state.plain);
     }
   }
 
@@ -81,8 +92,9 @@ struct PageWorker {
     const PageHeader& header = header_of(page);
     const PageLayout& layout = kind.layout;
     const int count = header.count, dim = step.plan->head_dim, padded = padded_count(count);
+    if (count == 0) return;
     K::logits(page, next, kind, head, table, scratch);
-    find_range(count);
+    find_range(count, layout.mode == PositionMode::kContiguous);
     read_affine(page + layout.radius_offset, count, padded, header.radius_lo, header.radius_step,
                 scratch.radius);
     if (kind.has_value_codes()) {
@@ -91,20 +103,12 @@ struct PageWorker {
     } else {
       std::fill_n(scratch.step, padded, 1.0f);
     }
-    bool is_seen = false;
-    for (int v = 0; v < num_rows(); ++v) {
-      scratch.peak[v] = weigh_row(v, count);
-      is_seen |= scratch.peak[v] > 0.0f;
-    }
-    if (!is_seen) return;
+    if (!weigh_rows(count)) return;
     if (kind.has_value_codes()) {
       K::values(page, kind, num_rows(), dim, scratch, state.rotated);
-      return;
-    }
-    const auto* values = reinterpret_cast<const uint16_t*>(page + layout.value_offset);
-    for (int v = 0; v < num_rows(); ++v) {
-      if (scratch.peak[v] == 0.0f) continue;
-      dense_values(values, count, dim, logit(v), state.plain + static_cast<size_t>(v) * dim);
+    } else {
+      const auto* values = reinterpret_cast<const uint16_t*>(page + layout.value_offset);
+      dense_values(values, count, dim, scratch.logits.data(), num_rows(), state.plain);
     }
   }
 };
@@ -141,7 +145,7 @@ void run_chunk(const Step& step, const Chunk& chunk, const std::vector<typename 
         scratch.position[t] = static_cast<int32_t>(tail.first_position + at + t);
       }
       const int64_t offset = chunk.head * tail.head_stride + at * plan.head_dim;
-      worker.attend_dense(tail.keys + offset, tail.values + offset, count);
+      worker.attend_dense(tail.keys + offset, tail.values + offset, count, true);
     }
     return;
   }
@@ -160,7 +164,8 @@ void run_chunk(const Step& step, const Chunk& chunk, const std::vector<typename 
     } else {
       worker.attend_dense(reinterpret_cast<const uint16_t*>(page + kind.layout.key_offset),
                           reinterpret_cast<const uint16_t*>(page + kind.layout.value_offset),
-                          header_of(page).count);
+                          header_of(page).count,
+                          kind.layout.mode == PositionMode::kContiguous);
     }
   }
 }

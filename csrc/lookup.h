@@ -7,6 +7,12 @@
 // product with the query's row bytes (query_table.h) adds both to the logit of a query row.
 
 
+template <int LOCALITY>  // 3: into the first-level cache, 2: into the second
+inline void prefetch(const uint8_t* at, int bytes) {
+  constexpr int kLineBytes = 64;
+  for (int i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(at + i, 0, LOCALITY);
+}
+
 struct LookupScratch {
   std::vector<float> logits;         // [rows, kMaxPageTokens]
   std::vector<float> peak;           // [rows] largest weight times step
@@ -45,36 +51,38 @@ struct GroupArgs {
   float* logits;           // of the first query
 };
 
-// Points of both entries of a unit, for every token of a group: after all operations lanes[i] holds
-// (x0, y0, x1, y1) of tokens 4 * i .. 4 * i + 3.
+// Points of both entries of a unit, for every token of a group: lanes[i] holds (x0, y0, x1, y1) of
+// tokens 4 * i .. 4 * i + 3. The rest is the next unit's look-up on its way there.
 struct UnitPoints {
-  Bytes code[2];
-  const uint8_t* points;
-  Bytes x[2], y[2], half[4];
   Bytes lanes[4];
+  Bytes code[2];      // as stored, until the look-up begins
+  Bytes coordinate[4];
+  Bytes half[4];
 };
+
+SPHKV_INLINE void read_codes(const GroupArgs& args, const UnitOffsets& unit, UnitPoints& s) {
+  s.code[0] = pin(load_bytes(args.codes + unit.codes[0]));
+  s.code[1] = pin(load_bytes(args.codes + unit.codes[1]));
+}
 
 constexpr int kLookUpOps = 14;
 
-SPHKV_INLINE void start_look_up(const GroupArgs& args, const UnitOffsets& unit, UnitPoints& s) {
-  s.points = args.turned + unit.points;
-  s.code[0] = load_bytes(args.codes + unit.codes[0]);
-  s.code[1] = load_bytes(args.codes + unit.codes[1]);
-}
-
-// One operation of a look-up; the next unit's are spread between dot products of this one.
+// One operation of the look-up of `unit`. They are spread between dot products of the unit before,
+// and the last four take the place of its points. Nothing waits for a load: the queues in front of
+// the vector units are short. So the codes of the unit after are read as soon as there is room.
 template <int OP, bool IS_HIGH>
-SPHKV_INLINE void look_up_op(UnitPoints& s) {
+SPHKV_INLINE void look_up_op(const GroupArgs& args, const UnitOffsets* unit, UnitPoints& s) {
   if constexpr (OP < 2) {
+    load_pair<2 * OP * kSlotLevels>(args.turned + unit->points, s.coordinate[2 * OP],
+                                    s.coordinate[2 * OP + 1]);
     s.code[OP] = pin(IS_HIGH ? high_nibbles(s.code[OP]) : low_nibbles(s.code[OP]));
   } else if constexpr (OP < 6) {
-    constexpr int kEntry = (OP - 2) / 2, kIsY = OP % 2;
-    const Bytes table = load_bytes(s.points + kTableBytes / 4 * (OP - 2));
-    (kIsY ? s.y : s.x)[kEntry] = pin(look_up(table, s.code[kEntry]));
+    s.coordinate[OP - 2] = pin(look_up(s.coordinate[OP - 2], s.code[(OP - 2) / 2]));
+    if constexpr (OP == 5) read_codes(args, unit[1], s);
   } else if constexpr (OP < 10) {
     constexpr int kEntry = (OP - 6) % 2, kIsUpper = (OP - 6) / 2;
-    s.half[OP - 6] = pin(kIsUpper ? zip_high(s.x[kEntry], s.y[kEntry])
-                                  : zip_low(s.x[kEntry], s.y[kEntry]));
+    const Bytes x = s.coordinate[2 * kEntry], y = s.coordinate[2 * kEntry + 1];
+    s.half[OP - 6] = pin(kIsUpper ? zip_high(x, y) : zip_low(x, y));
   } else {
     constexpr int kLane = OP - 10, kFirst = kLane / 2 * 2;
     s.lanes[kLane] = pin(kLane % 2 ? zip_pairs_high(s.half[kFirst], s.half[kFirst + 1])
@@ -83,43 +91,65 @@ SPHKV_INLINE void look_up_op(UnitPoints& s) {
 }
 
 template <int FIRST, int LAST, bool IS_HIGH>
-SPHKV_INLINE void look_up_ops(UnitPoints& s) {
+SPHKV_INLINE void look_up_ops(const GroupArgs& args, const UnitOffsets* unit, UnitPoints& s) {
   if constexpr (FIRST < LAST) {
-    look_up_op<FIRST, IS_HIGH>(s);
-    look_up_ops<FIRST + 1, LAST, IS_HIGH>(s);
+    look_up_op<FIRST, IS_HIGH>(args, unit, s);
+    look_up_ops<FIRST + 1, LAST, IS_HIGH>(args, unit, s);
   }
 }
 
-struct UnitQuery {
-  const int8_t* bytes;   // of this group's rows or, if gathered, of row 0
-  const int32_t* place;  // gathered: of each token's word
-  Bytes words;           // of one quad, all query rows; shared units only
+// Where a group's rows lie in a unit of query bytes: [0] of a full unit, [1] of a shared one.
+struct RowPlaces {
+  size_t first[2];                  // of this group's rows
+  int32_t word[2][kGroupTokens];    // gathered: of each token's word
 };
+
+struct UnitQuery {
+  const int8_t* bytes;  // of this group's rows or, if gathered, of row 0
+  size_t unit_bytes;
+  const int32_t* word;  // gathered: of each token's word
+  Bytes held[4];        // what has been loaded of them
+};
+
+// Loads what dot products from DOT on need, of the next unit if that is past the end of this one.
+template <int DOT, int NV, bool IS_SHARED>
+SPHKV_INLINE void load_query(UnitQuery& query) {
+  constexpr int kDots = 4 * NV, kDot = DOT % kDots;
+  const int8_t* at = DOT < kDots ? query.bytes : query.bytes + query.unit_bytes;
+  if constexpr (IS_SHARED) {
+    if constexpr (DOT % 4 == 0) query.held[kDot / 4] = pin(load_bytes(at + 4 * kDot));
+  } else if constexpr (DOT % 2 == 0) {
+    load_pair<16 * kDot>(at, query.held[DOT % 4], query.held[DOT % 4 + 1]);
+  }
+}
 
 // Dot product number DOT of a unit: tokens 4 * i .. 4 * i + 3, query row v.
 template <int DOT, int NV, bool IS_GATHERED, bool IS_SHARED>
 SPHKV_INLINE void add_dot(UnitQuery& query, const UnitPoints& points, Ints (&sum)[NV][4]) {
   constexpr int i = DOT / NV, v = DOT % NV;
   if constexpr (IS_GATHERED) {
-    const Bytes q = gather_words(query.bytes + (IS_SHARED ? 4 : 16) * v, query.place + 4 * i);
+    const Bytes q = gather_words(query.bytes + (IS_SHARED ? 4 : 16) * v, query.word + 4 * i);
     sum[v][i] = dot(sum[v][i], points.lanes[i], q);
   } else if constexpr (IS_SHARED) {
-    if constexpr (v == 0) query.words = load_bytes(query.bytes + 4 * NV * i);
-    sum[v][i] = pin(dot_word<v>(sum[v][i], points.lanes[i], query.words));
+    constexpr int kAhead = NV == 1 ? 1 : 4;  // a single register must have been used
+    sum[v][i] = pin(dot_word<DOT % 4>(sum[v][i], points.lanes[i], query.held[DOT / 4]));
+    load_query<DOT + kAhead, NV, true>(query);
   } else {
-    sum[v][i] = pin(dot(sum[v][i], points.lanes[i], load_bytes(query.bytes + 16 * DOT)));
+    load_query<DOT + 2, NV, false>(query);
+    sum[v][i] = pin(dot(sum[v][i], points.lanes[i], query.held[DOT % 4]));
   }
 }
 
 // Adds a unit and looks up the next.
 template <int DOT, int NV, bool IS_HIGH, bool IS_GATHERED, bool IS_SHARED>
-SPHKV_INLINE void add_unit(UnitQuery& query, const UnitPoints& points, UnitPoints& next,
-                           Ints (&sum)[NV][4]) {
+SPHKV_INLINE void add_unit(const GroupArgs& args, const UnitOffsets* next, UnitQuery& query,
+                           UnitPoints& points, Ints (&sum)[NV][4]) {
   constexpr int kDots = 4 * NV;
   if constexpr (DOT < kDots) {
     add_dot<DOT, NV, IS_GATHERED, IS_SHARED>(query, points, sum);
-    look_up_ops<DOT * kLookUpOps / kDots, (DOT + 1) * kLookUpOps / kDots, IS_HIGH>(next);
-    add_unit<DOT + 1, NV, IS_HIGH, IS_GATHERED, IS_SHARED>(query, points, next, sum);
+    look_up_ops<DOT * kLookUpOps / kDots, (DOT + 1) * kLookUpOps / kDots, IS_HIGH>(args, next,
+                                                                                 points);
+    add_unit<DOT + 1, NV, IS_HIGH, IS_GATHERED, IS_SHARED>(args, next, query, points, sum);
   }
 }
 
@@ -135,76 +165,70 @@ inline void double_sums(int times, Ints (&sum)[NV][4]) {
   }
 }
 
-// Adds units [unit, end), at least one, to the sums of a group.
+// Adds the units of a run, whose query bytes begin at `query`; `unit` moves to the first after it.
 template <int NV, bool IS_HIGH, bool IS_GATHERED, bool IS_SHARED>
-inline void add_units(const GroupArgs& args, const UnitOffsets* unit, const UnitOffsets* end,
-                      const int8_t* query, const int32_t* place, Ints (&sum)[NV][4]) {
-  const size_t unit_bytes = args.table->unit_bytes(IS_SHARED) * NV;
-  UnitQuery at{query, place, {}};
-  // One unit ahead: its look-ups fill the time that these dot products take. Two take turns, so
-  // that no register is copied.
-  UnitPoints even, odd;
-  start_look_up(args, *unit, even);
-  look_up_ops<0, kLookUpOps, IS_HIGH>(even);
-  for (;;) {
-    double_sums<NV>(unit->shift, sum);
-    start_look_up(args, unit[1], odd);
-    add_unit<0, NV, IS_HIGH, IS_GATHERED, IS_SHARED>(at, even, odd, sum);
-    at.bytes += unit_bytes;
-    if (++unit == end) break;
-    double_sums<NV>(unit->shift, sum);
-    start_look_up(args, unit[1], even);
-    add_unit<0, NV, IS_HIGH, IS_GATHERED, IS_SHARED>(at, odd, even, sum);
-    at.bytes += unit_bytes;
-    if (++unit == end) break;
+SPHKV_INLINE const int8_t* add_run(const GroupArgs& args, const RowPlaces& places, int count,
+                                   const int8_t* query, const UnitOffsets*& unit,
+                                   UnitPoints& points, Ints (&sum)[NV][4]) {
+  UnitQuery at{query + places.first[IS_SHARED], args.table->unit_bytes(IS_SHARED) * NV,
+               places.word[IS_SHARED], {}};
+  if constexpr (!IS_GATHERED) load_query<0, NV, IS_SHARED>(at);
+  const UnitOffsets* const end = unit + count;
+  do {
+    add_unit<0, NV, IS_HIGH, IS_GATHERED, IS_SHARED>(args, ++unit, at, points, sum);
+    at.bytes += at.unit_bytes;
+  } while (unit != end);
+  return query + count * at.unit_bytes;
+}
+
+// Adds all units to the sums of a group.
+template <int NV, bool IS_HIGH, bool IS_GATHERED>
+SPHKV_INLINE void add_units(const GroupArgs& args, const RowPlaces& places, Ints (&sum)[NV][4]) {
+  const UnitOffsets* unit = args.table->offsets.data();
+  const int8_t* query = args.table->block(args.first_query);
+  UnitPoints points;
+  read_codes(args, *unit, points);
+  look_up_ops<0, kLookUpOps, IS_HIGH>(args, unit, points);
+  for (const UnitRun& run : args.table->runs) {
+    double_sums<NV>(run.shift, sum);
+    query = run.is_shared ? add_run<NV, IS_HIGH, IS_GATHERED, true>(args, places, run.count, query,
+                                                                    unit, points, sum)
+                          : add_run<NV, IS_HIGH, IS_GATHERED, false>(args, places, run.count,
+                                                                     query, unit, points, sum);
   }
 }
 
 // Logits of one group for NV query rows; IS_HIGH: its codes are the upper nibbles.
-template <int NV, bool IS_HIGH, bool IS_GATHERED, bool IS_SHARED>
-__attribute__((noinline)) void some_logits(const GroupArgs& args, bool is_first) {
+template <int NV, bool IS_HIGH, bool IS_GATHERED>
+__attribute__((noinline)) void group_logits(const GroupArgs& args) {
   Ints sum[NV][4];
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) sum[v][i] = zero_ints();
   }
-  const QueryTable& table = *args.table;
-  const int8_t* query = table.block(args.first_query);
-  if (IS_SHARED) query += table.num_full * table.unit_bytes(false) * NV;
-  int32_t place[kGroupTokens] = {};  // of each token's word in a unit
+  RowPlaces places{};
   if (IS_GATHERED) {
     for (int t = 0; t < kGroupTokens; ++t) {
       const int quad = args.row[t] / kQuad * NV;
-      place[t] = IS_SHARED ? quad : quad * kQuad + args.row[t] % kQuad;
+      places.word[true][t] = quad;
+      places.word[false][t] = quad * kQuad + args.row[t] % kQuad;
     }
   } else {
-    query += static_cast<size_t>(args.row[0]) * (IS_SHARED ? 1 : 4) * NV;
+    places.first[true] = static_cast<size_t>(args.row[0]) * NV;
+    places.first[false] = 4 * places.first[true];
   }
-  const UnitOffsets* first = table.offsets.data() + (IS_SHARED ? table.num_full : 0);
-  const UnitOffsets* end =
-      table.offsets.data() + (IS_SHARED ? static_cast<int>(table.units.size()) : table.num_full);
-  add_units<NV, IS_HIGH, IS_GATHERED, IS_SHARED>(args, first, end, query, place, sum);
-  const float* scale = (IS_SHARED ? table.shared_scale : table.scale).data() + args.first_query;
-  float* logits = args.logits;
+  add_units<NV, IS_HIGH, IS_GATHERED>(args, places, sum);
+  float scale[NV];  // a copy: the compiler must not fear that logits overwrite it
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) scale[v] = args.table->scale[args.first_query + v];
+  float* const logits = args.logits;
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      float* out = logits + v * kMaxPageTokens + 4 * i;
-      if (is_first) store_scaled(out, sum[v][i], scale[v]);
-      else add_scaled(out, sum[v][i], scale[v]);
+      store_scaled(logits + v * kMaxPageTokens + 4 * i, sum[v][i], scale[v]);
     }
-  }
-}
-
-template <int NV, bool IS_HIGH, bool IS_GATHERED>
-void group_logits(const GroupArgs& args) {
-  const QueryTable& table = *args.table;
-  const bool has_full = table.num_full > 0;
-  if (has_full) some_logits<NV, IS_HIGH, IS_GATHERED, false>(args, true);
-  if (static_cast<int>(table.units.size()) > table.num_full) {
-    some_logits<NV, IS_HIGH, IS_GATHERED, true>(args, !has_full);
   }
 }
 
@@ -303,12 +327,6 @@ struct LookupKernel {
                      Scratch& scratch, float* out);
 
  private:
-  template <int LOCALITY>  // 3: into the first-level cache, 2: into the second
-  static void prefetch(const uint8_t* at, int bytes) {
-    constexpr int kLineBytes = 64;
-    for (int i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(at + i, 0, LOCALITY);
-  }
-
   static void use_base(const Codebook& codebook, int head, const Table& table, int64_t first,
                        int length, Scratch& scratch) {
     const int64_t row = first - scratch.base;

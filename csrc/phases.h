@@ -57,3 +57,9 @@ inline void move_phases(const Rotary& rotary, int64_t position, Phases& phases) 
   }
   phases.position = position;
 }
+
+// A vector scaled to bytes, to be turned back by rows; its plane's phases begin at `at`.
+struct Turning {
+  float x, y;
+  size_t at;
+};

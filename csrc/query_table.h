@@ -7,8 +7,8 @@
 // power of two so that they fill the byte; units are added by falling size, and the sum is doubled
 // wherever the power rises. So a small term keeps as many digits as a large one.
 //
-// Four rows share their bytes in planes that turn so slowly that it does not show. Units of such
-// entries (shared ones) are added apart from the others.
+// Four rows share their bytes in planes that turn so slowly that it does not show: units of such
+// entries are called shared.
 //
 // An entry that must be better than 8 bits adds two units: the low byte of its points, and what
 // rounding took from its query.
@@ -39,23 +39,29 @@ struct PointTable {
 struct UnitOffsets {
   int32_t codes[2];
   int32_t points;
-  int32_t shift;  // doublings of the sum before this unit is added
+};
+
+// Units of one kind that follow each other.
+struct UnitRun {
+  int32_t count;
+  int16_t shift;  // doublings of the sum before they are added
+  int16_t is_shared;
 };
 
 struct QueryTable {
   int num_rows = 0;    // rows of a tile: positions one rotation of the codebook serves
   int num_queries = 0;
-  std::vector<Unit> units;  // shared ones last
+  std::vector<Unit> units;  // by rising exponent
   int num_full = 0;         // units that are not shared
   std::vector<PointTable> tables;
   int num_upper = 0;   // tables of upper bytes come first, then those of lower bytes
-  std::vector<UnitOffsets> offsets;  // [units + 1]
+  std::vector<UnitOffsets> offsets;  // [units + 2]: the kernel looks ahead
+  std::vector<UnitRun> runs;
   std::vector<int32_t> turn_plane;  // [2 * tables] plane whose phase turns the entry
   std::vector<Point> turn_points;   // [2 * upper tables, 2, 16] points in the order of tables
   std::vector<float> scale;         // [queries] of the integer sum
-  std::vector<float> shared_scale;  // [queries] of the sum of shared units
-  // By blocks of up to kQueryBlock queries: full units [rows / 4, queries of the block, 4, 4], then
-  // shared ones [rows / 4, queries of the block, 4]: what a group needs of a unit lies together.
+  // By blocks of up to kQueryBlock queries: of each unit [rows / 4, queries of the block, 4, 4], of
+  // a shared one [rows / 4, queries of the block, 4]: what a group needs of a unit lies together.
   std::vector<int8_t> rows;
 
   int block_size(int first_query) const {
@@ -87,15 +93,7 @@ class QueryTableBuilder {
     order(out);
     out.num_rows = std::min(most_rows, choose_rows(out, row_bytes_budget));
     fill(out);
-    out.offsets.clear();
-    int exponent[2] = {0, 0};
-    for (const Unit& unit : out.units) {
-      out.offsets.push_back({{unit.slot[0] * slot_stride, unit.slot[1] * slot_stride},
-                             unit.table * kTableBytes,
-                             unit.exponent - exponent[unit.is_shared]});
-      exponent[unit.is_shared] = unit.exponent;
-    }
-    out.offsets.push_back({{0, 0}, 0, 0});  // the kernel looks one unit ahead
+    list_runs(out, slot_stride);
   }
 
  private:
@@ -202,17 +200,13 @@ class QueryTableBuilder {
     out.units.push_back(unit);
   }
 
-  struct Loose {
-    int entry;
-  };
-
   bool is_slow(int entry) const {
     return rotary_.is_slow[head_.entries[entry].plane] && !fine_[entry];
   }
 
   void pair_entries(QueryTable& out) const {
     // constants, single slots, fine single slots; slow ones apart, to be shared
-    std::vector<Loose> loose[6];
+    std::vector<int> loose[6];
     const int n = static_cast<int>(head_.entries.size());
     for (int e = 0; e < n; ++e) {
       const Entry& entry = head_.entries[e];
@@ -220,16 +214,14 @@ class QueryTableBuilder {
         add_unit(out, e, e + 1);
         ++e;
       } else {
-        loose[(entry.slot < 0 ? 0 : 1 + fine_[e]) + 3 * is_slow(e)].push_back({e});
+        loose[(entry.slot < 0 ? 0 : 1 + fine_[e]) + 3 * is_slow(e)].push_back(e);
       }
     }
     for (auto& list : loose) {
       // neighbours in size share a unit, so that neither loses digits to the other
-      std::sort(list.begin(), list.end(), [&](const Loose& a, const Loose& b) {
-        return share_[a.entry] > share_[b.entry];
-      });
+      std::sort(list.begin(), list.end(), [&](int a, int b) { return share_[a] > share_[b]; });
       for (size_t i = 0; i < list.size(); i += 2) {
-        add_unit(out, list[i].entry, i + 1 < list.size() ? list[i + 1].entry : -1);
+        add_unit(out, list[i], i + 1 < list.size() ? list[i + 1] : -1);
       }
     }
   }
@@ -254,25 +246,40 @@ class QueryTableBuilder {
   }
 
   void order(QueryTable& out) const {
-    double sum[2] = {0.0, 0.0};
-    for (const Unit& unit : out.units) sum[unit.is_shared] += std::ldexp(1.0, -unit.exponent);
-    int last[2] = {0, 0};
+    double sum = 0.0;
+    for (const Unit& unit : out.units) sum += std::ldexp(1.0, -unit.exponent);
+    const int most = std::ilogb(kAccumulator / sum);
+    int last = 0;
     out.num_full = 0;
     for (Unit& unit : out.units) {
-      const int most = std::ilogb(kAccumulator / sum[unit.is_shared]);
       unit.exponent = std::max(0, std::min(unit.exponent, most));
-      last[unit.is_shared] = std::max(last[unit.is_shared], unit.exponent);
+      last = std::max(last, unit.exponent);
       out.num_full += !unit.is_shared;
     }
     std::stable_sort(out.units.begin(), out.units.end(), [](const Unit& a, const Unit& b) {
-      return a.is_shared != b.is_shared ? b.is_shared : a.exponent < b.exponent;
+      return a.exponent != b.exponent ? a.exponent < b.exponent : a.is_shared < b.is_shared;
     });
     out.scale.resize(num_queries_);
-    out.shared_scale.resize(num_queries_);
     for (int v = 0; v < num_queries_; ++v) {
-      out.scale[v] = std::ldexp(top_[v] / (127.0f * 127.0f), -last[false]);
-      out.shared_scale[v] = std::ldexp(top_[v] / (127.0f * 127.0f), -last[true]);
+      out.scale[v] = std::ldexp(top_[v] / (127.0f * 127.0f), -last);
     }
+  }
+
+  static void list_runs(QueryTable& out, int slot_stride) {
+    out.offsets.clear();
+    out.runs.clear();
+    int exponent = 0;
+    for (const Unit& unit : out.units) {
+      out.offsets.push_back({{unit.slot[0] * slot_stride, unit.slot[1] * slot_stride},
+                             unit.table * kTableBytes});
+      if (out.runs.empty() || unit.exponent != exponent ||
+          unit.is_shared != out.runs.back().is_shared) {
+        out.runs.push_back({0, static_cast<int16_t>(unit.exponent - exponent), unit.is_shared});
+      }
+      ++out.runs.back().count;
+      exponent = unit.exponent;
+    }
+    out.offsets.resize(out.offsets.size() + 2, UnitOffsets{});
   }
 
   int choose_rows(const QueryTable& table, int budget) const {
@@ -285,21 +292,24 @@ class QueryTableBuilder {
   }
 
   void fill(QueryTable& out) const {
-    // the words of a quad's last queries are read as a whole vector
-    out.rows.resize(num_queries_ * out.query_bytes() + 16);
+    // the kernel loads the beginning of the unit after the last
+    out.rows.resize(num_queries_ * out.query_bytes() +
+                    out.block_size(0) * out.unit_bytes(false));
     int8_t* place = out.rows.data();
     for (int first = 0; first < num_queries_; first += kQueryBlock) {
       const int size = out.block_size(first);
       for (const Unit& unit : out.units) {
         for (int v = 0; v < size; ++v) {
           const Turning a = turning(unit, 0, first + v), b = turning(unit, 1, first + v);
-          const float gain = std::ldexp(1.0f, unit.exponent - unit.main_exponent);
           if (unit.is_shared) {
             fill_quads(a, b, out.num_rows / kQuad, place + 4 * v, 4 * size);
           } else if (unit.is_rest) {
-            fill_rows<true>(a, b, gain, out.num_rows, place + 16 * v, 16 * size);
+            const float gain = std::ldexp(1.0f, unit.exponent - unit.main_exponent);
+            fill_fine<true>(a, b, gain, out.num_rows, place + 16 * v, 16 * size);
+          } else if (fine_[unit.entry[0]]) {
+            fill_fine<false>(a, b, 1.0f, out.num_rows, place + 16 * v, 16 * size);
           } else {
-            fill_rows<false>(a, b, gain, out.num_rows, place + 16 * v, 16 * size);
+            fill_rows(a, b, out.num_rows, place + 16 * v, 16 * size);
           }
         }
         place += out.unit_bytes(unit.is_shared) * size;
@@ -307,18 +317,8 @@ class QueryTableBuilder {
     }
   }
 
-  // One entry's query, scaled to bytes, and the phases of rows.
-  struct Turning {
-    float x, y;
-    const float* cosine;
-    const float* sine;
-  };
-
   Turning turning(const Unit& unit, int half, int v) const {
-    const auto& cosine = unit.is_shared ? rotary_.cos_quad : rotary_.cos_row;
-    const auto& sine = unit.is_shared ? rotary_.sin_quad : rotary_.sin_row;
-    const size_t stride = unit.is_shared ? kMaxRows / kQuad : kMaxRows;
-    Turning out{0.0f, 0.0f, cosine.data(), sine.data()};
+    Turning out{0.0f, 0.0f, 0};
     const int e = unit.entry[half];
     if (e < 0 || top_[v] == 0.0f) return out;
     const Entry& entry = head_.entries[e];
@@ -328,16 +328,61 @@ class QueryTableBuilder {
     const float* q = planes_ + (static_cast<size_t>(v) * rotary_.num_planes + entry.plane) * 2;
     out.x = q[0] * scale;
     out.y = q[1] * scale;
-    out.cosine += entry.plane * stride;
-    out.sine += entry.plane * stride;
+    out.at = static_cast<size_t>(entry.plane) * (unit.is_shared ? kMaxRows / kQuad : kMaxRows);
     return out;
   }
 
-  // A sum with 1.5 * 2^23 leaves the rounded integer, two's complement, in a float's low bits.
-  static constexpr float kInteger = 12582912.0f;
+  // One word for every quad, `stride` bytes apart.
+  void fill_quads(const Turning& a, const Turning& b, int num_quads, int8_t* out,
+                  int stride) const {
+    for (int quad = 0; quad < num_quads; quad += kTurnLanes) {
+      const TurnedWords words =
+          turn_rows(a, b, rotary_.cos_quad.data(), rotary_.sin_quad.data(), quad);
+      for (int i = 0; i < kTurnLanes && quad + i < num_quads; ++i) {
+        std::memcpy(out + (quad + i) * stride, reinterpret_cast<const char*>(&words) + 4 * i, 4);
+      }
+    }
+  }
+
+  // Words (a0, b0, a1, b1) of all rows; four rows lie together, then `stride` bytes follow.
+  void fill_rows(const Turning& a, const Turning& b, int num_rows, int8_t* out,
+                 int stride) const {
+    for (int r = 0; r < num_rows; r += kTurnLanes) {
+      store_rows(turn_rows(a, b, rotary_.cos_point.data(), rotary_.sin_point.data(), r), r, out,
+                 stride);
+    }
+  }
+
+  // The same of entries that have a rest, or what rounding took from them, times `gain`.
+  template <bool IS_REST>
+  void fill_fine(const Turning& a, const Turning& b, float gain, int num_rows, int8_t* out,
+                 int stride) const {
+    for (int r = 0; r < num_rows; r += kLanes) {
+      const Words words = fine_bytes<IS_REST>(a, gain, r) | fine_bytes<IS_REST>(b, gain, r) << 16;
+      store_rows(words, r, out, stride);
+    }
+  }
+
+  template <class W>
+  static void store_rows(const W& words, int row, int8_t* out, int stride) {
+    for (size_t i = 0; i < sizeof words; i += 16) {
+      std::memcpy(out + (row / 4 + i / 16) * stride, reinterpret_cast<const char*>(&words) + i,
+                  16);
+    }
+  }
 
   template <bool IS_REST>
-  static Words byte_of(Floats x, float gain) {
+  Words fine_bytes(const Turning& q, float gain, int row) const {
+    const Floats c = load_floats(rotary_.cos_row.data() + q.at + row);
+    const Floats s = load_floats(rotary_.sin_row.data() + q.at + row);
+    return fine_byte<IS_REST>(q.x * c + q.y * s, gain) |
+           fine_byte<IS_REST>(q.y * c - q.x * s, gain) << 8;
+  }
+
+  // A sum with 1.5 * 2^23 leaves the rounded integer, two's complement, in a float's low bits.
+  template <bool IS_REST>
+  static Words fine_byte(Floats x, float gain) {
+    constexpr float kInteger = 12582912.0f;
     if (IS_REST) {
       x = (x - ((x + kInteger) - kInteger)) * gain;
       x = x > 127.0f ? same(127.0f) : x < -127.0f ? same(-127.0f) : x;
@@ -346,38 +391,5 @@ class QueryTableBuilder {
     Words bits;
     std::memcpy(&bits, &x, sizeof bits);
     return bits & 255;
-  }
-
-  template <bool IS_REST>
-  static Words row_words(const Turning& a, const Turning& b, float gain, int row) {
-    const Floats c0 = load_floats(a.cosine + row), s0 = load_floats(a.sine + row);
-    const Floats c1 = load_floats(b.cosine + row), s1 = load_floats(b.sine + row);
-    return byte_of<IS_REST>(a.x * c0 + a.y * s0, gain) |
-           byte_of<IS_REST>(a.y * c0 - a.x * s0, gain) << 8 |
-           byte_of<IS_REST>(b.x * c1 + b.y * s1, gain) << 16 |
-           byte_of<IS_REST>(b.y * c1 - b.x * s1, gain) << 24;
-  }
-
-  // One word for every quad, `stride` bytes apart.
-  static void fill_quads(const Turning& a, const Turning& b, int num_quads, int8_t* out,
-                         int stride) {
-    for (int quad = 0; quad < num_quads; quad += kLanes) {
-      const Words word = row_words<false>(a, b, 1.0f, quad);
-      for (int i = 0; i < kLanes && quad + i < num_quads; ++i) {
-        std::memcpy(out + (quad + i) * stride, reinterpret_cast<const char*>(&word) + 4 * i, 4);
-      }
-    }
-  }
-
-  // Words (a0, b0, a1, b1) of all rows; four rows lie together, then `stride` bytes follow.
-  template <bool IS_REST>
-  static void fill_rows(const Turning& a, const Turning& b, float gain, int num_rows,
-                        int8_t* out, int stride) {
-    for (int r = 0; r < num_rows; r += kLanes) {
-      const Words word = row_words<IS_REST>(a, b, gain, r);
-      for (int i = 0; i < kLanes; i += 4) {
-        std::memcpy(out + (r + i) / 4 * stride, reinterpret_cast<const char*>(&word) + 4 * i, 16);
-      }
-    }
   }
 };

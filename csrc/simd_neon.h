@@ -16,11 +16,20 @@ SPHKV_INLINE T pin(T x) {
   return x;
 }
 
-using Point = __fp16;
 using Bytes = uint8x16_t;
 using Ints = int32x4_t;
 
 inline Bytes load_bytes(const void* p) { return vld1q_u8(static_cast<const uint8_t*>(p)); }
+// Two adjacent vectors by one instruction, at this place among pinned values.
+template <int OFFSET>
+SPHKV_INLINE void load_pair(const void* p, Bytes& first, Bytes& second) {
+  struct Read {
+    char bytes[OFFSET + 32];
+  };
+  asm volatile("ldp %q0, %q1, [%2, %3]"
+               : "=w"(first), "=w"(second)
+               : "r"(p), "i"(OFFSET), "m"(*static_cast<const Read*>(p)));
+}
 inline Bytes low_nibbles(Bytes x) { return vandq_u8(x, vdupq_n_u8(15)); }
 inline Bytes high_nibbles(Bytes x) { return vshrq_n_u8(x, 4); }
 inline Bytes look_up(Bytes table, Bytes index) { return vqtbl1q_u8(table, index); }
@@ -64,10 +73,6 @@ inline void store_scaled(float* out, Ints x, float scale) {
   vst1q_f32(out, vmulq_n_f32(vcvtq_f32_s32(x), scale));
 }
 
-inline void add_scaled(float* out, Ints x, float scale) {
-  vst1q_f32(out, vfmaq_n_f32(vld1q_f32(out), vcvtq_f32_s32(x), scale));
-}
-
 inline const Point* entry_points(const HeadCodebook& head, int entry) {
   return head.halves.data() + static_cast<size_t>(entry) * 2 * kSlotLevels;
 }
@@ -80,6 +85,32 @@ inline void finish_phases(int num_planes, Phases& phases) {
     phases.half_cosine[i] = static_cast<__fp16>(phases.cosine[i]);
     phases.half_sine[i] = static_cast<__fp16>(phases.sine[i]);
   }
+}
+
+// Words (a.x, a.y, b.x, b.y) of eight rows, as bytes; cosines and sines by plane and row. Adding
+// 1.5 * 2^10 leaves the rounded integer in the low byte.
+constexpr int kTurnLanes = 8;
+struct TurnedWords {
+  uint16x8_t part[2];
+};
+
+inline TurnedWords turn_rows(const Turning& a, const Turning& b, const Point* cosine,
+                             const Point* sine, int row) {
+  const float16x8_t integer = vdupq_n_f16(static_cast<__fp16>(1536.0f));
+  uint8x16_t bytes[2];
+  const Turning* const both[2] = {&a, &b};
+#pragma GCC unroll 2
+  for (int k = 0; k < 2; ++k) {
+    const auto x = static_cast<__fp16>(both[k]->x), y = static_cast<__fp16>(both[k]->y);
+    const float16x8_t c = vld1q_f16(cosine + both[k]->at + row);
+    const float16x8_t s = vld1q_f16(sine + both[k]->at + row);
+    const float16x8_t turned_x = vfmaq_n_f16(vmulq_n_f16(c, x), s, y);
+    const float16x8_t turned_y = vfmsq_n_f16(vmulq_n_f16(c, y), s, x);
+    bytes[k] = vtrn1q_u8(vreinterpretq_u8_f16(vaddq_f16(turned_x, integer)),
+                         vreinterpretq_u8_f16(vaddq_f16(turned_y, integer)));
+  }
+  const uint16x8_t first = vreinterpretq_u16_u8(bytes[0]), last = vreinterpretq_u16_u8(bytes[1]);
+  return {{vzip1q_u16(first, last), vzip2q_u16(first, last)}};
 }
 
 // Turns `count` entries of 16 points (x then y) and rounds each coordinate to a byte. Eleven bits

@@ -13,12 +13,16 @@ SPHKV_INLINE T pin(T x) {
   return x;
 }
 
-using Point = float;
 using Bytes = __m128i;
 using Ints = __m128i;
 
 inline Bytes load_bytes(const void* p) {
   return _mm_loadu_si128(static_cast<const __m128i*>(p));
+}
+template <int OFFSET>
+inline void load_pair(const void* p, Bytes& first, Bytes& second) {
+  first = load_bytes(static_cast<const uint8_t*>(p) + OFFSET);
+  second = load_bytes(static_cast<const uint8_t*>(p) + OFFSET + 16);
 }
 inline Bytes low_nibbles(Bytes x) { return _mm_and_si128(x, _mm_set1_epi8(15)); }
 inline Bytes high_nibbles(Bytes x) { return low_nibbles(_mm_srli_epi16(x, 4)); }
@@ -62,15 +66,33 @@ inline void store_scaled(float* out, Ints x, float scale) {
   _mm_storeu_ps(out, _mm_mul_ps(_mm_cvtepi32_ps(x), _mm_set1_ps(scale)));
 }
 
-inline void add_scaled(float* out, Ints x, float scale) {
-  _mm_storeu_ps(out, _mm_fmadd_ps(_mm_cvtepi32_ps(x), _mm_set1_ps(scale), _mm_loadu_ps(out)));
-}
-
 inline const Point* entry_points(const HeadCodebook& head, int entry) {
   return head.scaled.data() + static_cast<size_t>(entry) * 2 * kSlotLevels;
 }
 
 inline void finish_phases(int /*num_planes*/, Phases& /*phases*/) {}
+
+// Words (a.x, a.y, b.x, b.y) of some rows, as bytes; cosines and sines by plane and row. Adding
+// 1.5 * 2^23 leaves the rounded integer in the low byte.
+constexpr int kTurnLanes = kLanes;
+using TurnedWords = Words;
+
+inline Words low_bytes(Floats x) {
+  x += 12582912.0f;
+  Words bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits & 255;
+}
+
+inline Words turn_pairs(const Turning& q, const Point* cosine, const Point* sine, int row) {
+  const Floats c = load_floats(cosine + q.at + row), s = load_floats(sine + q.at + row);
+  return low_bytes(q.x * c + q.y * s) | low_bytes(q.y * c - q.x * s) << 8;
+}
+
+inline TurnedWords turn_rows(const Turning& a, const Turning& b, const Point* cosine,
+                             const Point* sine, int row) {
+  return turn_pairs(a, cosine, sine, row) | turn_pairs(b, cosine, sine, row) << 16;
+}
 
 // Sixteen turned coordinates x * a + y * b, rounded to integers in units of 1/256 byte.
 inline void turn_points(const float* x, const float* y, float a, float b, __m128i out[4]) {

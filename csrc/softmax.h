@@ -36,6 +36,9 @@ inline float largest(Floats x) {
   return out;
 }
 inline float total(Floats x) {
+#if defined(__aarch64__)
+  return vaddvq_f32(x);
+#endif
   float out = x[0];
   for (int i = 1; i < kLanes; ++i) out += x[i];
   return out;

@@ -26,18 +26,17 @@ inline Wide load_wide(const void* p) { return _mm512_loadu_si512(p); }
 struct WideTable : QueryTable {
   bool is_wide = false;
   std::vector<uint8_t> query_rows;  // blocks of queries, units, [4, queries of the block, 64] bytes
-  std::vector<int32_t> bias;        // blocks of queries, full and shared, [4, queries, 16]
+  std::vector<int32_t> bias;        // blocks of queries, [4, queries of the block, 16]
 
   size_t wide_bytes() const { return units.size() * 4 * kWideBytes; }  // of one query
+  const int32_t* bias_of(int first_query) const {
+    return bias.data() + static_cast<size_t>(first_query) * kWideTokens;
+  }
   const uint8_t* wide_rows(int first_query) const {
     // a load that crosses cache lines takes twice the time
     const auto start = reinterpret_cast<uintptr_t>(query_rows.data());
     const uint8_t* aligned = query_rows.data() + (kWideBytes - start % kWideBytes) % kWideBytes;
     return aligned + first_query * wide_bytes();
-  }
-  size_t bias_offset(int first_query, bool is_shared) const {
-    return (2 * static_cast<size_t>(first_query) + is_shared * block_size(first_query)) *
-           kWideTokens;
   }
 };
 
@@ -107,7 +106,6 @@ SPHKV_INLINE void look_up_wide(const uint8_t* codes, const UnitOffsets& unit,
 }
 
 // Registers of 4 * 4 words to tokens in order.
-template <bool IS_FIRST>
 SPHKV_INLINE void store_wide(const Wide (&sum)[4], const int32_t* bias, int bias_stride,
                              float scale, float* logits) {
   __m512 part[4];
@@ -124,10 +122,7 @@ SPHKV_INLINE void store_wide(const Wide (&sum)[4], const int32_t* bias, int bias
       _mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(c, d, 0x88),
       _mm512_shuffle_f32x4(a, b, 0xdd), _mm512_shuffle_f32x4(c, d, 0xdd)};
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    float* out = logits + 16 * i;
-    _mm512_storeu_ps(out, IS_FIRST ? tokens[i] : _mm512_add_ps(_mm512_loadu_ps(out), tokens[i]));
-  }
+  for (int i = 0; i < 4; ++i) _mm512_storeu_ps(logits + 16 * i, tokens[i]);
 }
 
 struct WideArgs {
@@ -139,51 +134,36 @@ struct WideArgs {
   float* logits;             // of that query
 };
 
-template <int NV, bool IS_SHARED, bool IS_FIRST>
+template <int NV>
 __attribute__((noinline)) void wide_logits(const WideArgs& args) {
   const WideTable& table = *args.table;
-  const int begin = IS_SHARED ? table.num_full : 0;
-  const int end = IS_SHARED ? static_cast<int>(table.units.size()) : table.num_full;
   const int size = table.block_size(args.first_query);
   const int stride = size * kWideBytes;
-  const uint8_t* rows = table.wide_rows(args.first_query) + args.query * kWideBytes +
-                        static_cast<size_t>(begin) * 4 * stride;
+  const uint8_t* rows = table.wide_rows(args.first_query) + args.query * kWideBytes;
   Wide low_sum[NV][4], high_sum[NV][4];
   clear_sums<NV>(low_sum);
   clear_sums<NV>(high_sum);
-  const UnitOffsets* unit = table.offsets.data() + begin;
-  const UnitOffsets* const last = table.offsets.data() + end;
-  while (unit < last) {
-    shift_sums<NV>(unit->shift, low_sum);
-    shift_sums<NV>(unit->shift, high_sum);
-    // a loop without shifts, or the compiler copies every sum around them
-    do {
+  const UnitOffsets* unit = table.offsets.data();
+  for (const UnitRun& run : table.runs) {
+    shift_sums<NV>(run.shift, low_sum);
+    shift_sums<NV>(run.shift, high_sum);
+    for (const UnitOffsets* const end = unit + run.count; unit != end; ++unit) {
       Wide low[4], high[4];
       look_up_wide<false>(args.codes, *unit, args.turned[0], low);
       look_up_wide<true>(args.codes, *unit, args.turned[1], high);
       add_wide<NV>(rows, stride, low, high, low_sum, high_sum);
       rows += 4 * stride;
-    } while (++unit < last && unit->shift == 0);
+    }
   }
   const int first = args.first_query + args.query;
-  const float* scale = (IS_SHARED ? table.shared_scale : table.scale).data() + first;
-  const int32_t* bias =
-      table.bias.data() + table.bias_offset(args.first_query, IS_SHARED) + 16 * args.query;
+  const float* scale = table.scale.data() + first;
+  const int32_t* bias = table.bias_of(args.first_query) + 16 * args.query;
 #pragma GCC unroll 2
   for (int v = 0; v < NV; ++v) {
     float* logits = args.logits + v * kMaxPageTokens;
-    store_wide<IS_FIRST>(low_sum[v], bias + 16 * v, 16 * size, scale[v], logits);
-    store_wide<IS_FIRST>(high_sum[v], bias + 16 * v, 16 * size, scale[v], logits + kWideTokens);
+    store_wide(low_sum[v], bias + 16 * v, 16 * size, scale[v], logits);
+    store_wide(high_sum[v], bias + 16 * v, 16 * size, scale[v], logits + kWideTokens);
   }
-}
-
-template <int NV>
-void wide_queries(const WideArgs& args) {
-  const WideTable& table = *args.table;
-  const bool has_full = table.num_full > 0;
-  if (has_full) wide_logits<NV, false, true>(args);
-  if (static_cast<int>(table.units.size()) == table.num_full) return;
-  has_full ? wide_logits<NV, true, false>(args) : wide_logits<NV, true, true>(args);
 }
 
 // Lays the rows of a table out for 512-bit loads and finds what the bias of points adds.
@@ -193,11 +173,10 @@ class WideFiller {
 
   void fill() {
     table_.query_rows.resize(table_.num_queries * table_.wide_bytes() + kWideBytes);
-    table_.bias.resize(static_cast<size_t>(table_.num_queries) * 2 * kWideTokens);
+    table_.bias.resize(static_cast<size_t>(table_.num_queries) * kWideTokens);
     for (int first = 0; first < table_.num_queries; first += kQueryBlock) {
       fill_block(first);
-      find_bias(first, false);
-      find_bias(first, true);
+      find_bias(first);
     }
   }
 
@@ -226,22 +205,25 @@ class WideFiller {
     }
   }
 
-  void find_bias(int first, bool is_shared) {
+  void find_bias(int first) {
     const Wide all = _mm512_set1_epi8(static_cast<char>(kBias));
-    const int registers = 4 * table_.block_size(first);
-    const int begin = is_shared ? table_.num_full : 0;
-    const int end = is_shared ? static_cast<int>(table_.units.size()) : table_.num_full;
-    const uint8_t* rows =
-        table_.wide_rows(first) + static_cast<size_t>(begin) * registers * kWideBytes;
-    int32_t* out = table_.bias.data() + table_.bias_offset(first, is_shared);
-    for (int k = 0; k < registers; ++k) {
-      Wide sum[1][4] = {};
-      for (int u = begin; u < end; ++u) {
-        shift_sums<1>(table_.offsets[u].shift, sum);
-        const uint8_t* at = rows + (static_cast<size_t>(u - begin) * registers + k) * kWideBytes;
-        sum[0][0] = _mm512_dpbusd_epi32(sum[0][0], all, load_wide(at));
+    const int size = table_.block_size(first);
+    const uint8_t* rows = table_.wide_rows(first);
+    int32_t* out = table_.bias.data() + static_cast<size_t>(first) * kWideTokens;
+    for (int v = 0; v < size; ++v) {
+      Wide sum[1][4];
+      clear_sums<1>(sum);
+      const uint8_t* at = rows + v * kWideBytes;
+      for (const UnitRun& run : table_.runs) {
+        shift_sums<1>(run.shift, sum);
+        for (int u = 0; u < run.count; ++u) {
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; ++i, at += size * kWideBytes) {
+            sum[0][i] = _mm512_dpbusd_epi32(sum[0][i], all, load_wide(at));
+          }
+        }
       }
-      _mm512_storeu_si512(out + 16 * k, sum[0][0]);
+      for (int i = 0; i < 4; ++i) _mm512_storeu_si512(out + 16 * (i * size + v), sum[0][i]);
     }
   }
 };
@@ -303,14 +285,13 @@ struct WideKernel {
 
   static void logits(const uint8_t* page, const uint8_t* next, const PageKind& kind, int head,
                      const Table& table, Scratch& scratch) {
-    if (header_of(page).count == 0) return;
     if (!table.is_wide) {
       LookupKernel::logits(page, next, kind, head, table, scratch);
       return;
     }
     const PageLayout& layout = kind.layout;
-    if (next != nullptr) fetch<2>(next, layout.page_bytes);
-    fetch<3>(page + layout.value_offset, layout.page_bytes - layout.value_offset);
+    if (next != nullptr) prefetch<2>(next, layout.page_bytes);
+    prefetch<3>(page + layout.value_offset, layout.page_bytes - layout.value_offset);
     const size_t turned_bytes = table.tables.size() * kTableBytes;
     scratch.turned.resize(2 * turned_bytes);
     WideArgs args{&table, page + layout.key_offset, {}, 0, 0, nullptr};
@@ -326,7 +307,7 @@ struct WideKernel {
       for (args.query = 0; args.query < size; args.query += kWideQueries) {
         args.logits =
             scratch.logits.data() + static_cast<size_t>(v + args.query) * kMaxPageTokens;
-        args.query + 1 < size ? wide_queries<2>(args) : wide_queries<1>(args);
+        args.query + 1 < size ? wide_logits<2>(args) : wide_logits<1>(args);
       }
     }
   }
@@ -334,11 +315,5 @@ struct WideKernel {
   static void values(const uint8_t* page, const PageKind& kind, int num_rows, int dim,
                      Scratch& scratch, float* out) {
     LookupKernel::values(page, kind, num_rows, dim, scratch, out);
-  }
-
- private:
-  template <int LOCALITY>
-  static void fetch(const uint8_t* at, int bytes) {
-    for (int i = 0; i < bytes; i += kWideBytes) __builtin_prefetch(at + i, 0, LOCALITY);
   }
 };

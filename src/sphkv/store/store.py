@@ -160,6 +160,10 @@ class PageStore:
             return tail.view()
         return TailView.empty(self.config, state.next_position[layer])
 
+    def open_tail(self, sequence: int, layer: int) -> OpenTail | None:
+        """The buffer behind ``tail``, to be read only; None where there was no state yet."""
+        return self._get(sequence, layer).tails[layer]
+
     def append(self, sequence: int, layer: int, keys: Tensor, values: Tensor) -> None:
         """Add the next tokens of a layer to its tail, sealing pages as it fills.
 

@@ -71,41 +71,40 @@ class NativeBackend:
 
     def attend(self, request: DecodeRequest) -> PartialAttention:
         """Attention over all pages and the tail; see ``DecodeBackend.attend``."""
-        if request.query.device.type != "cpu":
-            raise ValueError(f"native kernels read CPU tensors, got {request.query.device}")
-        geometry = request.store.config.geometry
-        heads, queries, head_dim = request.query.shape
-        query = request.query.float()
+        query = request.query
+        if not query.is_cpu:
+            raise ValueError(f"native kernels read CPU tensors, got {query.device}")
+        heads, queries, head_dim = query.shape
         output = torch.empty(heads, queries, head_dim)
         lse = torch.empty(heads, queries)
-        if queries == 0:
+        step = max(1, _MAX_ROWS // request.store.config.geometry.group_size)
+        if 0 < queries <= step:
+            self._call(request, query.float().contiguous(), request.positions, (output, lse))
             return PartialAttention(output, lse)
-        step = max(1, _MAX_ROWS // geometry.group_size)
         for at in range(0, queries, step):
             part = slice(at, at + step)
-            is_whole = queries <= step
-            rows = query.contiguous() if is_whole else query[:, part].contiguous()
-            out = output if is_whole else torch.empty_like(rows)
-            out_lse = lse if is_whole else torch.empty(rows.shape[:2])
-            positions = request.positions if is_whole else request.positions[part]
-            self._call(request, rows, positions.contiguous(), (out, out_lse))
-            if not is_whole:
-                output[:, part], lse[:, part] = out, out_lse
+            rows = query[:, part].float().contiguous()
+            out = (torch.empty_like(rows), torch.empty(rows.shape[:2]))
+            self._call(request, rows, request.positions[part], out)
+            output[:, part], lse[:, part] = out
         return PartialAttention(output, lse)
 
     def _call(
         self, request: DecodeRequest, query: Tensor, positions: Tensor, out: tuple[Tensor, Tensor]
     ) -> None:
         geometry = request.store.config.geometry
-        tail = request.store.tail(request.sequence, request.layer)
+        positions = positions.contiguous()
+        tail = request.store.open_tail(request.sequence, request.layer)
         call = self._kernels.Call()
-        call.set_tail(
-            tail.keys.data_ptr(),
-            tail.values.data_ptr(),
-            tail.keys.stride(0),
-            tail.num_tokens,
-            tail.first_position,
-        )
+        if tail is not None:
+            keys = tail.keys
+            call.set_tail(
+                keys.data_ptr(),
+                tail.values.data_ptr(),
+                keys.stride(0),
+                tail.num_tokens,
+                tail.first_position,
+            )
         num_queries = query.shape[1]
         call.set_queries(
             query.data_ptr(),
