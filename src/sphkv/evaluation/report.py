@@ -48,7 +48,7 @@ table { border-collapse: collapse; font-size: 0.85rem; margin: 0.5rem 0; }
 th, td { text-align: left; padding: 0.25rem 0.5rem; border-bottom: 1px solid var(--line); }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr));
+.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(22rem, 100%), 1fr));
   gap: 1rem; }
 svg { width: 100%; height: auto; }
 svg text { fill: var(--ink); font-size: 11px; } svg .title { font-size: 13px; font-weight: 600; }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 COLOURS = (
     "#5b6675", "#c2410c", "#1d6fb8", "#0f8a5f", "#8b5fbf", "#b08900", "#c0417f", "#3f7d8c",
-    "#7a4b2a", "#4f6bd6",
+    "#7a4b2a", "#4f6bd6", "#7f9c1f", "#a33b3b", "#2aa6a6", "#d17fd1",
 )  # fmt: skip
 _WIDTH, _HEIGHT = 460, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 30, 44

@@ -41,12 +41,12 @@ def star_records(records: Sequence[Record], frontiers: Sequence[PanelFrontier]) 
                 and record["model"] == frontier.panel.key.model
                 and record.get("allocation") is not None
                 and budget in (None, record["budget"])
+                and _is_of_panel(record, frontier)
             ]
-            if found and record_panel(found[0], frontier):
-                yield found[0]
+            yield from found[:1]
 
 
-def record_panel(record: Record, frontier: PanelFrontier) -> bool:
+def _is_of_panel(record: Record, frontier: PanelFrontier) -> bool:
     """Whether a record belongs to a panel."""
     return any(
         record["case"] in point.case_quality
@@ -118,10 +118,9 @@ def allocation_parts(records: Sequence[Record], frontiers: Sequence[PanelFrontie
         marks = tuple(Mark(i, size, f"head {i}: {size:.1f} B") for i, size in enumerate(sizes))
         line = tuple((mark.x, mark.y) for mark in marks)
         series = [Series(record["method"], marks, line)]
-        parts.append(
-            scatter(f"{label}: by head", "head, first layer to last", "bytes per token a_h", series,
-                    log_x=False, log_y=False)
-        )  # fmt: skip
+        chart = scatter(f"{label}: by head", "head, first layer to last", "bytes per token a_h",
+                        series, log_x=False, log_y=False)  # fmt: skip
+        parts.append(f"<div class='panels'>{chart}</div>")
         rows: list[Sequence[object]] = [
             [name, int(part["tokens"]), part["rho"], part["bytes"]]
             for name, part in found["segments"].items()
@@ -160,8 +159,9 @@ def gate_traces(records: Sequence[Record], frontiers: Sequence[PanelFrontier]) -
             Series("tau_prot", (Mark(last, options.tau_prot, "tau_prot"),), ends),
             Series("tau_drop", (Mark(last, options.tau_drop, "tau_drop"),), low),
         ]
-        parts.append(scatter(title, "token after the prompt", "danger d_t", series,
-                             log_x=False, log_y=True))  # fmt: skip
+        chart = scatter(title, "token after the prompt", "danger d_t", series,
+                        log_x=False, log_y=True)  # fmt: skip
+        parts.append(f"<div class='panels'>{chart}</div>")
         parts.append(
             f"<p>{gate.num_switches} switches, on for {gate.num_on_steps} of {gate.num_steps} "
             f"tokens; thresholds {options.tau_drop:g} and {options.tau_prot:g}.</p>"

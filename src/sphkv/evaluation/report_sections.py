@@ -216,12 +216,20 @@ def time_bars(records: Sequence[Record], frontiers: Sequence[PanelFrontier]) -> 
     """Where the time of each method's star went, in every panel."""
 
     def parts(times: Mapping[str, Any]) -> list[tuple[str, float]]:
+        count = times.get("num_measured") or 1
+        step = 1000 * (times.get("decode_s") or 0.0) / count
+        inside = 1000 * (times.get("attend_s") or 0.0) / count
         return [
-            ("allocate/write", times["t_allocate_write_s"]),
-            ("decode of the window", times.get("t_decode_s") or 0.0),
+            ("cache: read, scores, softmax, values", inside),
+            ("rest of the model", step - inside),
         ]
 
-    return _bars(records, frontiers, "times", parts, "seconds after prefill", "s")
+    def before(times: Mapping[str, Any]) -> list[tuple[str, float]]:
+        return [("prefill", times["t_prefill_s"]), ("allocate/write", times["t_allocate_write_s"])]
+
+    return _bars(records, frontiers, "times", parts, "one decode step", "ms") + _bars(
+        records, frontiers, "times", before, "before the first token", "s"
+    )
 
 
 def byte_bars(records: Sequence[Record], frontiers: Sequence[PanelFrontier]) -> str:
