@@ -148,6 +148,10 @@ def test_questions_can_be_named():
         words, data=None, datasets=(), context=900, num_questions=9, question_ids=names
     )
     assert [case.case_id for case in cases] == ["qa-900-made-up-3-early", "qa-900-made-up-1-middle"]
+    (some,) = qa_cases(
+        words, data=None, datasets=(), context=900, num_questions=1, num_distractors=2
+    )
+    assert some.case_id == "qa-900-made-up-0-early-d2"
     with pytest.raises(ValueError, match="no question 'hotpotqa-2'"):
         qa_cases(
             words,
@@ -237,6 +241,10 @@ def test_questions_of_a_document_share_its_tokens():
         max_new_tokens=5,
     )
     assert shorter[0].facets["num_distractors"] == 9
+    few = shared_cases(
+        words, questions[:2], per_document=2, context=900, num_distractors=3, max_new_tokens=5
+    )
+    assert [case.case_id for case in few] == ["qa-900-0-d3-q-0-early", "qa-900-0-d3-q-1-middle"]
     with pytest.raises(ValueError, match="does not fit into 30"):
         shared_cases(
             words, questions, per_document=4, context=30, num_distractors=None, max_new_tokens=5

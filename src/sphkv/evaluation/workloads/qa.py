@@ -232,6 +232,8 @@ def qa_cases(
             tokenizer, question, position, context=context, num_distractors=num_distractors
         )
         name = f"qa-{context}-{question.question_id}-{position}"
+        if num_distractors is not None:
+            name += f"-d{num_distractors}"
         cases.append(
             Case(
                 case_id=name,

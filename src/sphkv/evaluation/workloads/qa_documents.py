@@ -116,13 +116,14 @@ def shared_cases(
 ) -> list[Case]:
     """Questions in documents of ``per_document`` each; the others as ``document_cases``."""
     cases: list[Case] = []
+    count = num_distractors
     for number, at in enumerate(range(0, len(questions), per_document)):
         cases += document_cases(
             tokenizer,
             questions[at : at + per_document],
-            name=f"qa-{context}-{number}",
+            name=f"qa-{context}-{number}" + ("" if count is None else f"-d{count}"),
             context=context,
-            num_distractors=num_distractors,
+            num_distractors=count,
             max_new_tokens=max_new_tokens,
         )
     return cases
