@@ -74,9 +74,15 @@ class PageList:
         return view.dense_keys().flatten(0, 1), view.dense_values().flatten(0, 1)
 
 
-def list_pages(store: PageStore, sequence: int, layer: int) -> PageList:
-    """Every page of a layer."""
-    groups = store.pages(sequence, layer)
+def list_pages(
+    store: PageStore, sequence: int, layer: int, *, tier_id: int | None = None
+) -> PageList:
+    """Every page of a layer, or those of one tier."""
+    groups = [
+        group
+        for group in store.pages(sequence, layer)
+        if tier_id is None or group.layout.tier_id == tier_id
+    ]
     # one width for all layers, so that their lists can be joined
     width = max(tier.page_tokens for tier in store.config.tiers)
     listed = [_list_group(store, group, layer, width) for group in groups]

@@ -178,8 +178,8 @@ class Refresher:
     def _code_fresh(self, layer: int, first: int, stop: int) -> None:
         """Give one page of new states of every head a tier by the price of a byte."""
         config, notes = self._config, self._notes[layer]
-        pages = list_pages(self._store, self._sequence, layer)
-        pages = pages.select((pages.tier_ids == config.tiers.dense_id) & pages.within(first, stop))
+        pages = list_pages(self._store, self._sequence, layer, tier_id=config.tiers.dense_id)
+        pages = pages.select(pages.within(first, stop))
         keys, values = pages.dense_states(self._store)
         heads = config.geometry.num_kv_heads
         keys, values = (x.reshape(heads, stop - first, -1) for x in (keys, values))
