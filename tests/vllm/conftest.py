@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,14 +125,9 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Generati
 
 @contextmanager
 def server(
-    model: Path,
-    arguments: Sequence[str],
-    log_file: Path,
-    *,
-    module: str,
-    variables: Mapping[str, str] | None = None,
+    model: Path, arguments: Sequence[str], log_file: Path, *, module: str
 ) -> Iterator[RunningServer]:
     """Start a small server; it may stop by itself, which the caller sees in ``process``."""
     given = ["--dtype", DTYPE, "--enforce-eager", "--max-model-len", "1024", *arguments]
-    with start_server(module, str(model), given, log_file, variables) as running:
+    with start_server(module, str(model), given, log_file) as running:
         yield running
