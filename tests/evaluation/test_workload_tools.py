@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from sphkv.evaluation.rollout import (
     summarise_episodes,
 )
 from sphkv.evaluation.workloads.tool_cases import tool_cases
+from sphkv.evaluation.workloads.toolbench import made_up_api_tasks, read_api_tasks
 from sphkv.evaluation.workloads.tools import (
     format_task,
     made_up_tool_tasks,
@@ -66,13 +68,17 @@ def test_episodes_by_hand():
 
 
 def test_tasks_are_cases_of_a_sweep():
-    cases = tool_cases(letters, data=None, num_tasks=2, most_rows=3, limit=4000)
-    assert [case.case_id for case in cases] == ["tools-3-made-up-0", "tools-3-made-up-1"]
+    cases = tool_cases(letters, data=None, source="dbbench", num_tasks=2, most_rows=3, limit=4000)
+    assert [case.case_id for case in cases] == [
+        "tools-dbbench-made-up-0",
+        "tools-dbbench-made-up-1",
+    ]
     assert [case.facets["kind"] for case in cases] == ["SELECT", "UPDATE"]
+    assert cases[0].task is not None
     prompt = "".join(map(chr, cases[0].prompt_ids))
     assert prompt.endswith(f"Task: {cases[0].task.question}\nSQL:")
     with pytest.raises(ValueError, match="more than the model's 1000"):
-        tool_cases(letters, data=None, num_tasks=1, most_rows=3, limit=1000)
+        tool_cases(letters, data=None, source="dbbench", num_tasks=1, most_rows=3, limit=1000)
 
 
 def test_an_episode_is_recorded_beside_denses():
@@ -85,3 +91,47 @@ def test_an_episode_is_recorded_beside_denses():
     assert found["length_drift"] == 6
     assert found["failures"] == ["tool corruption", "derailment", "termination"]
     assert episode_quality(dense, dense)["failures"] == []
+
+
+def test_calls_are_checked_and_answered_from_the_record():
+    (task,) = made_up_api_tasks(1)
+    town = task.question.split(" at ")[1].rstrip("?")
+    call = json.dumps({"name": "get_depth", "arguments": {"town": town.upper()}})
+    reply = task.respond(f" {call} and more")
+    assert (reply.is_valid, reply.is_solved) == (True, False)
+    assert task.answer_values[0] in reply.text
+    said = json.dumps({"name": "Finish", "arguments": {"answer": f"It is {reply.text}"}})
+    assert task.respond(said).is_solved
+    assert not task.respond('{"name": "Finish", "arguments": {"answer": "deep"}}').is_solved
+    for bad, message in (
+        ("deep", "no JSON"),
+        ("[1]", "needs a name"),
+        ('{"name": "get_depth", "arguments": [1]}', "must be an object"),
+        ('{"name": "get_width"}', "no function 'get_width'"),
+        ('{"name": "get_depth"}', "needs 'town'"),
+        ('{"name": "get_depth", "arguments": {"town": 3}}', "must be of type string"),
+        ('{"name": "get_depth", "arguments": {"town": "x", "y": 1}}', "no argument 'y'"),
+    ):
+        reply = task.respond(bad)
+        assert not reply.is_valid
+        assert message in reply.text
+    (case,) = tool_cases(
+        letters, data=None, source="toolbench", num_tasks=1, most_rows=3, limit=4000
+    )
+    assert "".join(map(chr, case.prompt_ids)).endswith(f"Task: {task.question}\nAction:")
+
+
+def test_recorded_calls_lead_to_their_answers(shared_data):
+    lines = (shared_data / "tools" / "toolbench_weather.jsonl").read_text().splitlines()
+    records = {record["id"]: record for record in map(json.loads, lines)}
+    tasks = read_api_tasks(shared_data, 100)
+    assert len(tasks) > 30
+    for task in tasks:
+        record = records[task.task_id]
+        for step in record["steps"]:
+            call = {"name": step["name"], "arguments": json.loads(step["arguments"])}
+            reply = task.respond(json.dumps(call))
+            assert reply.is_valid
+            assert reply.text == step["response"].strip('"')
+        said = {"name": "Finish", "arguments": {"answer": record["answer"]}}
+        assert task.respond(json.dumps(said)).is_solved

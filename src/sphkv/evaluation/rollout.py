@@ -20,7 +20,8 @@ from sphkv.evaluation.metrics.stability import (
     is_looping,
     length_drift,
 )
-from sphkv.evaluation.workloads.tools import MAX_STEPS, ToolTask, run_statement
+from sphkv.evaluation.workloads.toolbench import ApiTask
+from sphkv.evaluation.workloads.tools import MAX_STEPS, ToolTask
 from sphkv.integrations.prompt_states import continue_prompt
 
 _MOST_REPLY = 150
@@ -54,7 +55,7 @@ class Episode:
 def run_episode(
     model: Any,
     tokenizer: Any,
-    task: ToolTask,
+    task: ToolTask | ApiTask,
     method: CacheMethod,
     last: Tensor,
     *,
@@ -86,12 +87,12 @@ def run_episode(
         inside += got.attend_s
         ended &= got.is_ended
         looping |= is_looping(got.token_ids)
-        reply = run_statement(task, text)
+        reply = task.respond(text)
         valid += reply.is_valid
         solved = reply.is_solved
         if solved:
             break
-        said = ("\nResult: ", reply.text, "\nThat is not right. Try again.\nSQL:")
+        said = ("\nResult: ", reply.text, task.again)
         before, body, after = (tokenizer(t, add_special_tokens=False).input_ids for t in said)
         ids = [*before, *body[:_MOST_REPLY], *after]
         last = continue_prompt(model, method, torch.tensor([ids], device=last.device))[-1:]

@@ -17,7 +17,7 @@ from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.evaluation.workloads.needles import needle_cases
 from sphkv.evaluation.workloads.qa import DATASETS, answerable_questions, choose_questions, qa_cases
 from sphkv.evaluation.workloads.qa_documents import shared_cases
-from sphkv.evaluation.workloads.tool_cases import tool_cases
+from sphkv.evaluation.workloads.tool_cases import ToolSource, tool_cases
 
 DENSE_BUDGET = "100%"
 
@@ -177,13 +177,15 @@ class NeedleWorkload:
 
 @dataclass(frozen=True, slots=True)
 class ToolsWorkload:
-    """W3: tasks on tables, each solved in a few statements.
+    """W3: tasks, each solved in a few steps.
 
     Attributes:
+        source: ``dbbench`` for SQL on tables, ``toolbench`` for calls with recorded responses.
         num_tasks: How many tasks.
         most_rows: Most rows of a table in the prompt.
     """
 
+    source: ToolSource = "dbbench"
     num_tasks: int = 4
     most_rows: int = 40
 
@@ -198,6 +200,7 @@ class ToolsWorkload:
         return tool_cases(
             tokenizer,
             data=data,
+            source=self.source,
             num_tasks=self.num_tasks,
             most_rows=self.most_rows,
             limit=limit,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sphkv.evaluation.workloads.toolbench import ApiTask
 from sphkv.evaluation.workloads.tools import ToolTask
 
 WorkloadName = Literal["lm", "qa", "needle", "tools"]
@@ -42,7 +43,7 @@ class Case:
     max_new_tokens: int = 0
     stops_at_newline: bool = True
     facets: Mapping[str, Any] = field(default_factory=dict)
-    task: ToolTask | None = None
+    task: ToolTask | ApiTask | None = None
 
     def __post_init__(self) -> None:
         """Reject a case that asks for nothing."""

@@ -8,7 +8,7 @@ import json
 import random
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class ToolTask:
         answer: Values a right SELECT returns, in any order.
         table_after_sha256: Hash of the rows after a right INSERT or UPDATE.
         sql: A right statement.
+        again: What follows a reply in the prompt.
     """
 
     task_id: str
@@ -50,6 +51,11 @@ class ToolTask:
     answer: tuple[str, ...]
     table_after_sha256: str
     sql: str
+    again: str = field(default="\nThat is not right. Try again.\nSQL:", repr=False)
+
+    def respond(self, text: str) -> ToolReply:
+        """Run one statement on a fresh table and judge it."""
+        return run_statement(self, text)
 
 
 @dataclass(frozen=True, slots=True)
