@@ -225,7 +225,7 @@ def _certificate(
     """Everything that is needed to repeat and to trust the verdict."""
     settings = asdict(config)
     for name in ("data", "calibration_text"):
-        settings[name] = None if settings[name] is None else str(settings[name])
+        settings[name] = None if settings[name] is None else Path(settings[name]).name
     return {
         "format": FORMAT,
         "is_safe": all(witness.is_held for witness in witnesses),
