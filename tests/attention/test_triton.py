@@ -169,6 +169,7 @@ def test_a_new_state_written_behind_the_tail_is_attended_to_with_dense_pages():
     tails = TailList.of([tail], torch.device("cpu"))
     tails.extents[:, 0] += 1
     buffer = store._get(0).tails[0]
+    assert buffer is not None
     buffer.keys[:, tail.num_tokens], buffer.values[:, tail.num_tokens] = keys[:, 0], values[:, 0]
     rows = QueryRows(query[None], torch.tensor([[49]]), 2, OPTIONS["plain"])
     parts = PartSlots.empty(rows, 1)

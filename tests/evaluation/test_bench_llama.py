@@ -56,7 +56,8 @@ class _Held:
 
 def test_engines_take_turns_and_go_on_with_the_same_text(gguf):
     config = LlamaBenchConfig(gguf, contexts=(70, 150), rounds=3)
-    ids, log = list(range(162)), []
+    ids = list(range(162))
+    log: list[str] = []
     engines = {name: _Held(ids, log, name) for name in ("a", "b")}
     times = time_steps(engines, ids, config)
     assert engines["a"].held == engines["b"].held == ids

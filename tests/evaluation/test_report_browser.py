@@ -59,19 +59,25 @@ def visit(page: Path, *flags: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+def number(dom: str, name: str) -> int:
+    """A number that the page wrote into one of its attributes."""
+    found = re.search(rf'data-{name}="(-?\d+)"', dom)
+    assert found is not None, f"no data-{name} in the page"
+    return int(found[1])
+
+
 def test_content_switches_and_console(page):
     dom, log = visit(page)
     for heading in ("Frontiers at equal quality", "Tier map", "Stability phase diagram"):
         assert f"<h2>{heading}</h2>" in dom
-    hidden = int(re.search(r'data-hidden="(\d+)"', dom)[1])
-    assert hidden == int(re.search(r'data-ours="(\d+)"', dom)[1]) > 0
+    assert number(dom, "hidden") == number(dom, "ours") > 0
     assert "CONSOLE" not in log
 
 
 def test_a_phone_needs_no_sideways_scrolling_and_dark_is_dark(page):
     light, _ = visit(page, "--window-size=500,900")
     dark, log = visit(page, "--window-size=500,900", "--blink-settings=preferredColorScheme=0")
-    assert int(re.search(r'data-wider="(-?\d+)"', light)[1]) <= 0
+    assert number(light, "wider") <= 0
     assert 'data-paper="rgb(255, 255, 255)"' in light
     assert 'data-paper="rgb(20, 24, 31)"' in dark
     assert "CONSOLE" not in log

@@ -10,11 +10,9 @@ from sphkv.evaluation.workloads.filler import made_up_text
 from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.evaluation.workloads.needles import hide_needles, make_needles, needle_cases
 from sphkv.evaluation.workloads.qa import (
-    Question,
     answerable_questions,
     fit_prompt,
     made_up_questions,
-    order_passages,
     qa_cases,
     read_questions,
 )
@@ -23,6 +21,7 @@ from sphkv.evaluation.workloads.qa_documents import (
     shared_cases,
     spread_passages,
 )
+from sphkv.evaluation.workloads.qa_prompt import Question, order_passages
 
 
 def words(text, **_):

@@ -180,7 +180,8 @@ def test_a_budget_is_filled_however_wrong_the_estimate(variant, waste):
     """Slabs and tables that the solver does not see take bytes in jumps."""
 
     def with_slabs(contract: WriteContract) -> int:
-        return used_bytes(contract) + used_bytes(contract) // 10_000 * waste // 4
+        used = used_bytes(contract)
+        return int(used + used // 10_000 * waste // 4)
 
     budget = 60_000
     controller = RetentionController(COSTS, options=ControlOptions(variant=variant, shapes=BOTH))

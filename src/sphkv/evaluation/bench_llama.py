@@ -7,7 +7,7 @@ import copy
 import ctypes
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -189,7 +189,7 @@ class _Coded:
 
 
 def time_steps(
-    engines: dict[str, Engine], ids: list[int], config: LlamaBenchConfig
+    engines: Mapping[str, Engine], ids: list[int], config: LlamaBenchConfig
 ) -> dict[str, list[list[float]]]:
     """Milliseconds of the steps of every engine at each context, ``[contexts][steps]``."""
     times: dict[str, list[list[float]]] = {name: [] for name in engines}
