@@ -29,9 +29,10 @@ from sphkv.core.tiers import default_tiers
 from sphkv.evaluation.environment import describe_environment
 from sphkv.retention.allocate import TierChoices, allocate_tiers
 from sphkv.retention.blocks import BlockShape
-from sphkv.retention.controller import ControlOptions, LayerInput, RetentionController
+from sphkv.retention.controller import LayerInput, RetentionController
 from sphkv.retention.distortion import TierErrors
 from sphkv.retention.features import AttentionRows, TokenFeatures
+from sphkv.retention.options import ControlOptions
 
 HEAD_DIM = 128
 SPREAD = 2.0

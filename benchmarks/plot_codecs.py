@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the README's picture: loss against key bits, from a record of ``sphkv eval lm --compare``.
+"""Draw loss against key bits, from a record of ``sphkv eval lm --compare``.
 
 python benchmarks/plot_codecs.py results/lm/smollm2-1024-compare.json docs/images/codecs.svg
 """

@@ -19,8 +19,8 @@ from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.retention.allocate import InfeasibleBudget
 from sphkv.retention.blocks import BlockShape
-from sphkv.retention.controller import VARIANTS, ControlOptions
 from sphkv.retention.gate import GateOptions
+from sphkv.retention.options import VARIANTS, ControlOptions
 from sphkv.retention.protection import ProtectionRule
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)

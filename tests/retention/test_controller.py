@@ -8,14 +8,10 @@ from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.retention.allocate import SOLVERS, InfeasibleBudget
 from sphkv.retention.blocks import BlockShape, PageCosts
-from sphkv.retention.controller import (
-    VARIANTS,
-    ControlOptions,
-    LayerInput,
-    RetentionController,
-)
+from sphkv.retention.controller import LayerInput, RetentionController
 from sphkv.retention.distortion import TierErrors, recipe_distortion, state_distortion
 from sphkv.retention.features import measure_features, window_rows
+from sphkv.retention.options import VARIANTS, ControlOptions
 from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.segments import Segment
 

@@ -16,8 +16,8 @@ from sphkv.core.tiers import (
     coded_tier,
 )
 from sphkv.retention.blocks import BlockShape, PageCosts
-from sphkv.retention.controller import ControlOptions
 from sphkv.retention.gate import GateOptions
+from sphkv.retention.options import ControlOptions
 from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.protection import ProtectionRule
 from sphkv.retention.segments import SegmentSpans

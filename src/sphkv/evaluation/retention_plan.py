@@ -21,7 +21,7 @@ from sphkv.evaluation.retention_prompts import passage_segments
 from sphkv.integrations.models import load_model
 from sphkv.integrations.prompt_states import PromptStates, read_prompt, store_prompt
 from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
-from sphkv.retention.controller import ControlOptions
+from sphkv.retention.options import ControlOptions
 from sphkv.retention.policy import RetentionPolicy, load_policy
 from sphkv.retention.statistics import head_spread, segment_spread, state_bytes_of
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from sphkv.evaluation.retention_config import StudyConfig
 from sphkv.evaluation.text import read_tokens
 from sphkv.evaluation.workloads.qa import fit_prompt, read_questions
 from sphkv.integrations.prompt_states import PromptStates, read_prompt
 from sphkv.retention.segments import SegmentSpans, find_segments
-
-if TYPE_CHECKING:
-    from sphkv.evaluation.retention_study import StudyConfig
 
 _OFFSET = 40_000
 _ANSWER_TOKENS = 16

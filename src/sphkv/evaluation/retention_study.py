@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from sphkv.codec.calibration_file import load_calibration
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.retention_config import VARIANT_OPTIONS, StudyConfig
 from sphkv.evaluation.retention_prompts import StudyPrompt, lm_prompts, qa_prompts
 from sphkv.integrations.models import load_model
 from sphkv.integrations.prompt_states import continue_prompt, store_prompt
@@ -27,73 +28,9 @@ from sphkv.integrations.teacher_forcing import log_probabilities
 from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
 from sphkv.integrations.transformers.calibrate import calibrate_model
 from sphkv.retention.allocate import InfeasibleBudget
-from sphkv.retention.blocks import BlockShape
-from sphkv.retention.controller import ControlOptions, LayerInput
+from sphkv.retention.controller import LayerInput
 from sphkv.retention.policy import RetentionPolicy, load_policy
 from sphkv.retention.statistics import head_spread, segment_spread, state_bytes_of
-
-BUDGETS = ("20%", "15%", "10%", "7%", "5%")
-
-_RUNS = (BlockShape.WHOLE, BlockShape.RUNS)
-_ALL = (BlockShape.WHOLE, BlockShape.RUNS, BlockShape.TOKENS)
-VARIANT_OPTIONS: dict[str, ControlOptions] = {
-    "Joint": ControlOptions(shapes=_RUNS),
-    "KeepDrop": ControlOptions(variant="keepdrop", shapes=_RUNS, fixed_tier="max"),
-    "KeepDrop-best": ControlOptions(variant="keepdrop", shapes=_RUNS),
-    "Quant": ControlOptions(variant="quant", shapes=_RUNS),
-    "Decoupled": ControlOptions(variant="decoupled", shapes=_RUNS),
-    "Joint-tokens": ControlOptions(shapes=_ALL),
-    "Uniform-head": ControlOptions(shapes=(BlockShape.RUNS,), uniform_heads=True),
-    "NoSeg": ControlOptions(shapes=_RUNS, use_segments=False),
-    "One-shot": ControlOptions(shapes=_RUNS, solver="one-shot"),
-}
-DEFAULT_VARIANTS = ("Joint", "KeepDrop", "Quant", "Decoupled")
-
-
-@dataclass(frozen=True, slots=True)
-class StudyConfig:
-    """What is compared, and on what.
-
-    Attributes:
-        model: ``smollm2``, a local folder or a hub name.
-        data: Folder with ``pg19`` and ``longbench``.
-        variants: Names of ``VARIANT_OPTIONS``.
-        budgets: Shares of dense bytes, or other budgets.
-        context: Tokens of a prompt.
-        num_following: Tokens after a prompt on which the language model is compared.
-        num_texts: Books.
-        num_questions: Questions with their evidence in the middle.
-        policy: Policy file; None takes the fixed recipe.
-        calibration: Calibration file; None calibrates on ``pg19/calibration``.
-        page_tokens: States of a coded page.
-    """
-
-    model: str
-    data: str
-    variants: tuple[str, ...] = DEFAULT_VARIANTS
-    budgets: tuple[str, ...] = BUDGETS
-    context: int = 2048
-    num_following: int = 64
-    num_texts: int = 3
-    num_questions: int = 4
-    policy: str | None = None
-    calibration: str | None = None
-    page_tokens: int = 32
-
-    def __post_init__(self) -> None:
-        """Reject unknown variants and budgets."""
-        for name in self.variants:
-            if name not in VARIANT_OPTIONS:
-                known = ", ".join(VARIANT_OPTIONS)
-                raise ValueError(f"variant must be one of {known}, got {name!r}")
-        for budget in self.budgets:
-            ByteBudget.parse(budget)
-        for name in ("context", "num_following", "page_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("num_texts", "num_questions"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
 
 def calibration_books(data: str) -> list[Path]:

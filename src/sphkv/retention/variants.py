@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +16,7 @@ from sphkv.retention.allocate import (
     allocate_tiers,
 )
 from sphkv.retention.blocks import BlockShape, HeadBlocks
-
-if TYPE_CHECKING:
-    from sphkv.retention.controller import ControlOptions
+from sphkv.retention.options import ControlOptions
 
 Decision = list[tuple[HeadBlocks, Tensor]]
 
