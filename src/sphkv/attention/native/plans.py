@@ -85,10 +85,10 @@ def _make_kind(request: DecodeRequest, layout: PageLayout, codebooks: CodebookCa
     book = None
     if layout.tier.is_coded:
         book = codebooks.get(request.codec(), request.layer, layout.tier)
-    return require_kernels().make_kind(_layout_fields(layout), book)
+    return require_kernels().make_kind(layout_fields(layout), book)
 
 
-def _layout_fields(layout: PageLayout) -> list[int]:
+def layout_fields(layout: PageLayout) -> list[int]:
     """Offsets in the order that ``make_kind`` of ``csrc/bindings.cpp`` reads."""
     return [
         layout.page_tokens,

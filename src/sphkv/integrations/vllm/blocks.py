@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sphkv.attention.native.plans import layout_fields
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import DENSE_BITS, RUN_TOKENS, TierSpec
 from sphkv.store.layout import HEADER_BYTES, PageLayout, write_dense_pages, write_pages
@@ -110,21 +111,6 @@ class SinkPages:
             pages[:, layout.value_offset : layout.value_offset + self._half],
         ]
         return torch.cat(parts, 1).view(blocks, heads, -1)
-
-
-def layout_fields(layout: PageLayout) -> list[int]:
-    """Offsets of a coded page in the order the kernels read them."""
-    return [
-        layout.page_tokens,
-        layout.key_offset,
-        layout.radius_offset,
-        layout.scale_offset,
-        layout.value_offset,
-        layout.position_offset,
-        layout.tier.value_bits,
-        layout.page_bytes,
-        int(layout.position_mode),
-    ]
 
 
 class CodedBlock:

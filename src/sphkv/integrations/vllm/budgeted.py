@@ -13,13 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sphkv.attention.native.plans import layout_fields
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierTable, coded_tier, default_tiers
 from sphkv.integrations.vllm.blocks import (
     PageKindFields,
     PagePlaces,
     SinkPages,
-    layout_fields,
 )
 from sphkv.retention.allocate import TierChoices, allocate_tiers
 from sphkv.store.layout import PAGE_ALIGNMENT, PageLayout, write_pages
