@@ -12,16 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sphkv.cache.retained_errors import StateSample, measure_tier_errors
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierTable
 from sphkv.integrations.vllm.budgeted import PART_TOKENS
+from sphkv.retention.blocks import convex_steps
+from sphkv.retention.distortion import TierErrors, state_distortion
+from sphkv.retention.features import TokenFeatures, pool_runs, window_rows
+from sphkv.retention.policy import RetentionPolicy
 
 WINDOW = 32
 """Newest queries of a chunk that judge its blocks."""
 
-_TINY = torch.finfo(torch.float32).tiny
-# A logit error beyond this leaves a weight of one or none.
-_MOST_ERROR = 8.0
+_POLICY = RetentionPolicy()
 # Sums of weights in float32 leave less than this uncertain.
 _LEAST_LEFT = 1e-4
 
@@ -31,7 +34,8 @@ class Votes:
     """Sums over queries, float32.
 
     Attributes:
-        energy: ``[heads, tokens]`` squared attention weight.
+        mass: ``[heads, tokens]`` attention weight.
+        energy: ``[heads, tokens]`` squared weight.
         shift: ``[heads, tokens]`` the same times the squared distance of the value to the
             query's output.
         count: ``[heads, tokens]`` queries that could see the token.
@@ -40,6 +44,7 @@ class Votes:
         pull_count: ``[heads, parts, parts]`` queries that could see all of both.
     """
 
+    mass: Tensor
     energy: Tensor
     shift: Tensor
     count: Tensor
@@ -51,10 +56,10 @@ class Votes:
         """Sums over no queries; ``shape`` ends with heads and tokens."""
         parts = shape[-1] // PART_TOKENS
         pairs = (*shape[:-1], parts, parts)
-        return cls(*(torch.zeros(size) for size in (shape, shape, shape, pairs, pairs)))
+        return cls(*(torch.zeros(size) for size in (*(shape,) * 4, pairs, pairs)))
 
     def _sums(self) -> tuple[Tensor, ...]:
-        return self.energy, self.shift, self.count, self.pull, self.pull_count
+        return self.mass, self.energy, self.shift, self.count, self.pull, self.pull_count
 
     def __getitem__(self, slot: int) -> Votes:
         """Views of one slot."""
@@ -95,6 +100,7 @@ class Votes:
         square = weight.square()
         apart = output.square().sum(-1, keepdim=True) + values.square().sum(-1)[:, None]
         apart = (apart - 2 * output @ values.transpose(1, 2)).clamp_(min=0)
+        self.mass[:, :tokens] += weight.sum(1)
         self.energy[:, :tokens] += square.sum(1)
         self.shift[:, :tokens] += (square * apart).sum(1)
         self.count[:, :tokens] += is_seen.sum(0)
@@ -117,14 +123,34 @@ class Votes:
         self.pull[:, :parts, :parts] += torch.einsum("hrpd,hrqd->hpq", move, move)
         self.pull_count[:, :parts, :parts] += is_whole.T @ is_whole
 
+    def features(self, states: tuple[Tensor, Tensor]) -> TokenFeatures:
+        """What the controller's loss is made of, for keys and values ``[heads, tokens, dim]``."""
+        count = self.count.clamp(min=1)
+        keys, values = (part.float() for part in states)
+        # what heads are like is for the paper's recipe, which is not used here
+        unknown = torch.zeros(len(keys))
+        return TokenFeatures(
+            mass=self.mass / count,
+            energy=self.energy / count,
+            shift=self.shift / count,
+            radius=keys.norm(dim=-1),
+            value_norm=values.norm(dim=-1),
+            reuse=unknown,
+            stability=unknown,
+            output_energy=unknown,
+        )
+
     def drop_losses(self) -> Tensor:
         """``[heads, parts]`` loss of every page if those that are missed less go before it."""
         pull = self.pull / self.pull_count.clamp(min=1)
-        alone = pull.diagonal(dim1=1, dim2=2)
-        order = alone.argsort(1)
-        rank = order.argsort(1)
-        before = rank[:, :, None] > rank[:, None]
-        return alone + 2 * (pull * before).sum(2).clamp(min=0)
+        order = pull.diagonal(dim1=1, dim2=2).argsort(1)
+        losses = torch.empty(order.shape)
+        for head, of_head in enumerate(order):
+            # the squared move of the first n pages together, n = 0, 1, ...
+            nested = pull[head][of_head][:, of_head].cumsum(0).cumsum(1).diagonal()
+            steps = convex_steps(torch.cat([nested.new_zeros(1), nested]))
+            losses[head, of_head] = steps
+        return losses
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
@@ -134,41 +160,20 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
     return grouped.transpose(0, 1).reshape(heads, -1, width)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerErrors:
-    """What tiers do to the states of a layer, ``[heads, tiers]`` each.
-
-    Attributes:
-        key: Squared relative change of a state's softmax weight, per squared radius.
-        value: Squared error of a value, per squared norm.
-    """
-
-    key: Tensor
-    value: Tensor
-
-
 def page_losses(
-    votes: Votes, states: tuple[Tensor, Tensor], errors: LayerErrors, *, num_blocks: int
+    votes: Votes, states: tuple[Tensor, Tensor], errors: TierErrors, *, num_blocks: int
 ) -> Tensor:
     """Expected loss ``[heads, parts, tiers]`` of the pages of a block.
 
-    The controller's loss, docs/math/retention.md, section 2: a wrong weight moves the output by
-    the state's pull on it and a wrong value by its weight, independently of other states. What is
-    dropped moves it the same way every time, so drops of the ``num_blocks`` blocks of a sequence
-    add up before they are squared.
+    The controller's loss, docs/math/retention.md, section 2. What is dropped moves the output the
+    same way every time, so drops of the ``num_blocks`` blocks of a sequence add up before they
+    are squared.
     """
-    keys, values = (part.float() for part in states)
-    count = votes.count.clamp(min=1)
-    by_key = _by_page(votes.shift / count * keys.square().sum(-1))
-    by_value = _by_page(votes.energy / count * values.square().sum(-1))
-    loss = by_key[..., None] * errors.key[:, None] + by_value[..., None] * errors.value[:, None]
+    pages = pool_runs(votes.features(states), PART_TOKENS)
+    heads = range(pages.mass.shape[0])
+    loss = torch.stack([state_distortion(pages, errors, _POLICY, head=head) for head in heads])
     loss[..., 0] = num_blocks * votes.drop_losses()
     return loss
-
-
-def _by_page(x: Tensor) -> Tensor:
-    """Sums ``[heads, parts]`` of ``[heads, tokens]``."""
-    return x.reshape(x.shape[0], -1, PART_TOKENS).sum(2)
 
 
 def measure_errors(
@@ -179,7 +184,7 @@ def measure_errors(
     *,
     scale: float,
     sinks: int,
-) -> LayerErrors:
+) -> TierErrors:
     """Error models of a layer from the states of a text, as its newest queries see them.
 
     Args:
@@ -190,31 +195,14 @@ def measure_errors(
         scale: Factor on the dot product.
         sinks: First tokens that are never coded.
     """
-    query, keys, values = (part.float() for part in states)
-    heads, tokens, dim = keys.shape
+    query, keys, values = states
+    heads, tokens, _ = keys.shape
+    window = torch.arange(tokens - WINDOW, tokens)
+    seen = query[:, window]
+    votes = window_rows(seen, window, keys, scale=scale)
     pages = (tokens - WINDOW - sinks) // PART_TOKENS
-    at = sinks + torch.arange(pages * PART_TOKENS)
-    late = scale * query[:, -WINDOW:].reshape(heads, -1, dim)
-    keys, values = keys[:, at], values[:, at]
-    logits = late @ keys.transpose(1, 2)
-    weight = logits.softmax(-1)
-    pull = weight.square()
-    total_key = (pull * keys.square().sum(-1)[:, None]).sum((1, 2)).clamp(min=_TINY)
-    total_value = (pull * values.square().sum(-1)[:, None]).sum((1, 2)).clamp(min=_TINY)
-    key, value = (torch.zeros(heads, len(tiers)) for _ in range(2))
-    positions = at.reshape(1, pages, -1).expand(heads, -1, -1).flatten(0, 1)
-    head_ids = torch.arange(heads).repeat_interleave(pages)
-    split = [x.reshape(heads * pages, -1, dim) for x in (keys, values)]
-    for tier_id, tier in enumerate(tiers):
-        if not tier.is_coded:
-            continue
-        encoded = codec.encode(layer, tier, split[0], split[1], positions, head_ids=head_ids)
-        coded = codec.decode(layer, tier, encoded, positions, head_ids=head_ids)
-        coded_keys, coded_values = (x.reshape(heads, -1, dim) for x in coded)
-        wrong = (late @ coded_keys.transpose(1, 2) - logits).clamp(-_MOST_ERROR, _MOST_ERROR)
-        factor = wrong.expm1()
-        moved = (factor / (1 + weight * factor)).square()
-        key[:, tier_id] = (pull * moved).sum((1, 2)) / total_key
-        lost = (coded_values - values).square().sum(-1)
-        value[:, tier_id] = (pull * lost[:, None]).sum((1, 2)) / total_value
-    return LayerErrors(key, value)
+    index = (sinks + torch.arange(pages * PART_TOKENS)).expand(heads, -1)
+    sample = StateSample(index, torch.ones(index.shape))
+    return measure_tier_errors(
+        codec, layer, tiers, (seen, keys, values), votes, sample, scale=scale
+    )

@@ -14,12 +14,12 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.integrations.vllm.budgeted import BudgetedBlock
 from sphkv.integrations.vllm.observed import (
     WINDOW,
-    LayerErrors,
     Votes,
     measure_errors,
     page_losses,
 )
 from sphkv.integrations.vllm.steps import SealedBlock, StepPlan
+from sphkv.retention.distortion import TierErrors
 
 States = tuple[Tensor, Tensor, Tensor]
 # Every token's vote would cost more than its attention; the last of a block is always one.
@@ -36,7 +36,7 @@ class BlockRetention:
     def __init__(self, block: BudgetedBlock, max_sequences: int) -> None:
         self.block = block
         self._slots = max_sequences
-        self._errors: dict[int, LayerErrors] = {}
+        self._errors: dict[int, TierErrors] = {}
         self._votes: dict[int, Votes] = {}
 
     def learn_errors(
