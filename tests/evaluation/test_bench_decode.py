@@ -3,8 +3,8 @@
 
 import pytest
 
-from sphkv.evaluation import bench_decode
-from sphkv.evaluation.bench_decode import BenchConfig
+from sphkv.evaluation.bench import decode as bench_decode
+from sphkv.evaluation.bench.decode import BenchConfig
 
 
 def test_bad_settings_are_named():

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="the coded cache runs inside transformers")
 
-from sphkv.evaluation import bench_llama
-from sphkv.evaluation.bench_llama import LlamaBenchConfig, slope_ms_per_1k, time_steps
+from sphkv.evaluation.bench import llama as bench_llama
+from sphkv.evaluation.bench.llama import LlamaBenchConfig, slope_ms_per_1k, time_steps
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from sphkv.evaluation.bench_serve import ServeBenchConfig, bench_serve, make_prompts
-from sphkv.evaluation.serve_load import (
+from sphkv.evaluation.bench.serve import ServeBenchConfig, bench_serve, make_prompts
+from sphkv.evaluation.bench.serve_load import (
     Answer,
     GaugeWatch,
     complete,
@@ -112,7 +112,7 @@ def test_latencies():
 
 
 def test_the_largest_value_is_kept(monkeypatch):
-    monkeypatch.setattr("sphkv.evaluation.serve_load._POLL_SECONDS", 0.001)
+    monkeypatch.setattr("sphkv.evaluation.bench.serve_load._POLL_SECONDS", 0.001)
     values = iter([1.0, 7.0])
 
     def read():

@@ -4,10 +4,10 @@ import json
 import pytest
 
 from sphkv.cli.main import main
-from sphkv.evaluation.session import Session
-from sphkv.evaluation.witness import Witness
-from sphkv.evaluation.witness_failures import FAILURE_CLASSES, diagnose
-from sphkv.evaluation.witness_suite import build_suite
+from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.witness.bounds import Witness
+from sphkv.evaluation.witness.failures import FAILURE_CLASSES, diagnose
+from sphkv.evaluation.witness.suite import build_suite
 
 COMMAND = ["certify", "--budget", "90%", "--context", "1700", "--seeds", "2"]
 
@@ -45,7 +45,7 @@ def test_only_a_safe_point_exits_with_zero(run, monkeypatch, capsys, is_safe):
         "memory": {"b_kv": 25.0},
         "dense_bytes_per_token": 100,
     }
-    monkeypatch.setattr("sphkv.evaluation.certify.certify", lambda config, tell: made)
+    monkeypatch.setattr("sphkv.evaluation.witness.certify.certify", lambda config, tell: made)
     code, certificate = run()
     assert code == (0 if is_safe else 1)
     assert certificate["is_safe"] == is_safe

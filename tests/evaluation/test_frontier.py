@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sphkv.cli.main import main
-from sphkv.evaluation.frontier import (
+from sphkv.evaluation.frontier.envelope import (
     build_frontier,
     choose_star,
     is_dominated,
@@ -17,14 +17,14 @@ from sphkv.evaluation.frontier import (
     synergy_gap,
     winner,
 )
-from sphkv.evaluation.metrics.statistics import bootstrap_interval, paired_sign_flip
-from sphkv.evaluation.operating_points import (
+from sphkv.evaluation.frontier.points import (
     OperatingPoint,
     Panel,
     PanelKey,
     UnfairComparison,
     build_panels,
 )
+from sphkv.evaluation.metrics.statistics import bootstrap_interval, paired_sign_flip
 from sphkv.evaluation.records import RecordFile
 
 

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from sphkv.cli.main import main
-from sphkv.evaluation.demo_text import hidden_facts, make_document
+from sphkv.evaluation.demo.text import hidden_facts, make_document
 from sphkv.evaluation.key_methods import comparison_method, shared_bits, tier_for_bits
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from sphkv.evaluation.decoding import StopRule
 from sphkv.evaluation.metrics.answers import (
     begins_with_answer,
     best_f1,
@@ -21,6 +20,7 @@ from sphkv.evaluation.metrics.stability import (
     trajectory_sensitivity,
 )
 from sphkv.evaluation.metrics.throughput import DecodeTimes, quantile
+from sphkv.evaluation.runner.decoding import StopRule
 
 
 def test_answers_by_hand():

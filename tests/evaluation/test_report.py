@@ -7,7 +7,7 @@ import pytest
 
 from sphkv.cli.main import main
 from sphkv.evaluation.records import RecordFile
-from sphkv.evaluation.report_charts import Mark, Series, number_text, scatter, stacked_bars
+from sphkv.evaluation.report.charts import Mark, Series, number_text, scatter, stacked_bars
 
 SETUP = {
     "substrate": {"pages": "paged"},

@@ -47,7 +47,7 @@ KILLER = textwrap.dedent(
     import os, random, signal, sys, time
     import torch
     torch.set_num_threads(1)
-    import sphkv.evaluation.sweep
+    import sphkv.evaluation.sweep.grid
     from sphkv.cli.main import main
 
     config, out, span = sys.argv[1], sys.argv[2], float(sys.argv[3])
@@ -173,7 +173,7 @@ def test_identity_ignores_the_order_of_keys():
 def test_workloads_take_turns():
     from types import SimpleNamespace
 
-    from sphkv.evaluation.sweep_config import LMWorkload, NeedleWorkload, SweepConfig
+    from sphkv.evaluation.sweep.config import LMWorkload, NeedleWorkload, SweepConfig
 
     def letters(text, **_):
         return SimpleNamespace(input_ids=[ord(letter) for letter in text])
@@ -191,7 +191,7 @@ def test_workloads_take_turns():
 
 def test_grids_that_make_no_sense_are_refused():
     from sphkv.core.configs import build_config
-    from sphkv.evaluation.sweep_config import SweepConfig
+    from sphkv.evaluation.sweep.config import SweepConfig
 
     good = {
         "model": "m",

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sphkv.evaluation.witness import (
+from sphkv.evaluation.witness.bounds import (
     AnswerPair,
     WitnessBounds,
     judge_answers,
@@ -12,8 +12,8 @@ from sphkv.evaluation.witness import (
     judge_realisation,
     judge_seeds,
 )
-from sphkv.evaluation.witness_failures import FAILURE_CLASSES, FailureFigures, summarise
-from sphkv.evaluation.witness_suite import build_suite
+from sphkv.evaluation.witness.failures import FAILURE_CLASSES, FailureFigures, summarise
+from sphkv.evaluation.witness.suite import build_suite
 
 SAME = AnswerPair("retrieval", "p", "12", "12", True, True, 3, 3, True, True)
 

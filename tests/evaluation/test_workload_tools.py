@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sphkv.evaluation.rollout import (
+from sphkv.evaluation.runner.rollout import (
     Episode,
     episode_failures,
     episode_quality,

@@ -7,10 +7,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sphkv.cli.main import main
-from sphkv.evaluation.retention_config import StudyConfig
-from sphkv.evaluation.retention_fit import describe_fit, head_sensitivity
-from sphkv.evaluation.retention_probes import ChangedStates, Probe, rank_correlation
-from sphkv.evaluation.retention_study import compare, recorded_config, summarise
+from sphkv.evaluation.retention.config import StudyConfig
+from sphkv.evaluation.retention.fit import describe_fit, head_sensitivity
+from sphkv.evaluation.retention.probes import ChangedStates, Probe, rank_correlation
+from sphkv.evaluation.retention.study import compare, recorded_config, summarise
 from sphkv.integrations.prompt_states import attending, continue_prompt, read_prompt
 from sphkv.integrations.teacher_forcing import hidden_states
 

@@ -68,8 +68,8 @@ def run_fit(args: argparse.Namespace) -> int:
     for path in (args.out, args.policy_out):
         check_writable(path)
     # imported late, so that `sphkv --help` needs no torch
-    from sphkv.evaluation.retention_config import StudyConfig
-    from sphkv.evaluation.retention_fit import fit_on_books
+    from sphkv.evaluation.retention.config import StudyConfig
+    from sphkv.evaluation.retention.fit import fit_on_books
 
     config = StudyConfig(
         model=args.model, data=args.data, context=args.context, calibration=args.calibration
@@ -99,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure every variant at every budget."""
     check_writable(args.out)
     # imported late, so that `sphkv --help` needs no torch
-    from sphkv.evaluation.retention_config import BUDGETS, DEFAULT_VARIANTS, StudyConfig
-    from sphkv.evaluation.retention_study import StudyRunner
+    from sphkv.evaluation.retention.config import BUDGETS, DEFAULT_VARIANTS, StudyConfig
+    from sphkv.evaluation.retention.study import StudyRunner
 
     config = StudyConfig(
         model=args.model,

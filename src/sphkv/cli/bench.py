@@ -82,7 +82,7 @@ def run_decode(args: argparse.Namespace) -> int:
     check_writable(args.out)
     if args.device != "cpu":
         return _run_gpu_decode(args)
-    from sphkv.evaluation.bench_decode import BenchConfig, bench_decode
+    from sphkv.evaluation.bench.decode import BenchConfig, bench_decode
 
     defaults = BenchConfig()
     config = BenchConfig(
@@ -118,7 +118,7 @@ def _run_gpu_decode(args: argparse.Namespace) -> int:
 def run_llama(args: argparse.Namespace) -> int:
     """Time both sides, print."""
     check_writable(args.out)
-    from sphkv.evaluation.bench_llama import LlamaBenchConfig, bench_llama
+    from sphkv.evaluation.bench.llama import LlamaBenchConfig, bench_llama
 
     config = LlamaBenchConfig(args.gguf, tier=args.tier, threads=args.threads, rounds=args.rounds)
     if args.context:

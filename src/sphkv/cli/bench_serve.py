@@ -62,7 +62,7 @@ def _span(text: str) -> tuple[int, int]:
 def run_serve(args: argparse.Namespace) -> int:
     """Load both servers, print."""
     check_writable(args.out)
-    from sphkv.evaluation.bench_serve import ServeBenchConfig, bench_serve
+    from sphkv.evaluation.bench.serve import ServeBenchConfig, bench_serve
 
     config = ServeBenchConfig(
         model=args.model,

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Examine one operating point."""
     check_writable(args.out)
     from sphkv.core.configs import build_config
-    from sphkv.evaluation.certify import CertifyConfig, certify
+    from sphkv.evaluation.witness.certify import CertifyConfig, certify
 
     bounds = {
         name: value for name in _BOUNDS if (value := getattr(args, f"bound_{name}")) is not None

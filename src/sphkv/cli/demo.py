@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
     folder = None if args.report is None else Path(args.report).parent
     if folder is None or folder.exists():
         check_writable(args.report)
-    from sphkv.evaluation.demo import DemoConfig, run_demo
-    from sphkv.evaluation.demo_report import render_report
+    from sphkv.evaluation.demo.report import render_report
+    from sphkv.evaluation.demo.run import DemoConfig, run_demo
 
     began = time.perf_counter()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sphkv.cli.output import check_writable, format_table, write_json
 
 if TYPE_CHECKING:
-    from sphkv.evaluation.sweep_config import SweepConfig
+    from sphkv.evaluation.sweep.config import SweepConfig
 
 COLUMNS = ("case", "method", "budget", "context", "answer", "f1", "found", "kl", "b_kv", "tok_s")
 
@@ -47,7 +47,7 @@ def point_settings(args: argparse.Namespace) -> dict[str, Any]:
 def measure_and_print(args: argparse.Namespace, config: SweepConfig) -> int:
     """Run a small sweep in memory and print its points."""
     check_writable(args.out)
-    from sphkv.evaluation.sweep import PointList, SweepRunner
+    from sphkv.evaluation.sweep.grid import PointList, SweepRunner
 
     points = PointList()
     SweepRunner(config, keep=None, tell=lambda line: print(line, file=sys.stderr)).run(points)

@@ -22,7 +22,7 @@ def add_parser(workloads: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> int:
     """Measure one point."""
     from sphkv.core.configs import build_config
-    from sphkv.evaluation.sweep_config import SweepConfig
+    from sphkv.evaluation.sweep.config import SweepConfig
 
     part = {"context": args.context, "num_questions": args.questions}
     if args.distractors is not None:

@@ -37,8 +37,8 @@ def add_record_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print one table per panel."""
     check_writable(args.out)
-    from sphkv.evaluation.frontier import build_frontier, frontier_rows, winner
-    from sphkv.evaluation.operating_points import build_panels
+    from sphkv.evaluation.frontier.envelope import build_frontier, frontier_rows, winner
+    from sphkv.evaluation.frontier.points import build_panels
     from sphkv.evaluation.records import load_records
 
     records = load_records([Path(path) for path in args.records])

@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.png, args.html, args.out):
         check_writable(path)
     # imported late, so that `sphkv --help` needs no torch
-    from sphkv.evaluation.retention_figure import draw_plan, plan_html
-    from sphkv.evaluation.retention_plan import PlanConfig, plan_retention
+    from sphkv.evaluation.retention.figure import draw_plan, plan_html
+    from sphkv.evaluation.retention.plan import PlanConfig, plan_retention
 
     config = PlanConfig(
         model=args.model,

@@ -26,8 +26,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Write the page and what lies beside it."""
     from sphkv.evaluation.records import load_records
-    from sphkv.evaluation.report import draw_png, make_frontiers, points_csv, render_report
-    from sphkv.evaluation.report_studies import load_study
+    from sphkv.evaluation.report.page import draw_png, make_frontiers, points_csv, render_report
+    from sphkv.evaluation.report.studies import load_study
 
     studies = {
         name: load_study(Path(path), field=field)

@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> int:
     # imported late, so that `sphkv --help` needs no torch
     from sphkv.core.configs import resolve_config
     from sphkv.evaluation.records import RecordFile
-    from sphkv.evaluation.sweep import SweepRunner
-    from sphkv.evaluation.sweep_config import SweepConfig
+    from sphkv.evaluation.sweep.config import SweepConfig
+    from sphkv.evaluation.sweep.grid import SweepRunner
 
     flags: dict[str, Any] = {
         name: value for name in ("data", "model") if (value := getattr(args, name)) is not None

@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sphkv.evaluation.continuation import DRIFT_EDGES
-from sphkv.evaluation.frontier import PanelFrontier, frontier_rows, winner
-from sphkv.evaluation.operating_points import OperatingPoint, record_quality
-from sphkv.evaluation.report_charts import Mark, Series, number_text, scatter, stacked_bars
+from sphkv.evaluation.frontier.envelope import PanelFrontier, frontier_rows, winner
+from sphkv.evaluation.frontier.points import OperatingPoint, record_quality
+from sphkv.evaluation.report.charts import Mark, Series, number_text, scatter, stacked_bars
+from sphkv.evaluation.runner.continuation import DRIFT_EDGES
 
 Record = Mapping[str, Any]
 

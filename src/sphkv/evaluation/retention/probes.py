@@ -22,7 +22,7 @@ from sphkv.retention.policy import RetentionPolicy
 from sphkv.store.ledger import ByteLedger
 
 if TYPE_CHECKING:
-    from sphkv.evaluation.retention_study import StudyRunner
+    from sphkv.evaluation.retention.study import StudyRunner
 
 _PARTS = 6
 
@@ -134,7 +134,7 @@ def measure_probes(
 
 
 def _kl(runner: StudyRunner, prompt: PromptStates, method: ChangedStates) -> float:
-    from sphkv.evaluation.retention_study import compare
+    from sphkv.evaluation.retention.study import compare
 
     hidden = continue_prompt(runner.model, method, prompt.following)
     return max(float(compare(runner.model, prompt.hidden[1:], hidden)["kl"]), 1e-12)

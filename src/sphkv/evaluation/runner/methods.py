@@ -19,7 +19,7 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
-from sphkv.evaluation.shared_work import SharedWork
+from sphkv.evaluation.runner.shared_work import SharedWork
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.protection import ProtectionRule

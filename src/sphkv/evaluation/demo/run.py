@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sphkv.cache.plan import parse_tiers
 from sphkv.codec.calibration import CalibrationOptions
-from sphkv.evaluation.demo_text import HiddenFact, hidden_facts, make_document
+from sphkv.evaluation.demo.text import HiddenFact, hidden_facts, make_document
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.tier_map import tier_map
 from sphkv.integrations.models import load_model

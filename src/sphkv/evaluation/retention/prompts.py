@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sphkv.evaluation.retention_config import StudyConfig
+from sphkv.evaluation.retention.config import StudyConfig
 from sphkv.evaluation.text import read_tokens
 from sphkv.evaluation.workloads.qa import fit_prompt, read_questions
 from sphkv.integrations.prompt_states import PromptStates, read_prompt

@@ -20,8 +20,8 @@ from sphkv.codec.calibration_file import load_calibration
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.retention_config import VARIANT_OPTIONS, StudyConfig
-from sphkv.evaluation.retention_prompts import StudyPrompt, lm_prompts, qa_prompts
+from sphkv.evaluation.retention.config import VARIANT_OPTIONS, StudyConfig
+from sphkv.evaluation.retention.prompts import StudyPrompt, lm_prompts, qa_prompts
 from sphkv.integrations.models import load_model
 from sphkv.integrations.prompt_states import continue_prompt, store_prompt
 from sphkv.integrations.teacher_forcing import log_probabilities

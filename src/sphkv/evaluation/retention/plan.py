@@ -17,7 +17,7 @@ from sphkv.codec.calibration_file import load_calibration
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.retention_prompts import passage_segments
+from sphkv.evaluation.retention.prompts import passage_segments
 from sphkv.integrations.models import load_model
 from sphkv.integrations.prompt_states import PromptStates, read_prompt, store_prompt
 from sphkv.integrations.transformers.architecture import model_geometry, model_ropes

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sphkv.evaluation.continuation import compare_hidden
-from sphkv.evaluation.decoding import decode_greedily, stop_rule
-from sphkv.evaluation.reading import ReadCase
-from sphkv.evaluation.session import Session
-from sphkv.evaluation.witness_suite import WitnessPrompt
+from sphkv.evaluation.runner.continuation import compare_hidden
+from sphkv.evaluation.runner.decoding import decode_greedily, stop_rule
+from sphkv.evaluation.runner.reading import ReadCase
+from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.witness.suite import WitnessPrompt
 from sphkv.integrations.prompt_states import store_prompt
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from sphkv.cache.method import CacheMethod
 from sphkv.core.geometry import KVGeometry
-from sphkv.evaluation.decoding import AttendClock, decode_greedily, stop_rule, stop_timing
-from sphkv.evaluation.mechanism import describe_allocation, describe_margins
-from sphkv.evaluation.methods import decode_bytes, realisation_of, setting_of
 from sphkv.evaluation.metrics.answers import (
     begins_with_answer,
     best_f1,
@@ -27,8 +24,11 @@ from sphkv.evaluation.metrics.answers import (
     token_f1,
 )
 from sphkv.evaluation.metrics.throughput import DecodeTimes
-from sphkv.evaluation.reading import ReadCase
-from sphkv.evaluation.rollout import episode_quality, run_episode
+from sphkv.evaluation.runner.decoding import AttendClock, decode_greedily, stop_rule, stop_timing
+from sphkv.evaluation.runner.mechanism import describe_allocation, describe_margins
+from sphkv.evaluation.runner.methods import decode_bytes, realisation_of, setting_of
+from sphkv.evaluation.runner.reading import ReadCase
+from sphkv.evaluation.runner.rollout import episode_quality, run_episode
 from sphkv.integrations.prompt_states import (
     PromptStates,
     continue_prompt,

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from sphkv.core.tiers import coded_tier
-from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.serve_load import (
+from sphkv.evaluation.bench.serve_load import (
     GaugeWatch,
     complete,
     run_closed_loop,
     summarise,
     tokenize,
 )
+from sphkv.evaluation.environment import describe_environment
 from sphkv.integrations.vllm.launch import (
     CODED_SERVER,
     STOCK_SERVER,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sphkv.evaluation.methods import DENSE
+from sphkv.evaluation.runner.methods import DENSE
 
 LM_TOLERANCE = 0.05
 POINTS_TOLERANCE = 0.8

@@ -18,14 +18,14 @@ import torch
 
 from sphkv.core.configs import config_to_dict
 from sphkv.core.errors import BudgetExceeded
-from sphkv.evaluation.continuation import measure_case
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.methods import JOINT
-from sphkv.evaluation.operating_points import QUALITY_FIELD
-from sphkv.evaluation.reading import ReadCase
+from sphkv.evaluation.frontier.points import QUALITY_FIELD
 from sphkv.evaluation.records import content_id, write_text
-from sphkv.evaluation.session import Session
-from sphkv.evaluation.sweep_config import QAWorkload, SweepConfig
+from sphkv.evaluation.runner.continuation import measure_case
+from sphkv.evaluation.runner.methods import JOINT
+from sphkv.evaluation.runner.reading import ReadCase
+from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.sweep.config import QAWorkload, SweepConfig
 from sphkv.evaluation.workloads.case import Case
 from sphkv.retention.allocate import InfeasibleBudget
 

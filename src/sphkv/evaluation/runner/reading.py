@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from sphkv.baselines.attention_scores import SharedAttention
-from sphkv.evaluation.decoding import decode_greedily, stop_rule
-from sphkv.evaluation.dense_reference import DenseReference
-from sphkv.evaluation.rollout import Episode, run_episode
-from sphkv.evaluation.shared_work import SharedWork
+from sphkv.evaluation.runner.decoding import decode_greedily, stop_rule
+from sphkv.evaluation.runner.dense_reference import DenseReference
+from sphkv.evaluation.runner.rollout import Episode, run_episode
+from sphkv.evaluation.runner.shared_work import SharedWork
 from sphkv.evaluation.workloads.case import Case
 from sphkv.integrations.prompt_states import LayerStates, PromptStates, continue_prompt, read_prompt
 

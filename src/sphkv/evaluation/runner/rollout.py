@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sphkv.cache.method import CacheMethod
-from sphkv.evaluation.decoding import decode_greedily, stop_rule
 from sphkv.evaluation.metrics.stability import (
     Failure,
     count_failures,
@@ -20,6 +19,7 @@ from sphkv.evaluation.metrics.stability import (
     is_looping,
     length_drift,
 )
+from sphkv.evaluation.runner.decoding import decode_greedily, stop_rule
 from sphkv.evaluation.workloads.toolbench import ApiTask
 from sphkv.evaluation.workloads.tools import MAX_STEPS, ToolTask
 from sphkv.integrations.prompt_states import continue_prompt

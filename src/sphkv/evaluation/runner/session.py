@@ -12,9 +12,9 @@ import torch
 
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.calibration_file import load_calibration, save_calibration
-from sphkv.evaluation.methods import MethodFactory, ModelShape
-from sphkv.evaluation.reading import PromptReader
 from sphkv.evaluation.records import content_id
+from sphkv.evaluation.runner.methods import MethodFactory, ModelShape
+from sphkv.evaluation.runner.reading import PromptReader
 from sphkv.evaluation.workloads.case import Case
 from sphkv.evaluation.workloads.filler import made_up_text
 from sphkv.integrations.models import load_model

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sphkv.core.budget import ByteBudget
-from sphkv.evaluation.continuation import DecodeWindow
-from sphkv.evaluation.methods import DENSE
+from sphkv.evaluation.runner.continuation import DecodeWindow
+from sphkv.evaluation.runner.methods import DENSE
 from sphkv.evaluation.workloads.case import Case, check_context
 from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.evaluation.workloads.needles import needle_cases

@@ -12,14 +12,19 @@ import torch
 from torch import Tensor
 
 from sphkv.cache.method import CacheMethod
-from sphkv.evaluation.decoding import DecodedAnswer, decode_greedily, decode_tokens, stop_rule
-from sphkv.evaluation.dense_reference import DenseReference
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.methods import realisation_of, setting_of
-from sphkv.evaluation.reading import ReadCase
 from sphkv.evaluation.records import content_id
-from sphkv.evaluation.session import Session
-from sphkv.evaluation.witness import (
+from sphkv.evaluation.runner.decoding import (
+    DecodedAnswer,
+    decode_greedily,
+    decode_tokens,
+    stop_rule,
+)
+from sphkv.evaluation.runner.dense_reference import DenseReference
+from sphkv.evaluation.runner.methods import realisation_of, setting_of
+from sphkv.evaluation.runner.reading import ReadCase
+from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.witness.bounds import (
     AnswerPair,
     Witness,
     WitnessBounds,
@@ -28,8 +33,8 @@ from sphkv.evaluation.witness import (
     judge_realisation,
     judge_seeds,
 )
-from sphkv.evaluation.witness_failures import diagnose
-from sphkv.evaluation.witness_suite import WitnessPrompt, build_suite
+from sphkv.evaluation.witness.failures import diagnose
+from sphkv.evaluation.witness.suite import WitnessPrompt, build_suite
 from sphkv.evaluation.workloads.case import check_context
 from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.integrations.prompt_states import continue_prompt, store_prompt

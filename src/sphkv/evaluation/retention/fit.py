@@ -18,9 +18,9 @@ from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.retention_config import StudyConfig
-from sphkv.evaluation.retention_probes import Probe, measure_probes, rank_correlation
-from sphkv.evaluation.retention_study import (
+from sphkv.evaluation.retention.config import StudyConfig
+from sphkv.evaluation.retention.probes import Probe, measure_probes, rank_correlation
+from sphkv.evaluation.retention.study import (
     StudyRunner,
     calibration_books,
     recorded_config,

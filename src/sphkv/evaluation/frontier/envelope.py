@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sphkv.evaluation.methods import OUR_METHODS
+from sphkv.evaluation.frontier.points import OperatingPoint, Panel
 from sphkv.evaluation.metrics.statistics import bootstrap_interval, paired_sign_flip
-from sphkv.evaluation.operating_points import OperatingPoint, Panel
+from sphkv.evaluation.runner.methods import OUR_METHODS
 
 # Rounding of averages must not turn an equal score into a lost one.
 _SLACK = 1e-9

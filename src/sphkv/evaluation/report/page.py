@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sphkv.evaluation.frontier import PanelFrontier, build_frontier
-from sphkv.evaluation.operating_points import build_panels
-from sphkv.evaluation.report_charts import colour_of
-from sphkv.evaluation.report_mechanism import (
+from sphkv.evaluation.frontier.envelope import PanelFrontier, build_frontier
+from sphkv.evaluation.frontier.points import build_panels
+from sphkv.evaluation.report.charts import colour_of
+from sphkv.evaluation.report.mechanism import (
     allocation_parts,
     depth_curves,
     gate_traces,
     phase_diagram,
     tier_maps,
 )
-from sphkv.evaluation.report_sections import (
+from sphkv.evaluation.report.sections import (
     behaviour_curves,
     behaviour_table,
     budget_curves,
@@ -33,7 +33,7 @@ from sphkv.evaluation.report_sections import (
     readoff_tables,
     time_bars,
 )
-from sphkv.evaluation.report_studies import ablation_part, certificate_part
+from sphkv.evaluation.report.studies import ablation_part, certificate_part
 
 _STYLE = """
 :root { --ink: #1d2430; --paper: #ffffff; --line: #d5dbe4; --soft: #5b6675; --grey: #9aa3af; }

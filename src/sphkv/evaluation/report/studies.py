@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sphkv.evaluation.frontier import psi, synergy_gap
-from sphkv.evaluation.report_sections import table
+from sphkv.evaluation.frontier.envelope import psi, synergy_gap
+from sphkv.evaluation.report.sections import table
 
 JOINT = "Joint"
 SINGLE_LEVERS = ("KeepDrop", "Quant", "Decoupled")
