@@ -24,6 +24,7 @@ from sphkv.baselines.qjl import SignSketch, sketch_rows
 from sphkv.baselines.quantised import QuantisedCache
 from sphkv.baselines.rotatekv import RotatedIntegers
 from sphkv.baselines.rotation_lloyd import random_rotation
+from sphkv.baselines.scalar_levels import NearestLevel
 from sphkv.baselines.turboquant import RotatedLevels, sphere_levels
 from sphkv.baselines.zipcache import SalientIntegers, saliency
 from sphkv.codec.hadamard import unrotate
@@ -107,6 +108,24 @@ def test_turboquant_levels_by_hand() -> None:
     assert sphere_levels(1, 3).tolist() == pytest.approx([-0.5, 0.5], abs=1e-4)
     assert sphere_levels(2, 3).tolist() == pytest.approx([-0.75, -0.25, 0.25, 0.75], abs=1e-3)
     assert sphere_levels(1, 2).tolist() == pytest.approx([-2 / math.pi, 2 / math.pi], abs=1e-3)
+
+
+@pytest.mark.parametrize(("bits", "dim"), [(1, 2), (3, 64), (8, 64), (8, 2)])
+def test_levels_by_look_up_are_those_of_a_search(bits: int, dim: int) -> None:
+    """On the edges themselves, one step beside them, and at and beyond the ends."""
+    levels = sphere_levels(bits, dim)
+    edges = (levels[1:] + levels[:-1]) / 2
+    beside = [torch.nextafter(edges, torch.tensor(end)) for end in (-2.0, 2.0)]
+    x = torch.cat([edges, *beside, torch.tensor([-1.001, -1.0, 1.0, 1.001]), noise(5000) / 8])
+    nearest = NearestLevel(levels)
+    codes = nearest.codes(x)
+    assert torch.equal(codes.long(), torch.bucketize(x, edges))
+    assert torch.equal(nearest.values(codes), levels[codes.long()])
+
+
+def test_levels_too_close_for_a_grid_are_refused() -> None:
+    with pytest.raises(ValueError, match="levels lie closer"):
+        NearestLevel(torch.tensor([0.0, 1e-7, 2e-7]))
 
 
 def test_turboquant_by_hand() -> None:

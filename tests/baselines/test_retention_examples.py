@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
-from sphkv.baselines.attention_scores import SharedAttention, received_attention, window_attention
+from sphkv.baselines.attention_scores import (
+    SharedAttention,
+    SharedScores,
+    received_attention,
+    window_attention,
+)
 from sphkv.baselines.cake import MeanAndVariance, layer_preference, share_pages
 from sphkv.baselines.dense import DenseCache
 from sphkv.baselines.eviction import EvictionCache, EvictionPolicy, highest
@@ -39,7 +44,7 @@ def looking(tokens: int) -> Tensor:
 
 
 def kept(policy: EvictionPolicy, query: Tensor, keys: Tensor, count: int) -> list[int]:
-    scores = policy.prompt_scores(0, query, keys, torch.ones_like(keys), count)
+    scores = policy.prompt_scores(0, query, keys, torch.ones_like(keys))
     return highest(scores, count)[0].nonzero()[:, 0].tolist()
 
 
@@ -69,7 +74,7 @@ def test_streaming_llm_moves_sinks_to_the_window() -> None:
 def test_h2o_by_hand() -> None:
     """Of two tokens one is the newest; the other has received most: 1.375 of three, or 1.85."""
     for keys, expected in ((weighted(1, 3, 4), [0, 2]), (weighted(1, 19, 1), [1, 2])):
-        carried = HeavyHitters().prompt_scores(0, looking(3), keys, keys, 2)
+        carried = HeavyHitters().prompt_scores(0, looking(3), keys, keys)
         scores = HeavyHitters().decode_scores(torch.arange(3)[None], carried, 2)
         assert highest(scores, 2)[0].nonzero()[:, 0].tolist() == expected
 
@@ -115,12 +120,12 @@ def test_cake_scores_by_hand() -> None:
     query = torch.zeros(1, 5, 2)
     query[0, 3, 0] = query[0, 4, 1] = math.sqrt(2)
     policy = MeanAndVariance(window=2, kernel=1)
-    scores = policy.prompt_scores(0, query, keys, keys, 4)
+    scores = policy.prompt_scores(0, query, keys, keys)
     # weights 4/7.5 and 1/7.5 have mean 1/3 and variance 0.08
     assert scores[0, :3].tolist() == pytest.approx([1 / 3 + 16, 1 / 3, 1 / 3 + 16], rel=1e-4)
     assert kept(policy, query, keys, 4) == [0, 2, 3, 4]
     # neighbours share a third each, with nothing beyond the ends
-    smooth = MeanAndVariance(window=2, kernel=3).prompt_scores(0, query, keys, keys, 4)
+    smooth = MeanAndVariance(window=2, kernel=3).prompt_scores(0, query, keys, keys)
     assert smooth[0, :3].tolist() == pytest.approx([50 / 9, 11, 50 / 9], rel=1e-4)
 
 
@@ -137,7 +142,7 @@ def test_expected_attention_by_hand() -> None:
     """Constant queries have no covariance: weights 1/8, 3/8, 4/8 times value norms."""
     policy = ExpectedWeights([STILL], num_sinks=0)
     values = torch.tensor([[[4.0, 0.0], [0.0, 1.0], [1.0, 0.0]]])
-    scores = policy.prompt_scores(0, looking(3), weighted(1, 3, 4), values, 2)
+    scores = policy.prompt_scores(0, looking(3), weighted(1, 3, 4), values)
     assert scores[0].tolist() == pytest.approx([0.5, 0.375, 0.5])
 
 
@@ -147,7 +152,7 @@ def test_expected_attention_uses_the_covariance() -> None:
     query = torch.tensor([[[2.0, 0.0], [-2.0, 0.0]]])
     keys = torch.tensor([[[math.sqrt(math.log(3)), 0.0], [0.0, 5.0]]])
     values = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
-    scores = policy.prompt_scores(0, query, keys, values, 1)
+    scores = policy.prompt_scores(0, query, keys, values)
     assert scores[0].tolist() == pytest.approx([0.75, 0.25])
 
 
@@ -228,3 +233,22 @@ def test_shared_attention_counts_every_query_once() -> None:
         assert torch.allclose(shared.received(0, query[:, :tokens], keys[:, :tokens]), part)
     assert torch.allclose(shared.received(0, query, keys), whole)
     assert shared.reused_s > 0
+
+
+def test_shared_scores_are_found_once_and_charged_every_time() -> None:
+    """The second cache of a prompt reuses all scores, at another budget too, and keeps the same."""
+    generator = torch.Generator().manual_seed(4)
+    geometry = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=8)
+    query = torch.randn(4, 300, 8, generator=generator)
+    keys, values = torch.randn(2, 2, 300, 8, generator=generator)
+    shared = SharedScores(SharedAttention(200))
+    for budget in (0.4, 0.6):
+        alone, sharing = h2o(geometry, budget), h2o(geometry, budget)
+        sharing.shared = shared
+        for layer in range(2):
+            alone.prefill(layer, keys, values, query=query)
+            sharing.prefill(layer, keys, values, query=query)
+            ours, theirs = sharing.read(layer), alone.read(layer)
+            assert torch.equal(ours.positions, theirs.positions)
+            assert torch.equal(ours.keys, theirs.keys)
+        assert (shared.reused_s > 0) == (budget == 0.6)

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 # Queries whose weights are held at once.
 _QUERY_BLOCK = 256
+
+# Weights of a block of queries: few enough that passes over them are cheap.
+_CPU_LOGITS = 3 << 18
+_GPU_LOGITS = 1 << 25
 
 
 def window_attention(query: Tensor, keys: Tensor, window: int) -> Tensor:
@@ -35,13 +41,42 @@ def received_attention(query: Tensor, keys: Tensor, *, first: int = 0) -> Tensor
         keys: ``[kv_heads, tokens, head_dim]`` after RoPE.
         first: Queries before this one are left out.
     """
-    heads, tokens = query.shape[0], keys.shape[1]
-    total = torch.zeros(heads, tokens, device=keys.device)
-    for at in range(first, tokens, _QUERY_BLOCK):
-        stop = min(tokens, at + _QUERY_BLOCK)
-        rows = torch.arange(at, stop, device=keys.device)
-        total[:, :stop] += _weights(query, keys[:, :stop], rows).sum(1)
+    kv_heads, tokens, dim = keys.shape
+    total = torch.zeros(query.shape[0], tokens, device=keys.device)
+    grouped = query.unflatten(0, (kv_heads, -1))
+    for head, own in enumerate(total.unflatten(0, (kv_heads, -1))):
+        # powers of two are cheaper than powers of e
+        scaled = grouped[head].float() * (dim**-0.5 * math.log2(math.e))
+        _add_received(own, scaled, keys[head].float(), first)
     return total
+
+
+def _add_received(total: Tensor, query: Tensor, keys: Tensor, first: int) -> None:
+    """Add to ``[group, tokens]`` what the queries of one KV head give to its tokens.
+
+    Args:
+        total: What they received so far.
+        query: ``[group, tokens, head_dim]``, scaled so that weights are powers of two.
+        keys: ``[tokens, head_dim]``.
+        first: Queries before this one are left out.
+    """
+    group, tokens = total.shape
+    room = _CPU_LOGITS if keys.device.type == "cpu" else _GPU_LOGITS
+    block = max(1, room // max(1, group * tokens))
+    held = keys.new_empty(group * min(block, tokens) * tokens)
+    for at in range(first, tokens, block):
+        stop = min(tokens, at + block)
+        rows = stop - at
+        weights = held[: group * rows * stop].view(group * rows, stop)
+        torch.mm(query[:, at:stop].flatten(0, 1), keys[:stop].T, out=weights)
+        by_query = weights.view(group, rows, stop)
+        # tokens before the block are seen by all of it
+        later = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
+        by_query[..., at:].masked_fill_(later, -torch.inf)
+        weights.sub_(weights.amax(-1, keepdim=True)).exp2_()
+        # one product normalises the rows and adds them up
+        share = weights.sum(-1).reciprocal_().view(group, 1, rows)
+        total[:, :stop] += (share @ by_query)[:, 0]
 
 
 class SharedAttention:
@@ -78,6 +113,39 @@ class SharedAttention:
         total = received_attention(query, keys, first=shared)
         total[:, :shared] += known
         return total
+
+
+class SharedScores:
+    """Scores of the tokens of one prompt, found once for all caches that store it.
+
+    Attributes:
+        attention: What policies that count attention share; a score that used it is charged for it.
+        reused_s: Seconds that finding scores again would have taken, over all uses so far.
+    """
+
+    def __init__(self, attention: SharedAttention) -> None:
+        """Nothing is found yet."""
+        self.attention = attention
+        self.reused_s = 0.0
+        self._found: dict[tuple[str, int], tuple[Tensor, float]] = {}
+
+    def find(self, policy: str, layer: int, score: Callable[[], Tensor]) -> Tensor:
+        """Scores ``[kv_heads, tokens]`` of a layer; nobody may write to them.
+
+        Args:
+            policy: Name of the policy.
+            layer: The layer.
+            score: Finds the scores.
+        """
+        if (policy, layer) in self._found:
+            known, seconds = self._found[policy, layer]
+            self.reused_s += seconds
+            return known
+        began, reused_s = time.perf_counter(), self.attention.reused_s
+        scores = score()
+        seconds = time.perf_counter() - began + self.attention.reused_s - reused_s
+        self._found[policy, layer] = scores, seconds
+        return scores
 
 
 def probe_attention(query: Tensor, keys: Tensor, rows: Tensor) -> Tensor:

@@ -6,6 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# What two, four and eight codes of up to 7 bits fit into.
+_WORDS = (torch.int16, torch.int32, torch.int64)
+
 
 def packed_bytes(count: int, bits: int) -> int:
     """Bytes of ``count`` codes of ``bits`` bits."""
@@ -33,8 +36,7 @@ def pack_bits(codes: Tensor, *, bits: int) -> Tensor:
         return codes.clone()
     if 8 % bits == 0:
         return _fold(codes, bits)
-    stream = torch.stack([(codes >> bit) & 1 for bit in range(bits)], dim=-1).flatten(-2)
-    return _fold(stream, 1)[..., : packed_bytes(count, bits)]
+    return _fold_odd(codes, bits)[..., : packed_bytes(count, bits)]
 
 
 def unpack_bits(packed: Tensor, *, bits: int, count: int) -> Tensor:
@@ -83,20 +85,32 @@ def _unfold(packed: Tensor, width: int) -> Tensor:
     return torch.stack(fields, dim=-1).flatten(-2)
 
 
+def _fold_odd(codes: Tensor, bits: int) -> Tensor:
+    """Codes that cross byte borders: eight of them fill ``bits`` bytes.
+
+    Neighbours are joined to pairs, then fours, then a word of eight whose low bytes are kept.
+    """
+    rest = -codes.shape[-1] % 8
+    words = torch.nn.functional.pad(codes, (0, rest)) if rest else codes
+    for width, dtype in zip((bits, 2 * bits, 4 * bits), _WORDS, strict=True):
+        low, high = words.unflatten(-1, (-1, 2)).unbind(-1)
+        words = low.to(dtype) | high.to(dtype) << width
+    packed: Tensor = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits]
+    return packed.flatten(-2)
+
+
 def _unfold_odd(packed: Tensor, bits: int) -> Tensor:
-    """Codes that cross byte borders: eight of them fill ``bits`` bytes."""
+    """Undo ``_fold_odd``."""
     rest = -packed.shape[-1] % bits
     if rest:
         packed = torch.nn.functional.pad(packed, (0, rest))
-    groups = packed.unflatten(-1, (-1, bits)).to(torch.int16)
-    fields = []
-    for start in range(0, 8 * bits, bits):
-        byte, shift = divmod(start, 8)
-        word = groups[..., byte] >> shift
-        if shift + bits > 8:
-            word = word | groups[..., byte + 1] << (8 - shift)
-        fields.append((word & ((1 << bits) - 1)).to(torch.uint8))
-    return torch.stack(fields, dim=-1).flatten(-2)
+    groups = packed.unflatten(-1, (-1, bits))
+    words = torch.nn.functional.pad(groups, (0, 8 - bits)).view(torch.int64)
+    words = words.flatten(-2)
+    for width, dtype in zip((4 * bits, 2 * bits, bits), (*_WORDS[1::-1], torch.uint8), strict=True):
+        halves = (words & ((1 << width) - 1)).to(dtype), (words >> width).to(dtype)
+        words = torch.stack(halves, -1).flatten(-2)
+    return words
 
 
 def _check(codes: Tensor, bits: int) -> None:

@@ -51,9 +51,7 @@ class MeanAndVariance(PromptPolicy):
         """The window and one token."""
         return self.window + 1
 
-    def prompt_scores(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, num_kept: int
-    ) -> Tensor:
+    def prompt_scores(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Mean and variance over the window, pooled."""
         weights = window_attention(query, keys, self.window)
         scores = weights.mean(1) + self.gamma * _variance(weights)

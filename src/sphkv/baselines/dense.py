@@ -20,9 +20,7 @@ class KeepAll(PromptPolicy):
 
     name = "dense"
 
-    def prompt_scores(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, num_kept: int
-    ) -> Tensor:
+    def prompt_scores(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Zeros."""
         return keys.new_zeros(keys.shape[:2])
 

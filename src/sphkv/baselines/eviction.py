@@ -11,13 +11,14 @@ page of the budget is set aside for the tokens that wait, so the bytes are never
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sphkv.attention.partial import softmax_parts
 from sphkv.attention.request import AttentionOptions
+from sphkv.baselines.attention_scores import SharedScores
 from sphkv.baselines.held_states import (
     HeldStates,
     Tagged,
@@ -25,7 +26,6 @@ from sphkv.baselines.held_states import (
     check_budget,
     check_query,
     check_states,
-    held_logits,
     ledger_of,
 )
 from sphkv.baselines.paged_states import PAGE_TOKENS, PagedStates
@@ -62,10 +62,8 @@ class EvictionPolicy(Protocol):
         """Tokens per head of a layer, when the average over layers may be ``room``."""
         ...
 
-    def prompt_scores(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, num_kept: int
-    ) -> Tensor:
-        """Scores ``[kv_heads, tokens]`` of a prompt's tokens.
+    def prompt_scores(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Scores ``[kv_heads, tokens]`` of a prompt's tokens, whatever the budget.
 
         Where scores are carried, these are the first to be carried, and ``decode_scores`` ranks.
 
@@ -74,7 +72,6 @@ class EvictionPolicy(Protocol):
             query: ``[query_heads, tokens, head_dim]`` after RoPE.
             keys: ``[kv_heads, tokens, head_dim]`` after RoPE.
             values: ``[kv_heads, tokens, head_dim]``.
-            num_kept: Tokens each head will keep.
         """
         ...
 
@@ -125,6 +122,7 @@ class EvictionCache:
         realisation: How decoding is carried out.
         policy: Scores the tokens.
         budget: Share of dense bytes, everything charged, that the prompt may take.
+        shared: Scores that earlier caches of the same prompt have found; None finds all anew.
     """
 
     realisation = "kernel-realized"
@@ -135,6 +133,7 @@ class EvictionCache:
         self.policy = policy
         self.budget = check_budget(budget)
         self.geometry = geometry
+        self.shared: SharedScores | None = None
         self._layers: list[PagedStates | None] = [None] * geometry.num_layers
         self._given = [0] * geometry.num_layers
         self._room = [0] * geometry.num_layers
@@ -179,7 +178,8 @@ class EvictionCache:
         limit = self.policy.layer_tokens(layer, self.geometry.num_layers, room, tokens)
         self._room[layer] = limit
         kept = min(limit, tokens)
-        scores = self.policy.prompt_scores(layer, query, keys, values, kept)
+        score = functools.partial(self.policy.prompt_scores, layer, query, keys, values)
+        scores = score() if self.shared is None else self.shared.find(self.name, layer, score)
         self._store_prompt(layer, keys, values, scores, kept)
 
     def _check_empty(self, layer: int) -> None:
@@ -264,10 +264,13 @@ class EvictionCache:
         pages.append(keys, values, positions.expand(heads, tokens))
         self._given[layer] += tokens
         held = self.read(layer)
-        if pages.scores is not None:
-            weights, _ = softmax_parts(held_logits(query, held, positions, options))
-            pages.write_scores(pages.read_scores() + weights.sum(1))
-        return attend_held(query, held, positions, options, sink_logits=sink_logits)
+        carried = None if pages.scores is None else pages.read_scores()
+        output = attend_held(
+            query, held, positions, options, sink_logits=sink_logits, received=carried
+        )
+        if carried is not None:
+            pages.write_scores(carried)
+        return output
 
     def crop(self, num_tokens: int) -> None:
         """Forget the tokens from ``num_tokens`` on; scores keep what their queries added.

@@ -13,6 +13,7 @@ are left out of the statistics like the sinks they are. Tokens after the prompt 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,9 +45,7 @@ class ExpectedWeights(PromptPolicy):
         """The sinks and one token."""
         return self.num_sinks + 1
 
-    def prompt_scores(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, num_kept: int
-    ) -> Tensor:
+    def prompt_scores(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Expected weight times value norm."""
         heads, _, dim = keys.shape
         mean, covariance = self._future_queries(self.ropes[layer], query)
@@ -71,12 +70,20 @@ class ExpectedWeights(PromptPolicy):
         return mean @ average.T, average @ covariance @ average.T
 
 
+@functools.lru_cache(maxsize=64)
 def mean_rotation(rope: RopeSpec, first: int, count: int) -> Tensor:
-    """Average ``[dim, dim]`` of the rotations of ``count`` positions from ``first`` on."""
-    positions = torch.arange(first, first + count)
-    unit = torch.eye(rope.head_dim)[:, None].expand(-1, count, -1)
-    turned = rope.from_planes(rope.rotate(rope.to_planes(unit), positions))
-    return turned.mean(1).T.contiguous()
+    """Average ``[dim, dim]`` of the rotations of ``count`` positions from ``first`` on.
+
+    Cached and shared, so callers must not write to it.
+    """
+    with torch.inference_mode(False):
+        phases = rope.phases(torch.arange(first, first + count))
+        cos, sin = phases.cos().mean(0), phases.sin().mean(0)
+        along, across = rope.plane_channels().unbind(-1)
+        average = torch.zeros(rope.head_dim, rope.head_dim)
+        average[along, along] = average[across, across] = cos
+        average[across, along], average[along, across] = sin, -sin
+        return average
 
 
 def expected_attention(

@@ -38,9 +38,7 @@ class HeavyHitters(PromptPolicy):
         """A heavy hitter and a recent token."""
         return 2
 
-    def prompt_scores(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, num_kept: int
-    ) -> Tensor:
+    def prompt_scores(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attention received from all queries of the prompt."""
         if self.shared is None:
             received = received_attention(query, keys)

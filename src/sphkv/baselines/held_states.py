@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sphkv.attention.partial import PartialAttention, attend_logits, merge_partials
+from sphkv.attention.partial import PartialAttention, merge_partials, softmax_parts
 from sphkv.attention.reference import mask_logits
 from sphkv.attention.request import AttentionOptions
 from sphkv.core.geometry import KVGeometry
@@ -42,10 +42,14 @@ class HeldStates:
 def join_states(parts: Iterable[HeldStates]) -> HeldStates:
     """Several sets of states of the same heads, one after the other."""
     every = list(parts)
+    # mostly all but one are empty, and a copy of that one would cost as much as attending to it
+    full = [part for part in every if part.positions.shape[1]] or every[:1]
+    if len(full) == 1:
+        return full[0]
     return HeldStates(
-        torch.cat([part.keys for part in every], 1),
-        torch.cat([part.values for part in every], 1),
-        torch.cat([part.positions for part in every], 1),
+        torch.cat([part.keys for part in full], 1),
+        torch.cat([part.values for part in full], 1),
+        torch.cat([part.positions for part in full], 1),
     )
 
 
@@ -82,6 +86,7 @@ def attend_held(
     options: AttentionOptions,
     *,
     sink_logits: Tensor | None = None,
+    received: Tensor | None = None,
 ) -> Tensor:
     """Attention ``[query_heads, queries, head_dim]`` float32 over what is held.
 
@@ -91,6 +96,7 @@ def attend_held(
         query_positions: ``[queries]`` int64; a query sees its own position and before.
         options: Scale, soft-cap and window.
         sink_logits: ``[query_heads]`` learned sink logits.
+        received: ``[kv_heads, most]`` to which the weight of each state, sinks aside, is added.
     """
     query_heads, tokens, dim = query.shape
     step = max(1, _MOST_LOGITS // (query_heads * max(1, held.keys.shape[1])))
@@ -98,9 +104,11 @@ def attend_held(
     for at in range(0, tokens, step):
         rows = slice(at, at + step)
         logits = held_logits(query[:, rows], held, query_positions[rows], options)
-        partial = attend_logits(logits, held.values)
-        shape = (query_heads, -1)
-        partial = PartialAttention(partial.output.reshape(*shape, dim), partial.lse.reshape(*shape))
+        weights, lse = softmax_parts(logits)
+        if received is not None:
+            received += weights.sum(1)
+        output = (weights @ held.values).reshape(query_heads, -1, dim)
+        partial = PartialAttention(output, lse.reshape(query_heads, -1))
         if sink_logits is not None:
             partial = merge_partials([partial, PartialAttention.of_sinks(sink_logits, partial)])
         outputs.append(partial.output)

@@ -113,10 +113,9 @@ class PagedStates:
     def write_scores(self, scores: Tensor) -> None:
         """Replace the scores by ``[kv_heads, most]`` in the order of ``read``."""
         assert self.scores is not None
-        most = scores.shape[1]
-        for head in range(self._shape[0]):
-            rows = self._rows(head, 0, min(most, int(self.counts[head])))
-            self.scores.view(-1)[rows] = scores[head, : rows.shape[0]]
+        order = torch.arange(scores.shape[1], device=self._device).expand_as(scores)
+        is_held = order < self.counts[:, None]
+        self.scores.view(-1)[self._rows(is_held, order)] = scores[is_held]
 
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor, scores: Tensor | None = None
@@ -144,14 +143,13 @@ class PagedStates:
         before = self.counts.clone()
         self.counts = before + is_kept.sum(1)
         self._grow()
-        for head in range(self._shape[0]):
-            chosen = is_kept[head]
-            rows = self._rows(head, int(before[head]), int(self.counts[head]))
-            self._keys.view(-1, self._shape[1])[rows] = keys[head, chosen].to(torch.bfloat16)
-            self._values.view(-1, self._shape[1])[rows] = values[head, chosen].to(torch.bfloat16)
-            self._positions.view(-1)[rows] = positions[head, chosen].int()
-            if self.scores is not None and scores is not None:
-                self.scores.view(-1)[rows] = scores[head, chosen].float()
+        rows = self._rows(is_kept, is_kept.cumsum(1) + (before[:, None] - 1))
+        dim = self._shape[1]
+        self._keys.view(-1, dim)[rows] = keys[is_kept].to(torch.bfloat16)
+        self._values.view(-1, dim)[rows] = values[is_kept].to(torch.bfloat16)
+        self._positions.view(-1)[rows] = positions[is_kept].int()
+        if self.scores is not None and scores is not None:
+            self.scores.view(-1)[rows] = scores[is_kept].float()
         self._write_headers()
 
     def keep(self, is_kept: Tensor) -> None:
@@ -163,10 +161,17 @@ class PagedStates:
             is_kept & (held.positions >= 0), held.keys, held.values, held.positions, scores
         )
 
-    def _rows(self, head: int, start: int, stop: int) -> Tensor:
-        """Rows of the flattened pool where states ``start`` to ``stop`` of a head live."""
-        index = torch.arange(start, stop, device=self._device)
-        return self._table[head, index // PAGE_TOKENS] * PAGE_TOKENS + index % PAGE_TOKENS
+    def _rows(self, is_chosen: Tensor, order: Tensor) -> Tensor:
+        """Rows of the flattened pool where chosen states live, head by head.
+
+        Args:
+            is_chosen: ``[kv_heads, entries]``.
+            order: ``[kv_heads, entries]`` place of each entry among the states of its head.
+        """
+        heads = is_chosen.nonzero()[:, 0]
+        places = order[is_chosen]
+        pages = self._table[heads, places // PAGE_TOKENS]
+        return pages * PAGE_TOKENS + places % PAGE_TOKENS
 
     def _write_headers(self) -> None:
         """Put the number of states of each page into its header."""

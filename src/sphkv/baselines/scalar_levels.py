@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levels of least squared error for a variable whose density is known on a grid."""
+"""Levels of least squared error for a variable whose density is known, and the nearest of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 
 _ITERATIONS = 300
+
+# Fewest and most cells of the grid by which codes are looked up.
+_LEAST_CELLS = 1 << 13
+_MOST_CELLS = 1 << 21
 
 
 def lloyd_max_levels(x: Tensor, mass: Tensor, *, bits: int) -> Tensor:
@@ -35,3 +39,48 @@ def lloyd_max_levels(x: Tensor, mass: Tensor, *, bits: int) -> Tensor:
         held = weight[cut].diff()
         levels = torch.where(held > 0, moment[cut].diff() / held.clamp(min=1e-300), levels)
     return levels
+
+
+class NearestLevel:
+    """Codes and levels of entries between -1 and 1, by look-up.
+
+    A grid tells how many edges lie below each of its cells, and which edge lies in it: one
+    comparison then settles what a search over all edges would find.
+    """
+
+    def __init__(self, levels: Tensor) -> None:
+        """Prepare the grid.
+
+        Args:
+            levels: ``[count]`` float32, ascending, at most 256.
+
+        Raises:
+            ValueError: Two edges are too close for any grid.
+        """
+        self._levels = levels
+        edges = (levels[1:] + levels[:-1]) / 2
+        self._cells = _LEAST_CELLS
+        while bool((self._cell(edges).diff() < 1).any()):
+            self._cells *= 2
+            if self._cells > _MOST_CELLS:
+                raise ValueError(f"levels lie closer than {2 / _MOST_CELLS:g}: {levels.tolist()}")
+        at = self._cell(edges).long()
+        # a cell without an edge has one that nothing exceeds
+        self._edge = torch.full((self._cells,), torch.inf).index_copy_(0, at, edges)
+        below = torch.zeros(self._cells + 1, dtype=torch.uint8).index_fill_(0, at + 1, 1)
+        self._below = below.cumsum(0, dtype=torch.uint8)[:-1].contiguous()
+
+    def _cell(self, x: Tensor) -> Tensor:
+        """Cell of each entry, flat; it never falls where the entry rises, whatever the rounding."""
+        return ((x.flatten() + 1) * (self._cells / 2)).int().clamp_(0, self._cells - 1)
+
+    def codes(self, x: Tensor) -> Tensor:
+        """Number of edges below each entry, uint8: the index of its nearest level."""
+        cells = self._cell(x)
+        is_above = x.flatten() > self._edge.to(x.device).index_select(0, cells)
+        return (self._below.to(x.device).index_select(0, cells) + is_above).view(x.shape)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Levels of codes, float32."""
+        levels = self._levels.to(codes.device)
+        return levels.index_select(0, codes.flatten().int()).view(codes.shape)

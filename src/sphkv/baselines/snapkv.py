@@ -40,9 +40,7 @@ class WindowVotes(PromptPolicy):
         """The window and one token."""
         return self.window + 1
 
-    def prompt_scores(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, num_kept: int
-    ) -> Tensor:
+    def prompt_scores(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Votes of the window, pooled."""
         votes = window_attention(query, keys, self.window).sum(1)
         votes = mean_over_group(votes, keys.shape[0])

@@ -42,9 +42,7 @@ class SinksAndWindow(PromptPolicy):
         """The sinks and one token."""
         return self.num_sinks + 1
 
-    def prompt_scores(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, num_kept: int
-    ) -> Tensor:
+    def prompt_scores(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Positions, sinks first of all."""
         positions = torch.arange(keys.shape[1], device=keys.device)
         return self._score(positions.expand(keys.shape[:2]))

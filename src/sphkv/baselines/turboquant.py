@@ -19,18 +19,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sphkv.attention.request import AttentionOptions
 from sphkv.baselines.bit_packing import pack_bits, unpack_bits
 from sphkv.baselines.coded_layer import PairCodec
+from sphkv.baselines.held_states import HeldStates
 from sphkv.baselines.per_channel_int import as_float16, check_bits
 from sphkv.baselines.quantised import QuantisedCache
 from sphkv.baselines.rotation_lloyd import random_rotation
-from sphkv.baselines.scalar_levels import lloyd_max_levels
+from sphkv.baselines.scalar_levels import NearestLevel, lloyd_max_levels
 from sphkv.core.geometry import KVGeometry
 
 WIDTHS = ((8, 8), (6, 6), (5, 5), (5, 4), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (2, 1), (1, 1))
 """Bits of keys and of values, the best first."""
 
 _GRID = 1 << 16
+_SEED = 1
 
 
 @functools.lru_cache(maxsize=64)
@@ -46,6 +49,12 @@ def sphere_levels(bits: int, dim: int) -> Tensor:
         return lloyd_max_levels(x, mass, bits=bits).float()
 
 
+@functools.lru_cache(maxsize=64)
+def _nearest(bits: int, dim: int) -> NearestLevel:
+    with torch.inference_mode(False):
+        return NearestLevel(sphere_levels(bits, dim))
+
+
 @dataclass(frozen=True)
 class RotatedLevels:
     """A norm and one level index per rotated coordinate.
@@ -54,11 +63,13 @@ class RotatedLevels:
         bits: Width of an index, 1 to 8.
         head_dim: Channels of a head.
         seed: Seed of the rotation that all layers and heads share.
+        turns_back: Whether decoding undoes the rotation.
     """
 
     bits: int
     head_dim: int
-    seed: int = 1
+    seed: int = _SEED
+    turns_back: bool = True
 
     def __post_init__(self) -> None:
         """Reject widths that cannot be coded."""
@@ -75,24 +86,59 @@ class RotatedLevels:
         kept = as_float16(norm, name="norm").half()
         unit = x / norm.clamp(min=torch.finfo(torch.float32).tiny)
         rotated = unit @ random_rotation(self.head_dim, self.seed).to(x.device)
-        levels = sphere_levels(self.bits, self.head_dim).to(x.device)
-        codes = torch.bucketize(rotated, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+        codes = _nearest(self.bits, self.head_dim).codes(rotated)
         return {"codes": pack_bits(codes, bits=self.bits), "norm": kept}
 
     def decode(self, tensors: dict[str, Tensor], num_tokens: int) -> Tensor:
         """``[heads, tokens, head_dim]`` float32."""
         codes = unpack_bits(tensors["codes"], bits=self.bits, count=self.head_dim)
-        levels = sphere_levels(self.bits, self.head_dim).to(codes.device)
-        rotation = random_rotation(self.head_dim, self.seed).to(codes.device)
-        return levels[codes.int()] @ rotation.T * tensors["norm"].float()
+        directions = _nearest(self.bits, self.head_dim).values(codes)
+        if self.turns_back:
+            directions = directions @ random_rotation(self.head_dim, self.seed).T.to(codes.device)
+        return directions.mul_(tensors["norm"].float())
 
     def tables(self) -> list[Tensor]:
         """The rotation and the levels."""
         return [random_rotation(self.head_dim, self.seed), sphere_levels(self.bits, self.head_dim)]
 
 
+class RotatedBasisCache(QuantisedCache):
+    """Attends in the rotated basis: queries are turned and outputs turned back, states are not."""
+
+    def read(self, layer: int) -> HeldStates:
+        """What queries of a layer see, rebuilt from the codes and turned back."""
+        held, rotation = super().read(layer), self._rotation()
+        return HeldStates(held.keys @ rotation.T, held.values @ rotation.T, held.positions)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        options: AttentionOptions,
+        *,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Store the next tokens and attend."""
+        rotation = self._rotation().to(query.device)
+        turned = query.float() @ rotation
+        return (
+            super().attend(layer, turned, keys, values, options, sink_logits=sink_logits)
+            @ rotation.T
+        )
+
+    def _rotation(self) -> Tensor:
+        return random_rotation(self.geometry.head_dim, _SEED)
+
+
 def turboquant(geometry: KVGeometry, budget: float) -> QuantisedCache:
     """TurboQuant at the widest bits that fit."""
-    dim = geometry.head_dim
-    codecs = [PairCodec(RotatedLevels(k, dim), RotatedLevels(v, dim)) for k, v in WIDTHS]
-    return QuantisedCache("turboquant", geometry, codecs, budget)
+    codecs = [
+        PairCodec(
+            RotatedLevels(key_bits, geometry.head_dim, turns_back=False),
+            RotatedLevels(value_bits, geometry.head_dim, turns_back=False),
+        )
+        for key_bits, value_bits in WIDTHS
+    ]
+    return RotatedBasisCache("turboquant", geometry, codecs, budget)

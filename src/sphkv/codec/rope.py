@@ -189,14 +189,18 @@ class RopeSpec:
     def to_planes(self, x: Tensor) -> Tensor:
         """Regroup channels ``[..., head_dim]`` as planes ``[..., planes, 2]``."""
         self._check_shape(x, (self.head_dim,))
-        channels = self.plane_channels(x.device).flatten()
-        return x.index_select(-1, channels).view(*x.shape[:-1], self.num_planes, 2)
+        rotated, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
+        is_mixed = self.layout == "interleaved"
+        planes = rotated.unflatten(-1, (-1, 2)) if is_mixed else _pair_halves(rotated)
+        return torch.cat((planes, _pair_halves(rest)), -2) if rest.shape[-1] else planes
 
     def from_planes(self, z: Tensor) -> Tensor:
         """Undo :meth:`to_planes`."""
         self._check_shape(z, (self.num_planes, 2))
-        order = self.plane_channels(z.device).flatten().argsort()
-        return z.flatten(-2).index_select(-1, order)
+        rotated, rest = z[..., : self.rotary_dim // 2, :], z[..., self.rotary_dim // 2 :, :]
+        is_mixed = self.layout == "interleaved"
+        first = rotated.flatten(-2) if is_mixed else torch.cat(rotated.unbind(-1), -1)
+        return torch.cat((first, *rest.unbind(-1)), -1) if rest.shape[-2] else first
 
     def rotate(self, z: Tensor, positions: Tensor) -> Tensor:
         """Turn planes ``z`` ``[..., planes, 2]`` by the phases of their positions.
@@ -239,6 +243,12 @@ class RopeSpec:
     def _check_shape(self, x: Tensor, tail: tuple[int, ...]) -> None:
         if tuple(x.shape[-len(tail) :]) != tail:
             raise ValueError(f"expected a tensor [..., {tail}], got shape {tuple(x.shape)}")
+
+
+def _pair_halves(x: Tensor) -> Tensor:
+    """Channels ``[..., dim]`` as ``[..., dim / 2, 2]``, channel ``i`` with ``i + dim / 2``."""
+    half = x.shape[-1] // 2
+    return torch.stack((x[..., :half], x[..., half:]), -1)
 
 
 def _is_int(value: object) -> bool:
