@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,9 @@ import pytest
 from sphkv.integrations.vllm.launch import RunningServer, start_server
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-collect_ignore = [] if HAS_VLLM else ["test_backend.py", "test_engine.py", "test_server.py"]
+collect_ignore = (
+    [] if HAS_VLLM else ["test_backend.py", "test_engine.py", "test_models.py", "test_server.py"]
+)
 
 HERE = Path(__file__).resolve().parent
 # a busy machine takes ten times as long as an idle one
@@ -125,9 +127,14 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Generati
 
 @contextmanager
 def server(
-    model: Path, arguments: Sequence[str], log_file: Path, *, module: str
+    model: Path,
+    arguments: Sequence[str],
+    log_file: Path,
+    *,
+    module: str,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
     """Start a small server; it may stop by itself, which the caller sees in ``process``."""
     given = ["--dtype", DTYPE, "--enforce-eager", "--max-model-len", "1024", *arguments]
-    with start_server(module, str(model), given, log_file) as running:
+    with start_server(module, str(model), given, log_file, environment) as running:
         yield running

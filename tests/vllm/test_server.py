@@ -122,3 +122,18 @@ def test_a_server_that_cannot_code_does_not_serve(
     with server(model_folder, given, tmp_path / "log", module=module) as one:
         assert one.process.wait(START_SECONDS) != 0
         assert reason in one.log
+
+
+def test_a_plugin_that_fails_to_load_stops_the_server(model_folder: Path, tmp_path: Path):
+    broken = tmp_path / "sitecustomize.py"
+    broken.write_text("import sys\nsys.modules['sphkv.integrations.vllm.plugin'] = None\n")
+    worker = "sphkv.integrations.vllm.worker.SphericalWorker"
+    given = ["--worker-cls", worker, "--additional-config", '{"sphkv": {}}']
+    given += ["--kv-cache-memory-bytes", "64M", "--max-num-seqs", "4"]
+    path = {"PYTHONPATH": str(tmp_path)}
+    log = tmp_path / "log"
+    with server(model_folder, given, log, module=STOCK_SERVER, environment=path) as one:
+        assert one.process.wait(START_SECONDS) != 0
+        # vLLM itself only logs it and would go on with stock attention
+        assert "Failed to load plugin" in one.log
+        assert "import of sphkv.integrations.vllm.plugin halted" in one.log

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -74,7 +75,8 @@ class SphericalWorker(CPUWorker):  # type: ignore[misc]
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the weights, then the codebooks."""
         super().load_model(*args, **kwargs)
-        layers = self.vllm_config.compilation_config.static_forward_context
+        # experts and other layers without a cache are in the same list
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         for name, layer in layers.items():
             if not isinstance(getattr(layer, "impl", None), SphericalImpl):
                 raise RuntimeError(f"layer {name} is served by {type(layer).__name__}, not by us")
@@ -167,7 +169,10 @@ class SphericalWorker(CPUWorker):  # type: ignore[misc]
             runtime.options.sink_tokens,
             runtime.block_bytes_per_token,
             dense,
-            kv_cache_config.num_blocks * runtime.block.tokens,
+            # layers of another kind, such as windowed ones, have block tables of their own
+            kv_cache_config.num_blocks
+            // len(kv_cache_config.kv_cache_groups)
+            * runtime.block.tokens,
             kv_cache_config.num_blocks,
             runtime.max_sequences,
             runtime.tail_bytes,

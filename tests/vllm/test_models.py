@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random models whose attention is not plain: windows, soft-cap, learned sinks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.vllm.conftest import START_SECONDS, Generation
+from tests.vllm.test_engine import WORKER, same_start
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig
+
+from sphkv.codec.calibration import default_calibration
+from sphkv.codec.calibration_file import save_calibration
+from sphkv.core.geometry import KVGeometry
+from sphkv.integrations.vllm.calibrate import layer_ropes
+
+pytestmark = pytest.mark.timeout(3 * START_SECONDS)
+LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY, WINDOW = 4, 4, 2, 64, 512, 96
+CACHE_BYTES = 64 << 20
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": DIM,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "vocab_size": VOCABULARY,
+    "sliding_window": WINDOW,
+    # an answer never ends early
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def gemma2() -> Gemma2Config:
+    """Windows on every other layer, and a soft-cap that these logits reach."""
+    return Gemma2Config(attn_logit_softcapping=5.0, query_pre_attn_scalar=1, **SHAPE)
+
+
+def gpt_oss() -> GptOssConfig:
+    """Windows on every other layer, and learned sinks."""
+    return GptOssConfig(num_local_experts=4, num_experts_per_tok=2, **SHAPE)
+
+
+@pytest.mark.parametrize("make", [gemma2, gpt_oss])
+def test_windows_with_and_without_sinks(
+    make: Callable[[], Any], generate: Callable[..., Generation], tmp_path: Path
+):
+    torch.manual_seed(0)
+    config = make()
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        # attention that looks at few tokens, so that the wrong ones change the text
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight.data *= 4
+        if name.endswith("sinks"):
+            weight.data.normal_(2.0, 1.0)
+    model.save_pretrained(tmp_path / "model")
+    ropes = layer_ropes(config.to_dict(), list(range(LAYERS)), DIM)
+    geometry = KVGeometry(LAYERS, KV_HEADS, HEADS, DIM)
+    save_calibration(default_calibration(geometry, tuple(ropes)), tmp_path / "c.safetensors")
+    draw = torch.Generator().manual_seed(1)
+    prompts = [
+        {"prompt_token_ids": torch.randint(2, VOCABULARY, (count,), generator=draw).tolist()}
+        for count in (300, 150, 40)
+    ]
+    given = {
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": CACHE_BYTES,
+        "max_num_batched_tokens": 1024,
+        "long_prefill_token_threshold": 130,
+    }
+    stock = generate(tmp_path / "model", [prompts], **given)
+    codes = {"calibration": str(tmp_path / "c.safetensors"), "key_bits": 16, "value_bits": 16}
+    ours = generate(
+        tmp_path / "model",
+        [prompts],
+        **given,
+        worker_cls=WORKER,
+        block_size=64,
+        additional_config={"sphkv": codes},
+    )
+    line = re.search(r"(\d+) bytes per token .* (\d+) tokens in (\d+) blocks", ours.log)
+    assert line is not None
+    assert 0.9 * CACHE_BYTES < int(line[1]) * int(line[2]) <= CACHE_BYTES
+    agreed = [same_start(a, b) for a, b in zip(stock.tokens, ours.tokens, strict=True)]
+    assert sum(agreed) / sum(map(len, ours.tokens)) > 0.9, agreed
