@@ -29,10 +29,11 @@ from sphkv.core.tiers import default_tiers
 from sphkv.evaluation.environment import describe_environment
 from sphkv.retention.allocate import TierChoices, allocate_tiers
 from sphkv.retention.blocks import BlockShape
-from sphkv.retention.controller import LayerInput, RetentionController
+from sphkv.retention.controller import RetentionController
 from sphkv.retention.distortion import TierErrors
 from sphkv.retention.features import AttentionRows, TokenFeatures
 from sphkv.retention.options import ControlOptions
+from sphkv.retention.pricing import LayerInput, LayerPricer
 
 HEAD_DIM = 128
 SPREAD = 2.0
@@ -128,12 +129,13 @@ def allocate_runs(geometry: KVGeometry, tokens: int, budget: str) -> dict[str, A
     values = torch.randn(geometry.num_kv_heads, tokens, HEAD_DIM)
     draw_layer(config, values, 0)
     memory = PeakMemory("cpu")
-    controller = RetentionController(config.page_costs(), options=config.options)
+    controller = RetentionController(config.page_costs(), config.options)
+    pricer = LayerPricer(config.page_costs(), config.policy, config.options)
     score, checks = 0.0, []
     for layer in range(geometry.num_layers):
         drawn = draw_layer(config, values, layer)
         began = time.perf_counter()
-        controller.add_layer(drawn)
+        controller.add_layer(pricer.price(drawn))
         score += time.perf_counter() - began
     limit, store = config.budget.resolve(geometry, tokens), config.store_config()
 

@@ -12,6 +12,7 @@ from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeReque
 from sphkv.cache.method import CacheMethod
 from sphkv.cache.retained import RetainedSequence
 from sphkv.cache.retained_config import RetainedConfig
+from sphkv.cache.retained_work import PromptWork
 from sphkv.codec.calibration import Calibrator
 from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
@@ -62,9 +63,13 @@ class NoAttention:
 
 
 def fill(
-    config: RetainedConfig, tokens: int = 520, backend: DecodeBackend | None = None
+    config: RetainedConfig,
+    tokens: int = 520,
+    backend: DecodeBackend | None = None,
+    measured: PromptWork | None = None,
 ) -> RetainedSequence:
-    sequence = RetainedSequence(config, make_codec(), backend or ReferenceBackend())
+    backend = backend or ReferenceBackend()
+    sequence = RetainedSequence(config, make_codec(), backend, measured=measured)
     for layer in range(GEOMETRY.num_layers):
         query, keys, values = make_states(layer, tokens)
         sequence.prefill(layer, keys, values, query=query)
@@ -102,6 +107,25 @@ def test_prompt_fits_the_budget_exactly(variant, budget):
     if variant in ("joint", "keepdrop"):
         # a page of 32 states is about one percent of this small budget
         assert sequence.resident_bytes() > 0.93 * sequence.limit_bytes()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shared_work_changes_nothing(variant):
+    """Budgets and variants of one prompt, with and without what others found out before."""
+    work = PromptWork()
+    for budget in ("40%", "25%"):
+        fill(make_config(budget, options=ControlOptions(variant="decoupled")), measured=work)
+        fill(make_config(budget, options=ControlOptions(use_segments=False)), measured=work)
+        config = make_config(budget, options=ControlOptions(variant=variant))
+        alone, shared = fill(config), fill(config, measured=work)
+        assert alone.contract is not None and shared.contract is not None
+        assert torch.equal(alone.contract.tier_id, shared.contract.tier_id)
+        assert alone.resident_bytes() == shared.resident_bytes()
+        for _ in range(40):
+            outputs = zip(step(alone), step(shared), strict=True)
+            assert all(torch.equal(a, b) for a, b in outputs)
+        assert alone.resident_bytes() == shared.resident_bytes()
+    assert work.reused_s > 0
 
 
 @pytest.mark.parametrize(

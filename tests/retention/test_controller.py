@@ -8,11 +8,12 @@ from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.retention.allocate import SOLVERS, InfeasibleBudget
 from sphkv.retention.blocks import BlockShape, PageCosts
-from sphkv.retention.controller import LayerInput, RetentionController
+from sphkv.retention.controller import RetentionController
 from sphkv.retention.distortion import TierErrors, recipe_distortion, state_distortion
 from sphkv.retention.features import measure_features, window_rows
 from sphkv.retention.options import VARIANTS, ControlOptions
 from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.pricing import LayerInput, LayerPricer
 from sphkv.retention.segments import Segment
 
 HEADS, TOKENS, DIM, LAYERS = 2, 400, 16, 2
@@ -62,10 +63,21 @@ def used_bytes(contract: WriteContract) -> int:
     return int((-(-counts // pages) * sizes).sum())
 
 
-def decide(budget: int, options: ControlOptions, segments: torch.Tensor | None = None):
-    controller = RetentionController(COSTS, options=options, segments=segments)
+def make_controller(
+    options: ControlOptions | None = None,
+    policy: RetentionPolicy | None = None,
+    segments: torch.Tensor | None = None,
+) -> RetentionController:
+    options = options or ControlOptions()
+    controller = RetentionController(COSTS, options)
+    pricer = LayerPricer(COSTS, policy or RetentionPolicy(), options, segments)
     for layer in range(LAYERS):
-        controller.add_layer(make_layer(layer))
+        controller.add_layer(pricer.price(make_layer(layer)))
+    return controller
+
+
+def decide(budget: int, options: ControlOptions):
+    controller = make_controller(options)
     return controller, controller.decide(budget, used_bytes)
 
 
@@ -140,9 +152,7 @@ def test_heavier_segments_keep_more():
     kept = []
     for weight in (1.0, 30.0):
         policy = RetentionPolicy(segment_weights=(1.0, weight, 1.0))
-        controller = RetentionController(COSTS, policy=policy, segments=segments)
-        for layer in range(LAYERS):
-            controller.add_layer(make_layer(layer))
+        controller = make_controller(policy=policy, segments=segments)
         contract = controller.decide(18_000, used_bytes)
         kept.append(float((contract.tier_id[..., 208:288] > 0).float().mean()))
     assert kept[1] > kept[0]
@@ -180,9 +190,7 @@ def test_a_budget_is_filled_however_wrong_the_estimate(variant, waste):
         return int(used + used // 10_000 * waste // 4)
 
     budget = 60_000
-    controller = RetentionController(COSTS, options=ControlOptions(variant=variant, shapes=BOTH))
-    for layer in range(LAYERS):
-        controller.add_layer(make_layer(layer))
+    controller = make_controller(ControlOptions(variant=variant, shapes=BOTH))
     contract = controller.decide(budget, with_slabs)
     assert with_slabs(contract) <= budget
     # a jump and one head's blocks are left at most

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 import torch
@@ -12,18 +13,16 @@ from sphkv.attention.request import AttentionOptions, DecodeBackend
 from sphkv.cache.retained_attention import attend_and_append
 from sphkv.cache.retained_bytes import contract_bytes
 from sphkv.cache.retained_config import RetainedConfig
-from sphkv.cache.retained_measure import (
-    measure_layer,
-    paged_tokens,
-    unrotated_planes,
-    window_positions,
-)
+from sphkv.cache.retained_measure import measure_layer, paged_tokens
+from sphkv.cache.retained_notes import take_notes
 from sphkv.cache.retained_refresh import Refresher
+from sphkv.cache.retained_work import Found, PromptWork
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import RUN_TOKENS
-from sphkv.retention.controller import LayerInput, RetentionController
+from sphkv.retention.controller import RetentionController
 from sphkv.retention.features import TokenFeatures
+from sphkv.retention.pricing import LayerPricer
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.store import PageStore
 
@@ -53,7 +52,7 @@ class RetainedSequence:
         codec: SphericalCodec,
         backend: DecodeBackend,
         *,
-        measured: dict[int, LayerInput] | None = None,
+        measured: PromptWork | None = None,
     ) -> None:
         """Start empty.
 
@@ -61,8 +60,8 @@ class RetainedSequence:
             config: Budget, tiers and controller.
             codec: Encoder with the model's codebooks.
             backend: What runs decode attention.
-            measured: Layers of the same prompt and policy that another sequence measured, by
-                index; layers that are missing are measured and added. For comparing variants.
+            measured: What sequences of the same prompt share whose configs differ only in budget,
+                gate and options; None shares nothing. For comparing them.
         """
         self.config = config
         self.contract: WriteContract | None = None
@@ -73,7 +72,8 @@ class RetainedSequence:
         self._backend = backend
         self._store = PageStore(config.store_config(), codec)
         self._store.create(_SEQUENCE)
-        self._controller: RetentionController | None = None
+        self._controller = RetentionController(config.page_costs(), config.options)
+        self._pricer: LayerPricer | None = None
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._refresher = Refresher(config, self._store, _SEQUENCE)
 
@@ -119,37 +119,32 @@ class RetainedSequence:
             raise ValueError("retention chooses by attention: prefill needs the layer's queries")
         if layer != len(self._pending) or self.contract is not None:
             raise ValueError(f"layer {layer} is out of order: {len(self._pending)} came before")
-        if self._controller is None:
-            self._controller = self._start(keys.shape[1])
-        known = None if self._measured is None else self._measured.get(layer)
-        found = known or measure_layer(self.config, self._codec, layer, (query, keys, values))
-        if self._measured is not None:
-            self._measured[layer] = found
-        self._learn(layer, found, keys, query)
-        self._controller.add_layer(found)
+        found = self._once(
+            ("measured", layer),
+            lambda: measure_layer(self.config, self._codec, layer, (query, keys, values)),
+        )
+        pricer = self._pricer = self._pricer or self._start(keys.shape[1])
+        priced = self._once(("priced", pricer.key, layer), lambda: pricer.price(found))
+        notes = self._once(
+            ("notes", layer), lambda: take_notes(self.config, layer, found, query, keys)
+        )
+        self.features.append(found.features)
+        self._refresher.learn(notes)
+        self._controller.add_layer(priced)
         self._pending.append((keys, values))
         if layer == self.config.geometry.num_layers - 1:
             self._write(keys.shape[1])
 
-    def _start(self, num_tokens: int) -> RetentionController:
+    def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        return find() if self._measured is None else self._measured.once(key, find)
+
+    def _start(self, num_tokens: int) -> LayerPricer:
         config = self.config
         segments = config.segments.label(num_tokens, recent_tokens=min(RUN_TOKENS, num_tokens))
-        return RetentionController(
-            config.page_costs(), policy=config.policy, options=config.options, segments=segments
-        )
-
-    def _learn(self, layer: int, found: LayerInput, keys: Tensor, query: Tensor) -> None:
-        """Note what decoding needs of a layer."""
-        window = window_positions(self.config, keys.shape[1])
-        planes = unrotated_planes(self.config, layer, query[:, window], window)
-        self.features.append(found.features)
-        self._refresher.learn(
-            layer, found.features, found.errors, found.rows, (planes, keys, found.values)
-        )
+        return LayerPricer(config.page_costs(), config.policy, config.options, segments)
 
     def _write(self, tokens: int) -> None:
         """Decide about all layers and store them."""
-        assert self._controller is not None
         paged = paged_tokens(tokens)
         store_config = self.config.store_config()
         notes = self._refresher.num_bytes
@@ -171,7 +166,8 @@ class RetainedSequence:
             self._store.append(_SEQUENCE, layer, keys[:, paged:], values[:, paged:])
         self._pending = []
         self._refresher.begin(paged, self._controller.price, self._controller.loss)
-        self._controller = None
+        # what was priced is not needed any more
+        self._controller = RetentionController(self.config.page_costs(), self.config.options)
 
     def attend(
         self,

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from sphkv.core.contract import WriteContract
 from sphkv.store.allocator import PoolKey, slab_bytes
@@ -28,11 +31,38 @@ def contract_bytes(config: StoreConfig, contract: WriteContract, num_tokens: int
         Exactly what the store's live tensors will take, open tails included.
     """
     twin = _StoreTwin(config)
-    for layer in range(contract.tier_id.shape[0]):
-        twin.write(contract, layer, num_tokens)
-    heads, layers = config.geometry.num_kv_heads, config.geometry.num_layers
+    layers, heads, _ = contract.tier_id.shape
+    pages = count_pages(config, contract, num_tokens)
+    for layer in range(layers):
+        twin.write({key: each[layer] for key, each in pages.items()})
     tail = heads * config.tail_capacity * config.geometry.dense_state_bytes
     return twin.num_bytes + layers * tail
+
+
+def count_pages(
+    config: StoreConfig, contract: WriteContract, num_tokens: int
+) -> dict[PoolKey, Tensor]:
+    """Pages ``[layers, heads]`` int64 of every pool that a contract fills; those that occur."""
+    # runs of 16 share a tier, so counting runs is counting states
+    unit = contract.granularity if num_tokens % contract.granularity == 0 else 1
+    tier_id = contract.tier_id[..., :num_tokens:unit].flatten(0, 1)
+    protected = contract.protected[..., :num_tokens:unit].flatten(0, 1)
+    positions = torch.arange(num_tokens // unit)
+    shape = contract.tier_id.shape[:2]
+    found: dict[PoolKey, Tensor] = {}
+    for tier, spec in enumerate(config.tiers):
+        if spec.kind == "drop":
+            continue
+        # heads of all layers are planned as if they were those of one
+        states = select_states(tier_id, protected, positions, tier)
+        for batch in plan_pages(states, tier_id=tier, page_tokens=spec.page_tokens // unit):
+            mode = batch.position_mode
+            if unit > 1 and mode is not PositionMode.CONTIGUOUS:
+                mode = PositionMode.RUNS
+            pages = batch.head_ids.bincount(minlength=tier_id.shape[0]).view(shape)
+            key = (tier, mode)
+            found[key] = found[key] + pages if key in found else pages
+    return found
 
 
 class _StoreTwin:
@@ -53,29 +83,12 @@ class _StoreTwin:
             total += slab_bytes(layout, made)
         return total
 
-    def write(self, contract: WriteContract, layer: int, num_tokens: int) -> None:
-        # runs of 16 share a tier, so counting runs is counting states
-        unit = contract.granularity if num_tokens % contract.granularity == 0 else 1
-        tier_id = contract.tier_id[layer, :, :num_tokens:unit]
-        protected = contract.protected[layer, :, :num_tokens:unit]
-        positions = torch.arange(num_tokens // unit)
-        heads = tier_id.shape[0]
-        per_head = torch.zeros(heads, dtype=torch.int64)
-        requests: dict[PoolKey, int] = {}
-        for tier, spec in enumerate(self._config.tiers):
-            if spec.kind == "drop":
-                continue
-            states = select_states(tier_id, protected, positions, tier)
-            pages = plan_pages(states, tier_id=tier, page_tokens=spec.page_tokens // unit)
-            for batch in pages:
-                mode = batch.position_mode
-                if unit > 1 and mode is not PositionMode.CONTIGUOUS:
-                    mode = PositionMode.RUNS
-                key = (batch.tier_id, mode)
-                requests[key] = requests.get(key, 0) + batch.num_pages
-                per_head += batch.head_ids.bincount(minlength=heads)
-        for key, wanted in requests.items():
-            self._take(key, wanted)
+    def write(self, pages: Mapping[PoolKey, Tensor]) -> None:
+        """Write a layer with so many pages ``[heads]`` of every pool, and seal a page per head."""
+        heads = self._config.geometry.num_kv_heads
+        for key, each in pages.items():
+            self._take(key, int(each.sum()))
+        per_head = torch.stack([torch.zeros(heads, dtype=torch.int64), *pages.values()]).sum(0)
         # the store makes room for all pages of a write at once, then for those it seals
         table = PointerTable(heads)
         table.reserve(per_head)

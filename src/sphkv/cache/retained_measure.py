@@ -10,7 +10,6 @@ from sphkv.cache.retained_config import RetainedConfig
 from sphkv.cache.retained_errors import measure_tier_errors, sample_states
 from sphkv.core.contract import StateCodec
 from sphkv.core.tiers import RUN_TOKENS
-from sphkv.retention.controller import LayerInput
 from sphkv.retention.features import (
     AttentionRows,
     expected_rows,
@@ -18,6 +17,7 @@ from sphkv.retention.features import (
     mix_rows,
     window_rows,
 )
+from sphkv.retention.pricing import LayerInput
 
 _EXPECTED_STRIDE = 2
 

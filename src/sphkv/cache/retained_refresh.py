@@ -7,26 +7,26 @@ Nothing is ever written upward: a page's dense source is gone once it is coded.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from sphkv.cache.retained_config import RetainedConfig
+from sphkv.cache.retained_measure import unrotated_planes
+from sphkv.cache.retained_notes import EXPECTED_DISTANCE, squared_distance
 from sphkv.cache.retained_pages import PageList, list_pages
 from sphkv.cache.retained_probe import DriftSample, probe_tail
 from sphkv.core.errors import BudgetExceeded
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.allocate import TierChoices, allocate_tiers, best_at_price
-from sphkv.retention.distortion import TierErrors, state_distortion
-from sphkv.retention.features import AttentionRows, TokenFeatures
 from sphkv.retention.gate import StabilityGate, danger_score
-from sphkv.retention.notes import LayerNotes, QueryStatistics, log_runs, run_importance
+from sphkv.retention.notes import LayerNotes, run_importance
 from sphkv.store.store import PageStore
 
 # Bytes freed beyond need, so that a sequence is not rebalanced at every page.
 _SPARE_SHARE = 0.01
 _REBALANCE_ROUNDS = 12
-_EXPECTED_DISTANCE = 64
 _MOST_SAMPLES = 256
 
 
@@ -65,60 +65,9 @@ class Refresher:
             return limit
         return limit - int(limit * self.gate.options.reserve_share)
 
-    def learn(
-        self,
-        layer: int,
-        features: TokenFeatures,
-        errors: TierErrors,
-        rows: AttentionRows,
-        states: tuple[Tensor, Tensor, Tensor],
-    ) -> None:
-        """Note what a layer of the prompt told.
-
-        Args:
-            layer: Its index; layers come in order.
-            features: Measured features.
-            errors: Error models.
-            rows: Foretold attention.
-            states: Queries of the window before RoPE ``[query_heads, samples, planes, 2]``,
-                keys and values ``[heads, tokens, head_dim]``.
-        """
-        query_planes, keys, values = states
-        heads, tokens, _ = keys.shape
-        policy = self._config.policy
-        scale = 1.0
-        if policy.sensitivity is None:
-            scale = 1.0 / max(float(features.output_energy.sum()), 1e-30)
-        weight = (rows.share[..., None] * rows.weight).sum(1) / rows.share.sum(1)[:, None]
-        output = (weight[:, None] @ values.float())[:, 0]
-        queries = QueryStatistics.of(query_planes, heads, output)
-        distance = torch.full((tokens,), _EXPECTED_DISTANCE) + torch.arange(tokens).flip(0)
-        planes = self._planes(layer, keys, 0)
-        rope = self._config.ropes[layer]
-        expected = queries.log_weight(
-            planes, distance, rope.frequencies(), scale=self._config.geometry.head_dim**-0.5
-        )
-        queries.offset = expected.logsumexp(1)
-        importance = scale * features.shift
-        foretold = (expected - queries.offset[:, None]).mul(2).exp() * _apart(values, output)
-        middle = slice(self._config.protection.sink_tokens, tokens - RUN_TOKENS)
-        gain = importance[:, middle].mean(1) / foretold[:, middle].mean(1).clamp(min=1e-30)
-        self._notes.append(
-            LayerNotes(log_runs(importance), self._ratios(features, errors), queries, gain)
-        )
-
-    def _ratios(self, features: TokenFeatures, errors: TierErrors) -> Tensor:
-        """Loss of each tier per unit of importance, averaged over the head's states."""
-        ratios = []
-        for head in range(features.shift.shape[0]):
-            loss = state_distortion(features, errors, self._config.policy, head=head)
-            ratios.append(loss.sum(0) / features.shift[head].sum().clamp(min=1e-30))
-        return torch.stack(ratios)
-
-    def _planes(self, layer: int, keys: Tensor, first: int) -> Tensor:
-        rope = self._config.ropes[layer]
-        positions = torch.arange(first, first + keys.shape[1])
-        return rope.unrotate(rope.to_planes(keys.float()), positions)
+    def learn(self, notes: LayerNotes) -> None:
+        """Keep the notes of the next layer of the prompt; they will grow with the sequence."""
+        self._notes.append(replace(notes))
 
     def begin(self, fresh_from: int, price: float, loss: float) -> None:
         """The prompt is stored; pages from ``fresh_from`` on are dense and not decided yet."""
@@ -184,12 +133,12 @@ class Refresher:
         heads = config.geometry.num_kv_heads
         keys, values = (x.reshape(heads, stop - first, -1) for x in (keys, values))
         expected = notes.queries.log_weight(
-            self._planes(layer, keys, first),
-            torch.full((stop - first,), _EXPECTED_DISTANCE),
+            unrotated_planes(config, layer, keys, torch.arange(first, stop)),
+            torch.full((stop - first,), EXPECTED_DISTANCE),
             config.ropes[layer].frequencies(),
             scale=config.geometry.head_dim**-0.5,
         )
-        apart = _apart(values, notes.queries.output.float())
+        apart = squared_distance(values, notes.queries.output.float())
         importance = notes.gain[:, None] * expected.clamp(max=0).mul(2).exp() * apart
         runs = notes.log_importance.shape[1]
         noted = run_importance(importance)
@@ -259,8 +208,3 @@ class Refresher:
             notes.crop(num_tokens)
         # what was sealed so far may be cut anywhere; whole pages are sealed from here on
         self._fresh_from = self._store.tail(self._sequence, 0).first_position
-
-
-def _apart(values: Tensor, output: Tensor) -> Tensor:
-    """``[heads, tokens]`` squared distance of values to the head's mean output."""
-    return (values.float() - output[:, None]).square().sum(-1)

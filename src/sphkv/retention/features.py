@@ -250,14 +250,15 @@ def drop_losses(rows: AttentionRows, values: Tensor, blocks: Tensor, head: int) 
     """
     weight, value = rows.weight[head], values[head].float()
     output = weight @ value
-    weight = weight * rows.is_apt
-    index = blocks.clamp(min=0)
-    live = (blocks >= 0).to(weight.dtype)
-    part = weight[:, index] * live  # [rows, blocks, states]
-    moved = torch.einsum("rbs,bsd->rbd", part, value[index])
-    gone = part.sum(-1).flip(1).cumsum(1)
-    moved = moved.flip(1).cumsum(1) - gone[..., None] * output[:, None]
+    # one row per token, so that a block's weights are gathered as whole rows
+    by_token = (weight * rows.is_apt).T.contiguous()
+    first_gone = blocks.flip(0)
+    index, live = first_gone.clamp(min=0), first_gone >= 0
+    part = by_token[index] * live[..., None]  # [blocks, states, rows]
+    gone = part.sum(1).cumsum(0)  # [blocks, rows]
+    moved = torch.bmm(part.transpose(1, 2), value[index]).cumsum(0)  # [blocks, rows, dim]
+    moved -= gone[..., None] * output
     # a head that keeps next to nothing shows what is left at full weight
-    move = moved.square().sum(-1) / (1 - gone).clamp(min=_LEAST_MASS).square()
-    loss = (rows.share[head, :, None] * move).sum(0)
+    move = moved.square_().sum(-1) / (1 - gone).clamp(min=_LEAST_MASS).square()
+    loss = move @ rows.share[head]
     return torch.cat([loss.new_zeros(1), loss])

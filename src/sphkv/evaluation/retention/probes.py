@@ -16,9 +16,9 @@ from sphkv.cache.retained_measure import measure_layer
 from sphkv.core.budget import ByteBudget
 from sphkv.core.tiers import TierTable
 from sphkv.integrations.prompt_states import PromptStates, continue_prompt
-from sphkv.retention.controller import LayerInput
 from sphkv.retention.features import drop_losses
 from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.pricing import LayerInput
 from sphkv.store.ledger import ByteLedger
 
 if TYPE_CHECKING:

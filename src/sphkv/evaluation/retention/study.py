@@ -15,6 +15,7 @@ from torch import Tensor
 from sphkv.attention.api import get_backend
 from sphkv.cache.retained import RetainedSequence
 from sphkv.cache.retained_config import RetainedConfig, retention_tiers
+from sphkv.cache.retained_work import PromptWork
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.codec.states import SphericalCodec
@@ -28,7 +29,6 @@ from sphkv.integrations.teacher_forcing import log_probabilities
 from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
 from sphkv.integrations.transformers.calibrate import calibrate_model
 from sphkv.retention.allocate import InfeasibleBudget
-from sphkv.retention.controller import LayerInput
 from sphkv.retention.policy import RetentionPolicy, load_policy
 from sphkv.retention.statistics import head_spread, segment_spread, state_bytes_of
 
@@ -48,7 +48,7 @@ class StudyRunner:
         self.config = config
         self._report = report
         self._backend = get_backend("auto")
-        self._measured: dict[str, dict[int, LayerInput]] = {}
+        self._measured: dict[str, PromptWork] = {}
         self.model, self.tokenizer = load_model(config.model, torch.float32)
         self.geometry = model_geometry(self.model)
         self.ropes = model_ropes(self.model)
@@ -84,7 +84,7 @@ class StudyRunner:
             options=VARIANT_OPTIONS[variant],
             segments=prompt.segments,
         )
-        measured = self._measured.setdefault(prompt.name, {})
+        measured = self._measured.setdefault(prompt.name, PromptWork())
         return RetainedSequence(config, self.codec, self._backend, measured=measured)
 
     def measure(self, prompt: StudyPrompt, variant: str, budget: str) -> dict[str, Any]:
