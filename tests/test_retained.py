@@ -118,7 +118,8 @@ def test_shared_work_changes_nothing(variant):
         fill(make_config(budget, options=ControlOptions(use_segments=False)), measured=work)
         config = make_config(budget, options=ControlOptions(variant=variant))
         alone, shared = fill(config), fill(config, measured=work)
-        assert alone.contract is not None and shared.contract is not None
+        assert alone.contract is not None
+        assert shared.contract is not None
         assert torch.equal(alone.contract.tier_id, shared.contract.tier_id)
         assert alone.resident_bytes() == shared.resident_bytes()
         for _ in range(40):
