@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sphkv.cache.method import CacheMethod
 from sphkv.core.geometry import KVGeometry
@@ -25,6 +24,7 @@ from sphkv.evaluation.metrics.answers import (
 )
 from sphkv.evaluation.metrics.throughput import DecodeTimes
 from sphkv.evaluation.runner.decoding import AttendClock, decode_greedily, stop_rule, stop_timing
+from sphkv.evaluation.runner.drift import answer_drift, token_drift
 from sphkv.evaluation.runner.mechanism import describe_allocation, describe_margins
 from sphkv.evaluation.runner.methods import decode_bytes, realisation_of, setting_of
 from sphkv.evaluation.runner.reading import ReadCase
@@ -34,10 +34,6 @@ from sphkv.integrations.prompt_states import (
     continue_prompt,
     store_prompt,
 )
-from sphkv.integrations.teacher_forcing import log_probabilities
-
-DRIFT_EDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""Nats between which tokens are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,55 +109,11 @@ def _follow_text(
         stop_timing(method)
         rows.append(continue_prompt(model, method, ids[:, num_steps:]))
     hidden = torch.cat(rows)
-    quality: dict[str, Any] = compare_hidden(model, read.reference, hidden, ids[0, 1:])
-    quality["kl_counts"] = drift_counts(model, read.reference, hidden)
-    quality["by_margin"] = describe_margins(model, read.reference, hidden, method)
+    drift = token_drift(model, read.reference, hidden, ids[0, 1:])
+    quality: dict[str, Any] = drift.summary()
+    quality["kl_counts"] = drift.counts()
+    quality["by_margin"] = describe_margins(drift, method)
     return quality, seconds, inside
-
-
-def drift_counts(model: Any, reference: Tensor, hidden: Tensor) -> list[int]:
-    """Tokens by divergence: below each of ``DRIFT_EDGES`` in turn, and above the last."""
-    pairs = zip(log_probabilities(model, reference), log_probabilities(model, hidden), strict=True)
-    counts = torch.zeros(len(DRIFT_EDGES) + 1, dtype=torch.int64)
-    edges = torch.tensor(DRIFT_EDGES, device=hidden.device)
-    for (_, dense), (_, ours) in pairs:
-        kl = (dense.exp() * (dense - ours)).sum(-1)
-        counts += torch.bincount(torch.bucketize(kl, edges), minlength=len(counts)).cpu()
-    return [int(count) for count in counts]
-
-
-def compare_hidden(
-    model: Any, reference: Tensor, hidden: Tensor, targets: Tensor
-) -> dict[str, float]:
-    """KL, loss and top-1 agreement of two runs over the same tokens.
-
-    Args:
-        model: Its output head makes logits.
-        reference: ``[rows, width]`` hidden states of the exact model.
-        hidden: ``[rows, width]`` of the method.
-        targets: True next tokens of the first rows; at most one row has none.
-    """
-    divergences: list[Tensor] = []
-    nll = dense_nll = same = 0.0
-    pairs = zip(log_probabilities(model, reference), log_probabilities(model, hidden), strict=True)
-    for (rows, dense), (_, ours) in pairs:
-        divergences.append((dense.exp() * (dense - ours)).sum(-1).double())
-        same += float((dense.argmax(-1) == ours.argmax(-1)).sum())
-        wanted = targets[rows]
-        pick = (torch.arange(len(wanted), device=wanted.device), wanted)
-        nll -= float(ours[pick].double().sum())
-        dense_nll -= float(dense[pick].double().sum())
-    kl = torch.cat(divergences)
-    count = max(1, len(targets))
-    return {
-        "kl": float(kl.mean()),
-        "kl_p95": float(kl.quantile(0.95)),
-        "kl_max": float(kl.max()),
-        "nll": nll / count,
-        "nll_dense": dense_nll / count,
-        "same_top1": same / hidden.shape[0],
-        "num_tokens": float(hidden.shape[0]),
-    }
 
 
 def _answer(
@@ -176,14 +128,6 @@ def _answer(
     )  # fmt: skip
     text = tokenizer.decode(got.token_ids, skip_special_tokens=True).strip()
     exact = tokenizer.decode(read.answer_ids, skip_special_tokens=True).strip()
-    common = _common_steps(got.token_ids, read.answer_ids)
-    rows = min(common + 1, got.hidden.shape[0], read.reference.shape[0])
-    drift = compare_hidden(
-        model,
-        read.reference[:rows],
-        got.hidden[:rows],
-        torch.empty(0, dtype=torch.int64, device=got.hidden.device),
-    )
     quality = {
         "answer": text,
         "reference_answer": exact,
@@ -196,7 +140,7 @@ def _answer(
         "length": len(got.token_ids),
         "length_drift": len(got.token_ids) - len(read.answer_ids),
         "is_ended": float(got.is_ended),
-        "kl": drift["kl"],
+        "kl": answer_drift(model, got, read.reference, read.answer_ids),
     }
     return quality, got.step_s, got.attend_s
 
@@ -210,16 +154,6 @@ def geometry_of(states: PromptStates) -> KVGeometry:
         num_query_heads=first.query.shape[0],
         head_dim=first.keys.shape[2],
     )
-
-
-def _common_steps(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Leading tokens that agree."""
-    count = 0
-    for a, b in zip(ours, theirs, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
 
 
 def _memory(method: CacheMethod, geometry: KVGeometry, stored_bytes: int) -> dict[str, Any]:

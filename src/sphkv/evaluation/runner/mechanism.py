@@ -6,12 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sphkv.cache.method import CacheMethod
 from sphkv.cache.retained import RetainedSequence
 from sphkv.core.tiers import RUN_TOKENS
-from sphkv.integrations.teacher_forcing import log_probabilities
+from sphkv.evaluation.runner.drift import TokenDrift
 from sphkv.retention.statistics import head_spread, segment_spread, state_bytes_of
 
 MARGIN_EDGES = (0.1, 0.3, 1.0, 3.0)
@@ -47,34 +46,20 @@ def describe_allocation(method: CacheMethod) -> dict[str, Any] | None:
     }
 
 
-def margins_of(model: Any, hidden: Tensor) -> Tensor:
-    """Gap of the two best tokens ``[rows]`` float32, in nats."""
-    parts = [row.topk(2, -1).values for _, row in log_probabilities(model, hidden)]
-    best = torch.cat(parts)
-    return best[:, 0] - best[:, 1]
-
-
-def describe_margins(
-    model: Any, reference: Tensor, hidden: Tensor, method: CacheMethod
-) -> dict[str, Any]:
+def describe_margins(drift: TokenDrift, method: CacheMethod) -> dict[str, Any]:
     """How often the best token changed, by how sure the exact model was of it.
 
     Args:
-        model: Its output head makes logits.
-        reference: ``[rows, width]`` hidden states of the exact model.
-        hidden: ``[rows, width]`` of the method.
+        drift: The method against the exact model.
         method: A controller also tells the drift it foretells, to be set against its margins.
     """
-    bins = torch.bucketize(
-        margins_of(model, reference), torch.tensor(MARGIN_EDGES, device=reference.device)
-    )
-    pairs = zip(log_probabilities(model, reference), log_probabilities(model, hidden), strict=True)
-    tipped = torch.cat([ours.argmax(-1) != dense.argmax(-1) for (_, dense), (_, ours) in pairs])
+    bins = torch.bucketize(drift.margin, torch.tensor(MARGIN_EDGES, device=drift.margin.device))
+    num_bins = len(MARGIN_EDGES) + 1
     found: dict[str, Any] = {
-        "tokens": torch.bincount(bins, minlength=len(MARGIN_EDGES) + 1).tolist(),
-        "tipped": torch.bincount(bins[tipped], minlength=len(MARGIN_EDGES) + 1).tolist(),
+        "tokens": torch.bincount(bins, minlength=num_bins).tolist(),
+        "tipped": torch.bincount(bins[~drift.is_same], minlength=num_bins).tolist(),
     }
     if isinstance(method, RetainedSequence):
         found["drift"] = method.refresher.drift
-        found["margins"] = [round(margin, 4) for margin in margins_of(model, hidden).tolist()]
+        found["margins"] = [round(margin, 4) for margin in drift.own_margin.tolist()]
     return found

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sphkv.attention.api import get_backend
+from sphkv.baselines.eviction import EvictionCache
 from sphkv.baselines.h2o import HeavyHitters
 from sphkv.baselines.registry import make_baseline
 from sphkv.cache.method import CacheMethod
@@ -103,9 +104,10 @@ class MethodFactory:
         if name == JOINT:
             return self.controlled(budget, work=work)
         method = make_registered(name, self._shape, ByteBudget.parse(budget), num_tokens=context)
-        policy = getattr(method, "policy", None)
-        if work is not None and isinstance(policy, HeavyHitters):
-            policy.shared = work.attention
+        if work is not None and isinstance(method, EvictionCache):
+            method.shared = work.scores
+            if isinstance(method.policy, HeavyHitters):
+                method.policy.shared = work.scores.attention
         return method
 
     def _config(self, tier: str) -> CacheConfig:

@@ -7,26 +7,29 @@ it took, so that every point can still be charged for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from sphkv.baselines.attention_scores import SharedAttention
+from sphkv.baselines.attention_scores import SharedAttention, SharedScores
 from sphkv.cache.retained_work import PromptWork
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SharedWork:
     """Work on one prompt.
 
     Attributes:
-        attention: What tokens receive, for caches that count it; prompts with the same beginning
-            share it.
+        scores: What policies that drop tokens found out.
         layers: What the controller found out about this prompt.
     """
 
-    attention: SharedAttention
-    layers: PromptWork = field(default_factory=PromptWork)
+    def __init__(self, attention: SharedAttention) -> None:
+        """Nothing is found yet.
+
+        Args:
+            attention: What tokens receive, for caches that count it; prompts with the same
+                beginning share it.
+        """
+        self.scores = SharedScores(attention)
+        self.layers = PromptWork()
 
     @property
     def reused_s(self) -> float:
         """Seconds saved so far."""
-        return self.attention.reused_s + self.layers.reused_s
+        return self.scores.attention.reused_s + self.scores.reused_s + self.layers.reused_s

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sphkv.evaluation.runner.continuation import compare_hidden
 from sphkv.evaluation.runner.decoding import decode_greedily, stop_rule
+from sphkv.evaluation.runner.drift import answer_drift
 from sphkv.evaluation.runner.reading import ReadCase
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.witness.suite import WitnessPrompt
@@ -191,20 +191,12 @@ def _examine(
         case.max_new_tokens,
         stop_rule(tokenizer, at_line_end=case.stops_at_newline),
     )
-    same = 0
-    for ours, theirs in zip(got.token_ids, read.answer_ids, strict=False):
-        if ours != theirs:
-            break
-        same += 1
-    rows = min(same + 1, got.hidden.shape[0], read.reference.shape[0])
-    nothing = read.states.input_ids[0, :0]
-    drift = compare_hidden(session.model, read.reference[:rows], got.hidden[:rows], nothing)
     dense, ours_text = (
         str(tokenizer.decode(ids, skip_special_tokens=True))
         for ids in (read.answer_ids, got.token_ids)
     )
     return FailureFigures(
-        drift=drift["kl"],
+        drift=answer_drift(session.model, got, read.reference, read.answer_ids),
         is_lost=prompt.judge(dense) != prompt.judge(ours_text)
         if prompt.kind == "refusal"
         else prompt.judge(dense) and not prompt.judge(ours_text),
