@@ -24,7 +24,7 @@ from sphkv.integrations.vllm.launch import require_vllm
 
 HERE = Path(__file__).resolve().parent
 WORKER = "sphkv.integrations.vllm.worker.SphericalWorker"
-TIERS = {
+TIERS: dict[str, dict[str, Any]] = {
     "k2v3": {"key_bits": 2.0, "value_bits": 3},
     "k3v4": {"key_bits": 3.0, "value_bits": 4},
     "k4v4": {"key_bits": 4.0, "value_bits": 4},
