@@ -2,12 +2,14 @@
 """The load and its figures against a server that only pretends; vLLM's own is in tests/vllm."""
 
 import json
+import signal
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from sphkv.cli.main import main
 from sphkv.evaluation.bench.serve import ServeBenchConfig, bench_serve, make_prompts
 from sphkv.evaluation.bench.serve_load import (
     Answer,
@@ -180,3 +182,23 @@ def test_a_server_that_stops_is_reported(tmp_path):
         with pytest.raises(RuntimeError, match="did not start"):
             running.wait_until_ready(30)
         assert "no.such" in running.log
+
+
+def test_asked_to_end_it_leaves_in_order(text_path, monkeypatch):
+    # without a handler the process would vanish and leave its server behind
+    ended = []
+
+    def load(*_, **__):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr("sphkv.evaluation.bench.serve.bench_serve", load)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            main(["bench", "serve", "--text", text_path])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import sys
 
 from sphkv.cli.output import check_writable, format_table, write_json
@@ -62,6 +63,8 @@ def _span(text: str) -> tuple[int, int]:
 def run_serve(args: argparse.Namespace) -> int:
     """Load both servers, print."""
     check_writable(args.out)
+    # asked to end, it ends its server too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     from sphkv.evaluation.bench.serve import ServeBenchConfig, bench_serve
 
     config = ServeBenchConfig(
