@@ -99,6 +99,8 @@ def engine(arguments: argparse.Namespace, prompts: list[list[int]], **given: Any
     line = re.search(r"sphkv serves: .*", log)
     result["tokens_held"] = int(held[1].replace(",", "")) if held else None
     result["start_up_line"] = line[0] if line else None
+    # results that are kept may be older than the record
+    result["commit"] = describe_environment()["commit"]
     return result
 
 
@@ -177,6 +179,7 @@ def text(arguments: argparse.Namespace) -> dict[str, Any]:
             "seconds": got["seconds"],
             "tokens_held": got["tokens_held"],
             "start_up_line": got["start_up_line"],
+            "commit": got.get("commit"),
         }
     return record
 
