@@ -29,7 +29,7 @@ class ControlOptions:
     """
 
     variant: Variant = "joint"
-    shapes: tuple[BlockShape, ...] = (BlockShape.WHOLE, BlockShape.RUNS)
+    shapes: tuple[BlockShape, ...] = tuple(BlockShape)
     solver: Solver = "lagrangian"
     uniform_heads: bool = False
     use_segments: bool = True

@@ -11,18 +11,16 @@ from sphkv.retention.options import ControlOptions
 
 BUDGETS = ("20%", "15%", "10%", "7%", "5%")
 
-_RUNS = (BlockShape.WHOLE, BlockShape.RUNS)
-_ALL = (BlockShape.WHOLE, BlockShape.RUNS, BlockShape.TOKENS)
 VARIANT_OPTIONS: dict[str, ControlOptions] = {
-    "Joint": ControlOptions(shapes=_RUNS),
-    "KeepDrop": ControlOptions(variant="keepdrop", shapes=_RUNS, fixed_tier="max"),
-    "KeepDrop-best": ControlOptions(variant="keepdrop", shapes=_RUNS),
-    "Quant": ControlOptions(variant="quant", shapes=_RUNS),
-    "Decoupled": ControlOptions(variant="decoupled", shapes=_RUNS),
-    "Joint-tokens": ControlOptions(shapes=_ALL),
+    "Joint": ControlOptions(),
+    "KeepDrop": ControlOptions(variant="keepdrop", fixed_tier="max"),
+    "KeepDrop-best": ControlOptions(variant="keepdrop"),
+    "Quant": ControlOptions(variant="quant"),
+    "Decoupled": ControlOptions(variant="decoupled"),
+    "Joint-runs": ControlOptions(shapes=(BlockShape.WHOLE, BlockShape.RUNS)),
     "Uniform-head": ControlOptions(shapes=(BlockShape.RUNS,), uniform_heads=True),
-    "NoSeg": ControlOptions(shapes=_RUNS, use_segments=False),
-    "One-shot": ControlOptions(shapes=_RUNS, solver="one-shot"),
+    "NoSeg": ControlOptions(use_segments=False),
+    "One-shot": ControlOptions(solver="one-shot"),
 }
 DEFAULT_VARIANTS = ("Joint", "KeepDrop", "Quant", "Decoupled")
 

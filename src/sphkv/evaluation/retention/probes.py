@@ -148,7 +148,7 @@ def _tier_probe(
     tiers: TierTable,
     tier: int,
 ) -> Probe:
-    """Code all states of some layers at one tier."""
+    """Code all states of some layers at one tier, but those that a cache never codes."""
     method = ChangedStates(prompt)
     angle = value = votes = age = 0.0
     tokens = prompt.num_tokens
@@ -158,13 +158,24 @@ def _tier_probe(
         at = torch.arange(tokens).expand(part.keys.shape[0], -1)
         encoded = runner.codec.encode(layer, spec, part.keys, part.values, at)
         keys, values = runner.codec.decode(layer, spec, encoded, at)
-        method.prefill(layer, keys, values)
+        kept = found.protected[..., None]
+        method.prefill(
+            layer, torch.where(kept, part.keys, keys), torch.where(kept, part.values, values)
+        )
         f, e = found.features, found.errors
-        angle += float(((f.shift * f.radius.square()).sum(1) * (e.angle + e.radius)[:, tier]).sum())
-        value += float(((f.energy * f.value_norm.square()).sum(1) * e.value[:, tier]).sum())
-        value += float((f.mass.sum(1) * e.common[:, tier]).sum())
+        pull, energy, mass = (
+            x.masked_fill(found.protected, 0)
+            for x in (
+                f.shift * f.radius.square(),
+                f.energy * f.value_norm.square(),
+                f.mass,
+            )
+        )
+        angle += float((pull.sum(1) * (e.angle + e.radius)[:, tier]).sum())
+        value += float((energy.sum(1) * e.value[:, tier]).sum())
+        value += float((mass.sum(1) * e.common[:, tier]).sum())
         lost = e.angle[:, tier] + e.value[:, tier]
-        votes += float((f.mass.sum(1) * lost).sum())
+        votes += float((mass.sum(1) * lost).sum())
         age += float(lost.sum()) * float((1 / torch.arange(1, tokens + 1)).sum())
     kl = _kl(runner, prompt, method)
     name = f"{spec.name} in layers {chosen[0]}..{chosen[-1]}"
