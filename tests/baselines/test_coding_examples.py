@@ -16,7 +16,7 @@ from sphkv.baselines.gear import CorrectedIntegers
 from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
 from sphkv.baselines.kivi import kivi_codec
 from sphkv.baselines.kvquant import NonuniformRows
-from sphkv.baselines.ott import TracedIntegers
+from sphkv.baselines.ott import TracedIntegers, trace_outliers
 from sphkv.baselines.outliers import join_outliers, split_outliers
 from sphkv.baselines.polarquant_recursive import PolarTree, angle_levels
 from sphkv.baselines.polarquant_rope import PolarPairs
@@ -218,6 +218,29 @@ def test_ott_by_hand() -> None:
     # values take one range per token, and here both channels are equal
     assert torch.equal(keys, x)
     assert torch.equal(values, x)
+
+
+def test_ott_groups_compete_for_one_pool() -> None:
+    """One place, one spill: 4 enters, 3 takes its place, 2 would spill a second token and stops."""
+    magnitude = torch.tensor([[[9.0, 4.0], [3.0, 8.0], [7.0, 6.0], [2.0, 5.0], [1.0, 1.0]]])
+    taken = trace_outliers(magnitude, 1, 1)
+    assert taken[0].int().tolist() == [[0, 1], [1, 0], [0, 0], [0, 0], [0, 0]]
+    assert trace_outliers(magnitude, 1, 9)[0].int().tolist() == [
+        [0, 1], [1, 0], [0, 0], [1, 0], [1, 0],
+    ]  # fmt: skip
+
+
+def test_ott_pools_come_back() -> None:
+    """Three places over three groups of four; a free place repeats a token that is there."""
+    x = torch.tensor([[[0.25, 8.0, 8.0, 8.0, 8.0, 0.5, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0]]])
+    x = x.view(1, 12, 1).expand(1, 12, 2)
+    codec = TracedIntegers(
+        kivi_codec(TINY, 2, 2, group=4, residual=4), group=4, num_outliers=1, num_spilled=2
+    )
+    tensors = codec.encode(0, StateBlock(x, x, 0))
+    assert tensors["prot.index"].tolist() == [[0, 0, 0]]
+    keys, _ = codec.decode(0, Coded(tensors, 0, 12))
+    assert keys[0, :, 0].tolist() == [0.25, 8, 8, 8, 8, 0.5, 8, 8, 8, 8, 8, 8]
 
 
 def test_zipcache_saliency_by_hand() -> None:

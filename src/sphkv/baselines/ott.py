@@ -2,12 +2,14 @@
 """OTT: KIVI's integers, with the tokens that do not fit their group kept dense.
 
 Su et al., 2025, "Accurate KV Cache Quantization with Outlier Tokens Tracing". In channels where
-keys are large, a few tokens have small keys and widen the range of their whole group; they are
-found by the smallest sum of absolute key entries, three per group of 128 tokens, kept in full
-precision and left out of the integers' range.
+keys are large, a few tokens have small keys and widen the range of their whole group. Each head
+has a pool of three tokens that stay in full precision. Every group of 128 that is coded competes
+for it: the smallest sums of absolute key entries win and are left out of their group's range.
+Tokens that lose their place again stay dense in a second pool of 32, and once that is full,
+nothing is traced any more. The newest 32 tokens are dense.
 
-Deviations: every group keeps its own three tokens, where the paper lets all groups compete for one
-pool of fixed size; keys and values leave the residual of 128 tokens together.
+Deviations: the pools compete over the groups of a prompt; a group that fills while decoding has
+pools of its own. Every layer has pools, where the paper does best without them in the first two.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor
 from sphkv.baselines.coded_layer import Coded, PairCodec, StateBlock
 from sphkv.baselines.held_states import Tagged
 from sphkv.baselines.kivi import WIDTHS, kivi_codec
+from sphkv.baselines.outliers import index_dtype, place
 from sphkv.baselines.quantised import QuantisedCache
 from sphkv.core.geometry import KVGeometry
 
@@ -33,15 +36,17 @@ class TracedIntegers:
     Attributes:
         integers: Codes the tokens that fit; its blocks are multiples of ``group``.
         group: Tokens of a group.
-        num_outliers: Tokens of each group that stay dense.
+        num_outliers: Places of a head's pool.
+        num_spilled: Places for tokens that left the pool.
     """
 
     integers: PairCodec
     group: int = GROUP
     num_outliers: int = 3
+    num_spilled: int = 32
 
     block_tokens = GROUP
-    residual_tokens = 0
+    residual_tokens = 32
     sink_tokens = 0
 
     @property
@@ -50,24 +55,28 @@ class TracedIntegers:
         return f"{self.integers.label}o{self.num_outliers}"
 
     def encode(self, layer: int, block: StateBlock) -> dict[str, Tensor]:
-        """The integers of the group, and index, key and value of its outlier tokens."""
-        keys = block.keys.unflatten(1, (-1, self.group)).float()
-        values = block.values.unflatten(1, (-1, self.group)).float()
-        index = keys.abs().sum(-1).topk(self.num_outliers, dim=-1, largest=False).indices
-        wide = index[..., None].expand(*index.shape, keys.shape[-1])
-        taken = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device)
-        taken.scatter_(2, index, True)
+        """The integers of all groups, and index, key and value of the tokens in both pools."""
+        magnitude = block.keys.float().abs().sum(-1).unflatten(1, (-1, self.group))
+        taken = trace_outliers(magnitude, self.num_outliers, self.num_spilled)
         filled = StateBlock(
-            _fill(keys, taken).flatten(1, 2),
-            _fill(values, taken).flatten(1, 2),
-            block.first_position,
+            _fill(block.keys, taken), _fill(block.values, taken), block.first_position
         )
+        index = self._places(taken.flatten(1))
+        wide = index[..., None].expand(*index.shape, block.keys.shape[-1])
         return {
             **self.integers.encode(layer, filled),
-            "prot.index": index.to(torch.uint8),
-            "codes.outlier_keys": keys.gather(2, wide).bfloat16(),
-            "values.outlier_values": values.gather(2, wide).bfloat16(),
+            "prot.index": index.to(index_dtype(block.keys.shape[1])),
+            "codes.outlier_keys": block.keys.gather(1, wide).bfloat16(),
+            "values.outlier_values": block.values.gather(1, wide).bfloat16(),
         }
+
+    def _places(self, taken: Tensor) -> Tensor:
+        """Tokens of both pools ``[heads, places]``; a free place repeats another token."""
+        most = taken.shape[1] // self.group * self.num_outliers
+        size = min(self.num_outliers + self.num_spilled, most)
+        index = taken.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :size]
+        is_free = torch.arange(size, device=taken.device) >= taken.sum(1, keepdim=True)
+        return torch.where(is_free, index[:, :1], index)
 
     def decode(self, layer: int, coded: Coded) -> tuple[Tensor, Tensor]:
         """Integers, overwritten by the outlier tokens."""
@@ -75,26 +84,49 @@ class TracedIntegers:
         rest = {name: tensor for name, tensor in coded.tensors.items() if name not in own}
         inner = Coded(rest, coded.first_position, coded.num_tokens)
         index, *dense = (coded.tensors[name] for name in own)
-        restored = []
-        for states, outliers in zip(self.integers.decode(layer, inner), dense, strict=True):
-            grouped = states.unflatten(1, (-1, self.group))
-            wide = index.long()[..., None].expand_as(outliers)
-            restored.append(grouped.scatter(2, wide, outliers.float()).flatten(1, 2))
-        return restored[0], restored[1]
+        wide = place(index)[..., None].expand_as(dense[0])
+        keys, values = self.integers.decode(layer, inner)
+        return keys.scatter(1, wide, dense[0].float()), values.scatter(1, wide, dense[1].float())
 
     def tables(self) -> list[Tagged]:
         """None."""
         return []
 
 
+def trace_outliers(magnitude: Tensor, num_places: int, num_spilled: int) -> Tensor:
+    """Tokens that are in the pool after some group, ``[heads, groups, tokens]`` bool.
+
+    Args:
+        magnitude: ``[heads, groups, tokens]`` of the keys, in the order the groups are coded.
+        num_places: Places of the pool.
+        num_spilled: Tokens of a head that may leave the pool before tracing stops.
+    """
+    heads, groups = magnitude.shape[:2]
+    taken = torch.zeros(magnitude.shape, dtype=torch.bool, device=magnitude.device)
+    pool = magnitude.new_full((heads, num_places), torch.inf)
+    left = torch.zeros(heads, dtype=torch.int64, device=magnitude.device)
+    is_tracing = torch.ones_like(left, dtype=torch.bool)
+    for number in range(groups):
+        rivals = torch.cat([pool, magnitude[:, number]], 1)
+        smallest, winners = rivals.topk(num_places, dim=1, largest=False)
+        stays = torch.zeros_like(rivals, dtype=torch.bool).scatter_(1, winners, True)
+        leaving = (~stays[:, :num_places] & pool.isfinite()).sum(1)
+        is_tracing &= left + leaving <= num_spilled
+        taken[:, number] = stays[:, num_places:] & is_tracing[:, None]
+        pool = torch.where(is_tracing[:, None], smallest, pool)
+        left += leaving * is_tracing
+    return taken
+
+
 def _fill(states: Tensor, taken: Tensor) -> Tensor:
-    """Replace taken tokens ``[heads, groups, tokens]`` by the mean of the others."""
-    kept = states.masked_fill(taken[..., None], 0.0)
+    """Replace taken tokens ``[heads, groups, tokens]`` by the mean of the others of their group."""
+    grouped = states.float().unflatten(1, taken.shape[1:])
+    kept = grouped.masked_fill(taken[..., None], 0.0)
     mean = kept.sum(2, keepdim=True) / (~taken).sum(2)[..., None, None]
-    return torch.where(taken[..., None], mean, states)
+    return torch.where(taken[..., None], mean, grouped).flatten(1, 2)
 
 
 def ott(geometry: KVGeometry, budget: float) -> QuantisedCache:
-    """OTT with three outlier tokens per group of 128."""
+    """OTT with pools of three and 32 tokens, groups of 128 and a residual of 32."""
     codecs = [TracedIntegers(kivi_codec(geometry, k, v, group=GROUP)) for k, v in WIDTHS]
     return QuantisedCache("ott", geometry, codecs, budget)

@@ -34,7 +34,7 @@ def split_outliers(rows: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
     value = torch.cat([low[..., :per_side], high[..., :per_side]], -1)
     middle = (low[..., per_side:] + high[..., per_side:]) / 2
     rest = rows.scatter(-1, index, middle.expand_as(value))
-    return rest, index.to(_index_dtype(count)), value.half()
+    return rest, index.to(index_dtype(count)), value.half()
 
 
 def join_outliers(rest: Tensor, index: Tensor, value: Tensor) -> Tensor:
@@ -47,7 +47,8 @@ def place(index: Tensor) -> Tensor:
     return index.long() % (1 << 16) if index.dtype == torch.int16 else index.long()
 
 
-def _index_dtype(count: int) -> torch.dtype:
+def index_dtype(count: int) -> torch.dtype:
+    """The narrowest integer type that indexes so many entries; see ``place``."""
     if count <= 1 << 8:
         return torch.uint8
     return torch.int16 if count <= 1 << 16 else torch.int32
