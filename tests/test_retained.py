@@ -149,8 +149,8 @@ def test_protected_states_stay_dense():
     sequence = fill(make_config(protection=rule), backend=NoAttention())
     assert sequence.contract is not None
     dense = sequence.config.tiers.dense_id
-    assert bool((sequence.contract.tier_id[..., : rule.sink_tokens] == dense).all())
-    assert bool((sequence.contract.tier_id[..., 100:120] == dense).all())
+    assert bool((sequence.contract.tier_id[..., :16] == dense).all())
+    assert bool((sequence.contract.tier_id[..., 96:128] == dense).all())
     for _ in range(100):
         step(sequence)
     kept = {
@@ -159,7 +159,7 @@ def test_protected_states_stay_dense():
         if group.layout.tier_id == dense
         for position in sequence.store.view(group).positions()[sequence.store.view(group).flags()]
     }
-    assert set(range(rule.sink_tokens)) | set(range(100, 120)) <= kept
+    assert set(range(16)) | set(range(96, 128)) <= kept
 
 
 def test_budget_holds_while_the_sequence_grows_tenfold():

@@ -17,7 +17,7 @@ VARIANT_OPTIONS: dict[str, ControlOptions] = {
     "KeepDrop-best": ControlOptions(variant="keepdrop"),
     "Quant": ControlOptions(variant="quant"),
     "Decoupled": ControlOptions(variant="decoupled"),
-    "Joint-runs": ControlOptions(shapes=(BlockShape.WHOLE, BlockShape.RUNS)),
+    "Joint-tokens": ControlOptions(shapes=tuple(BlockShape)),
     "Uniform-head": ControlOptions(shapes=(BlockShape.RUNS,), uniform_heads=True),
     "NoSeg": ControlOptions(use_segments=False),
     "One-shot": ControlOptions(solver="one-shot"),
