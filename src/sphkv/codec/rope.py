@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 LAYOUTS = ("half", "interleaved")
-
 _DEFAULT_THETA = 10_000.0
 
 # The last two change other parts of a model than the rotation, so they may be passed over.
@@ -191,16 +190,15 @@ class RopeSpec:
         self._check_shape(x, (self.head_dim,))
         rotated, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
         is_mixed = self.layout == "interleaved"
-        planes = rotated.unflatten(-1, (-1, 2)) if is_mixed else _pair_halves(rotated)
-        return torch.cat((planes, _pair_halves(rest)), -2) if rest.shape[-1] else planes
+        z = rotated.unflatten(-1, (-1, 2)) if is_mixed else torch.stack(rotated.chunk(2, -1), -1)
+        return torch.cat((z, torch.stack(rest.chunk(2, -1), -1)), -2) if rest.shape[-1] else z
 
     def from_planes(self, z: Tensor) -> Tensor:
         """Undo :meth:`to_planes`."""
         self._check_shape(z, (self.num_planes, 2))
         rotated, rest = z[..., : self.rotary_dim // 2, :], z[..., self.rotary_dim // 2 :, :]
-        is_mixed = self.layout == "interleaved"
-        first = rotated.flatten(-2) if is_mixed else torch.cat(rotated.unbind(-1), -1)
-        return torch.cat((first, *rest.unbind(-1)), -1) if rest.shape[-2] else first
+        parts = (rotated.flatten(-2),) if self.layout == "interleaved" else rotated.unbind(-1)
+        return torch.cat((*parts, *rest.unbind(-1)), -1)
 
     def rotate(self, z: Tensor, positions: Tensor) -> Tensor:
         """Turn planes ``z`` ``[..., planes, 2]`` by the phases of their positions.
@@ -243,12 +241,6 @@ class RopeSpec:
     def _check_shape(self, x: Tensor, tail: tuple[int, ...]) -> None:
         if tuple(x.shape[-len(tail) :]) != tail:
             raise ValueError(f"expected a tensor [..., {tail}], got shape {tuple(x.shape)}")
-
-
-def _pair_halves(x: Tensor) -> Tensor:
-    """Channels ``[..., dim]`` as ``[..., dim / 2, 2]``, channel ``i`` with ``i + dim / 2``."""
-    half = x.shape[-1] // 2
-    return torch.stack((x[..., :half], x[..., half:]), -1)
 
 
 def _is_int(value: object) -> bool:
