@@ -69,6 +69,11 @@ def main() -> None:
     total = time.process_time() - began
     settle, write = sum(spent["settle"]), sum(spent["demote"])
     record = {
+        "command": (
+            f"python benchmarks/retention_decode.py --model {Path(args.model).name} "
+            f"--text {Path(args.text).name} --calibration {Path(args.calibration).name} "
+            f"--budget {args.budget} --context {args.context} --steps {args.steps}"
+        ),
         "prefill_s": dense_s,
         "store_s": store_s,
         "steps": args.steps,

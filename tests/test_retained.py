@@ -12,6 +12,7 @@ from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeReque
 from sphkv.cache.method import CacheMethod
 from sphkv.cache.retained import RetainedSequence
 from sphkv.cache.retained_config import RetainedConfig
+from sphkv.cache.retained_index import PageIndex
 from sphkv.cache.retained_work import PromptWork
 from sphkv.codec.calibration import Calibrator
 from sphkv.codec.rope import RopeSpec
@@ -111,21 +112,20 @@ def test_prompt_fits_the_budget_exactly(variant, budget):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_shared_work_changes_nothing(variant):
-    """Budgets and variants of one prompt, with and without what others found out before."""
+    """A budget after other budgets and variants of the same prompt."""
     work = PromptWork()
-    for budget in ("40%", "25%"):
-        fill(make_config(budget, options=ControlOptions(variant="decoupled")), measured=work)
-        fill(make_config(budget, options=ControlOptions(use_segments=False)), measured=work)
-        config = make_config(budget, options=ControlOptions(variant=variant))
-        alone, shared = fill(config), fill(config, measured=work)
-        assert alone.contract is not None
-        assert shared.contract is not None
-        assert torch.equal(alone.contract.tier_id, shared.contract.tier_id)
-        assert alone.resident_bytes() == shared.resident_bytes()
-        for _ in range(40):
-            outputs = zip(step(alone), step(shared), strict=True)
-            assert all(torch.equal(a, b) for a, b in outputs)
-        assert alone.resident_bytes() == shared.resident_bytes()
+    for options in (ControlOptions(variant="decoupled"), ControlOptions(use_segments=False)):
+        fill(make_config("40%", options=options), measured=work)
+    config = make_config("25%", options=ControlOptions(variant=variant))
+    fill(replace(config, budget=ByteBudget.parse("30%")), measured=work)
+    alone, shared = fill(config), fill(config, measured=work)
+    assert alone.contract is not None
+    assert shared.contract is not None
+    assert torch.equal(alone.contract.tier_id, shared.contract.tier_id)
+    for _ in range(2):
+        outputs = zip(step(alone, 40), step(shared, 40), strict=True)
+        assert all(torch.equal(a, b) for a, b in outputs)
+    assert alone.resident_bytes() == shared.resident_bytes()
     assert work.reused_s > 0
 
 
@@ -225,6 +225,27 @@ def test_crop_and_continue():
     assert sequence.num_tokens() == 530
     step(sequence, 70)
     check_bytes(sequence)
+
+
+@pytest.mark.parametrize("shapes", [(BlockShape.RUNS,), tuple(BlockShape)])
+def test_the_index_of_pages_says_what_reading_all_of_them_would(shapes):
+    options = ControlOptions(shapes=shapes)
+    sequence = fill(make_config("20%", options=options), 400, backend=NoAttention())
+    refresher = sequence.refresher
+    for at in range(120):
+        step(sequence)
+        if at == 90:
+            sequence.crop(450)
+        if at % 30:
+            continue
+        known, read = (
+            index.decided(refresher.notes, refresher.fresh_from)
+            for index in (refresher.index, PageIndex(sequence.store, 0))
+        )
+        assert known[0].num_pages > 0
+        assert torch.equal(known[0].page_ids, read[0].page_ids)
+        assert torch.equal(known[1], read[1])
+    assert refresher.num_rebalances > 1
 
 
 def test_gate_holds_bytes_back_and_gives_them_when_on():

@@ -4,7 +4,7 @@ import torch
 
 from sphkv.cache.retained_bytes import contract_bytes
 from sphkv.cache.retained_config import retention_tiers
-from sphkv.cache.retained_pages import PageList, list_pages
+from sphkv.cache.retained_pages import list_pages
 from sphkv.codec.calibration import default_calibration
 from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
@@ -47,7 +47,7 @@ def test_prediction_equals_the_live_tensors(slab_pages, granularity):
     assert contract_bytes(config, contract, tokens) == store.live_bytes
 
 
-def test_lists_of_layers_with_different_pages_join():
+def test_pages_of_all_layers_are_listed_without_reading_them():
     tiers = retention_tiers()
     config = StoreConfig(GEOMETRY, tiers, seal_tier="max", recent_tokens=0)
     ropes = (RopeSpec.unrotated(16),) * 3
@@ -58,9 +58,9 @@ def test_lists_of_layers_with_different_pages_join():
         keys, values = torch.randn(2, 2, 64, 16, generator=generator)
         contract = WriteContract.uniform(GEOMETRY, 64, tier_id=tier).layer(layer)
         store.write(0, layer, contract, keys, values, torch.arange(64))
-    lists = [list_pages(store, 0, layer) for layer in range(3)]
-    assert [pages.num_pages for pages in lists] == [8, 4, 0]
-    joined = PageList.join(lists)
-    assert joined.layer_ids.tolist() == [0] * 8 + [1] * 4
-    assert joined.positions[joined.live].numel() == 2 * 2 * 64
-    assert joined.select(joined.within(0, 16)).num_pages == 2
+    pages = list_pages(store, 0)
+    assert pages.layer_ids.tolist() == [0] * 8 + [1] * 4
+    assert pages.head_ids.tolist() == [0] * 4 + [1] * 4 + [0] * 2 + [1] * 2
+    assert pages.tier_ids.tolist() == [tiers.dense_id] * 8 + [1] * 4
+    listed = pages.select(pages.layer_ids == 1).page_ids
+    assert listed.tolist() == store.table(0, 1).all_ids().tolist()

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from sphkv.cache.retained_config import RetainedConfig
-from sphkv.cache.retained_measure import unrotated_planes
+from sphkv.cache.retained_index import PageIndex
 from sphkv.cache.retained_notes import EXPECTED_DISTANCE, squared_distance
-from sphkv.cache.retained_pages import PageList, list_pages
+from sphkv.cache.retained_pages import PageList
 from sphkv.cache.retained_probe import DriftSample, probe_tail
 from sphkv.core.errors import BudgetExceeded
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.allocate import TierChoices, allocate_tiers, best_at_price
 from sphkv.retention.gate import StabilityGate, danger_score
-from sphkv.retention.notes import LayerNotes, run_importance
+from sphkv.retention.notes import LayerNotes, QueryStatistics, run_importance
 from sphkv.store.store import PageStore
 
 # Bytes freed beyond need, so that a sequence is not rebalanced at every page.
@@ -34,6 +34,9 @@ class Refresher:
     """Tiers for appended states, and the budget at every step.
 
     Attributes:
+        notes: What is remembered of each layer.
+        index: Importance of every page.
+        fresh_from: Position from which dense pages have no tier yet.
         gate: The stability gate; None if it is switched off.
         price: Loss a byte was worth at the last decision.
         drift: Foretold deviation of the model's logits, from the loss of the decision.
@@ -45,8 +48,13 @@ class Refresher:
         self._config = config
         self._store = store
         self._sequence = sequence
-        self._notes: list[LayerNotes] = []
-        self._fresh_from = 0
+        self.notes: list[LayerNotes] = []
+        self._note_bytes = 0
+        self.index = PageIndex(store, sequence)
+        self._dense_page_bytes = config.dense_page_bytes()
+        self._dense_id = config.tiers.dense_id
+        self._tier_bytes = torch.tensor(config.page_tier_bytes(), dtype=torch.int64)
+        self.fresh_from = 0
         self.gate = StabilityGate(config.gate) if config.gate is not None else None
         self.price = 0.0
         self.drift = 0.0
@@ -57,7 +65,7 @@ class Refresher:
     @property
     def num_bytes(self) -> int:
         """Bytes of the controller's own tensors."""
-        return sum(notes.num_bytes for notes in self._notes)
+        return self._note_bytes + self.index.num_bytes
 
     def usable(self, limit: int) -> int:
         """Bytes of a limit that may be spent now; the gate holds some back while it is off."""
@@ -67,11 +75,15 @@ class Refresher:
 
     def learn(self, notes: LayerNotes) -> None:
         """Keep the notes of the next layer of the prompt; they will grow with the sequence."""
-        self._notes.append(replace(notes))
+        self.notes.append(replace(notes))
+        self._count_notes()
+
+    def _count_notes(self) -> None:
+        self._note_bytes = sum(notes.num_bytes for notes in self.notes)
 
     def begin(self, fresh_from: int, price: float, loss: float) -> None:
         """The prompt is stored; pages from ``fresh_from`` on are dense and not decided yet."""
-        self._fresh_from = fresh_from
+        self.fresh_from = fresh_from
         self.price = price
         # KL is half the variance of a small change of the logits
         self.drift = (2 * loss) ** 0.5
@@ -92,10 +104,9 @@ class Refresher:
         """
         page = self._config.page_tokens
         tail = self._store.tail(self._sequence, 0).first_position
-        while tail - self._fresh_from >= page:
-            for layer in range(self._config.geometry.num_layers):
-                self._code_fresh(layer, self._fresh_from, self._fresh_from + page)
-            self._fresh_from += page
+        while tail - self.fresh_from >= page:
+            self._code_fresh(self.fresh_from, self.fresh_from + page)
+            self.fresh_from += page
         limit = self._limit()
         if self._needed() > limit:
             self._rebalance(limit)
@@ -107,9 +118,9 @@ class Refresher:
         every = 0 if self.gate is None else self.gate.options.probe_every
         if every == 0 or self._num_steps % every:
             return
-        layer = self._num_steps // every % len(self._notes)
+        layer = self._num_steps // every % len(self.notes)
         place = (self._sequence, layer)
-        sample = probe_tail(self._config, self._store, place, self._notes[layer], 1)
+        sample = probe_tail(self._config, self._store, place, self.notes[layer], 1)
         if sample is not None:
             self.drifts.append(sample)
 
@@ -121,60 +132,74 @@ class Refresher:
         """Resident bytes once the next dense page of every head is sealed."""
         tail = self._store.tail(self._sequence, 0).first_position
         missing = self._config.page_tokens // RUN_TOKENS - 1
-        missing -= (tail - self._fresh_from) // RUN_TOKENS
-        return self._store.live_bytes + self.num_bytes + missing * self._config.dense_page_bytes()
+        missing -= (tail - self.fresh_from) // RUN_TOKENS
+        return self._store.live_bytes + self.num_bytes + missing * self._dense_page_bytes
 
-    def _code_fresh(self, layer: int, first: int, stop: int) -> None:
+    def _code_fresh(self, first: int, stop: int) -> None:
         """Give one page of new states of every head a tier by the price of a byte."""
-        config, notes = self._config, self._notes[layer]
-        pages = list_pages(self._store, self._sequence, layer, tier_id=config.tiers.dense_id)
-        pages = pages.select(pages.within(first, stop))
-        keys, values = pages.dense_states(self._store)
-        heads = config.geometry.num_kv_heads
-        keys, values = (x.reshape(heads, stop - first, -1) for x in (keys, values))
-        expected = notes.queries.log_weight(
-            unrotated_planes(config, layer, keys, torch.arange(first, stop)),
-            torch.full((stop - first,), EXPECTED_DISTANCE),
-            config.ropes[layer].frequencies(),
-            scale=config.geometry.head_dim**-0.5,
-        )
-        apart = squared_distance(values, notes.queries.output.float())
-        importance = notes.gain[:, None] * expected.clamp(max=0).mul(2).exp() * apart
-        runs = notes.log_importance.shape[1]
-        noted = run_importance(importance)
-        notes.extend(noted[:, max(0, runs - first // RUN_TOKENS) :])
-        loss = importance.sum(1)[:, None] * notes.tier_ratio
-        loss[:, config.tiers.dense_id] = 0
-        cost = torch.tensor(config.page_tier_bytes(), dtype=torch.int64)
-        chosen = best_at_price(TierChoices(loss, cost), self.price)
+        pages, keys, values = self.index.fresh(first, stop)
+        importance = self._foretell(keys, values, first)
+        noted = run_importance(importance.flatten(0, 1)).unflatten(0, importance.shape[:2])
+        noted = noted[..., max(0, self.notes[0].num_runs - first // RUN_TOKENS) :]
+        for notes, runs in zip(self.notes, noted, strict=True):
+            notes.extend(runs)
+        self._count_notes()
+        ratio = torch.stack([notes.tier_ratio for notes in self.notes])
+        loss = (importance.sum(2)[..., None] * ratio).flatten(0, 1)
+        loss[:, self._dense_id] = 0
+        chosen = best_at_price(TierChoices(loss, self._tier_bytes), self.price)
         if self.gate is not None and self.gate.is_on:
             # dense witnesses of a brittle stretch would outlast it; one tier up is enough
-            chosen = (chosen + 1).clamp(max=config.tiers.dense_id - 1)
-        chosen = chosen.clamp(max=config.tiers.dense_id - 1)
-        self._apply(layer, pages, chosen[pages.head_ids])
+            chosen = chosen + 1
+        chosen = chosen.clamp(max=self._dense_id - 1).view(importance.shape[:2])
+        self._apply(pages, chosen[pages.layer_ids, pages.head_ids])
 
-    def _apply(self, layer: int, pages: PageList, tier_id: Tensor) -> None:
-        for tier in tier_id.unique().tolist():
-            ids = pages.page_ids[tier_id == tier]
-            self._store.demote(self._sequence, layer, ids, tier)
+    def _foretell(self, keys: Tensor, values: Tensor, first: int) -> Tensor:
+        """Importance ``[layers, heads, tokens]`` of new states, from the heads' mean queries."""
+        config, tokens = self._config, keys.shape[2]
+        found = torch.empty(keys.shape[:3])
+        positions = torch.arange(first, first + tokens)
+        for rope in dict.fromkeys(config.ropes):
+            alike = [layer for layer, other in enumerate(config.ropes) if other == rope]
+            queries = QueryStatistics.join([self.notes[layer].queries for layer in alike])
+            planes = rope.unrotate(rope.to_planes(keys[alike].flatten(0, 1).float()), positions)
+            expected = queries.log_weight(
+                planes,
+                torch.full((tokens,), EXPECTED_DISTANCE),
+                rope.frequencies(),
+                scale=config.geometry.head_dim**-0.5,
+            )
+            apart = squared_distance(values[alike].flatten(0, 1), queries.output.float())
+            gain = torch.cat([self.notes[layer].gain for layer in alike])
+            weight = expected.clamp(max=0).mul(2).exp()
+            found[alike] = (gain[:, None] * weight * apart).view(len(alike), -1, tokens)
+        return found
+
+    def _apply(self, pages: PageList, tier_id: Tensor) -> None:
+        """Demote pages, or drop them."""
+        self.index.forget(pages.page_ids)
+        # pages are listed layer by layer
+        counts = pages.layer_ids.bincount(minlength=len(self.notes)).tolist()
+        parts = zip(pages.page_ids.split(counts), tier_id.split(counts), strict=True)
+        for layer, (page_ids, tiers) in enumerate(parts):
+            for tier in sorted(set(tiers.tolist())):
+                self._store.demote(self._sequence, layer, page_ids[tiers == tier], tier)
 
     def _rebalance(self, limit: int) -> None:
         """Demote or drop pages where that costs least until the budget is met."""
         self.num_rebalances += 1
         target = limit - int(_SPARE_SHARE * limit)
         for _ in range(_REBALANCE_ROUNDS):
-            listed = [self._candidates(layer) for layer in range(len(self._notes))]
-            pages = PageList.join([pages for pages, _ in listed])
+            pages, importance = self.index.decided(self.notes, self.fresh_from)
             if pages.num_pages == 0:
                 break
-            choices = self._choices(pages, torch.cat([loss for _, loss in listed]))
+            choices = self._choices(pages, importance)
             held = choices.bytes_of(pages.tier_ids)
             room = max(0, held - (self._needed() - target))
             found = allocate_tiers(choices, room)
             self.price = max(self.price, found.price)
-            for layer in range(len(self._notes)):
-                changed = (pages.layer_ids == layer) & (found.tier_id < pages.tier_ids)
-                self._apply(layer, pages.select(changed), found.tier_id[changed])
+            changed = (found.tier_id < pages.tier_ids).nonzero()[:, 0]
+            self._apply(pages.select(changed), found.tier_id[changed])
             over = self._needed() - limit
             if over <= 0:
                 return
@@ -184,27 +209,18 @@ class Refresher:
         if over > 0:
             raise BudgetExceeded(over, 0, limit)
 
-    def _candidates(self, layer: int) -> tuple[PageList, Tensor]:
-        """Pages that may change, and what each tier would lose."""
-        notes = self._notes[layer]
-        pages = list_pages(self._store, self._sequence, layer)
-        fresh = (pages.tier_ids == self._config.tiers.dense_id) & (
-            pages.first_positions >= self._fresh_from
-        )
-        pages = pages.select(~pages.has_protected & ~fresh)
-        importance = notes.importance(pages.head_ids, pages.positions, pages.live)
-        loss = importance[:, None] * notes.tier_ratio[pages.head_ids]
-        loss[:, self._config.tiers.dense_id] = 0
-        # a unit's own tier is what it has lost already
-        return pages, loss
-
-    def _choices(self, pages: PageList, loss: Tensor) -> TierChoices:
-        cost = torch.tensor(self._config.page_tier_bytes(), dtype=torch.int64)
-        return TierChoices(loss, cost.expand(pages.num_pages, -1), ceiling=pages.tier_ids)
+    def _choices(self, pages: PageList, importance: Tensor) -> TierChoices:
+        """What each tier would lose and cost; a page's own tier is what it has lost already."""
+        ratio = torch.stack([notes.tier_ratio for notes in self.notes])
+        loss = importance[:, None] * ratio[pages.layer_ids, pages.head_ids]
+        loss[:, self._dense_id] = 0
+        return TierChoices(loss, self._tier_bytes, ceiling=pages.tier_ids)
 
     def crop(self, num_tokens: int) -> None:
         """Forget what was noted about tokens from ``num_tokens`` on, once the store is cropped."""
-        for notes in self._notes:
+        for notes in self.notes:
             notes.crop(num_tokens)
+        self._count_notes()
+        self.index.clear()
         # what was sealed so far may be cut anywhere; whole pages are sealed from here on
-        self._fresh_from = self._store.tail(self._sequence, 0).first_position
+        self.fresh_from = self._store.tail(self._sequence, 0).first_position

@@ -7,6 +7,7 @@ and the head's mean query, which foretells the importance of tokens to come.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from sphkv.core.tiers import RUN_TOKENS
 
 # Importances span many decades; their logarithm is what half precision keeps well.
-_LEAST = 1e-30
+LEAST_IMPORTANCE = 1e-30
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,12 @@ class QueryStatistics:
             torch.zeros(heads, device=query_planes.device),
             output.half(),
         )
+
+    @classmethod
+    def join(cls, parts: Sequence[QueryStatistics]) -> QueryStatistics:
+        """Heads of several layers as if they were those of one."""
+        columns = zip(*(part.tensors() for part in parts), strict=True)
+        return cls(*(torch.cat(column) for column in columns))
 
     def log_weight(
         self, key_planes: Tensor, distance: Tensor, frequencies: Tensor, *, scale: float
@@ -93,25 +100,18 @@ class LayerNotes:
         return self.log_importance, self.tier_ratio, self.gain, *self.queries.tensors()
 
     @property
+    def num_runs(self) -> int:
+        """Runs that were noted."""
+        return self.log_importance.shape[1]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
-    def importance(self, head_ids: Tensor, positions: Tensor, live: Tensor) -> Tensor:
-        """Importance of pages: the sum over their live states.
-
-        Args:
-            head_ids: ``[pages]`` int64.
-            positions: ``[pages, states]`` int64.
-            live: ``[pages, states]`` bool.
-        """
-        run = (positions // RUN_TOKENS).clamp(max=self.log_importance.shape[1] - 1)
-        each = self.log_importance[head_ids[:, None], run].float().exp()
-        return (each * live).sum(1)
-
     def extend(self, importance: Tensor) -> None:
         """Note runs that follow, ``[heads, runs]`` mean importance of a state."""
-        added = importance.clamp(min=_LEAST).log().half()
+        added = importance.clamp(min=LEAST_IMPORTANCE).log().half()
         self.log_importance = torch.cat([self.log_importance, added], 1)
 
     def crop(self, num_tokens: int) -> None:
@@ -129,4 +129,4 @@ def run_importance(per_state: Tensor) -> Tensor:
 
 def log_runs(per_state: Tensor) -> Tensor:
     """``run_importance`` as notes keep it."""
-    return run_importance(per_state).clamp(min=_LEAST).log().half()
+    return run_importance(per_state).clamp(min=LEAST_IMPORTANCE).log().half()
