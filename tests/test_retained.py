@@ -144,9 +144,11 @@ def test_predicted_bytes_are_the_stores(shapes):
     check_bytes(sequence)
 
 
-def test_protected_states_stay_dense():
+@pytest.mark.parametrize("shapes", [ControlOptions().shapes, tuple(BlockShape)])
+def test_protected_states_stay_dense(shapes):
     rule = ProtectionRule(spans=((100, 120),))
-    sequence = fill(make_config(protection=rule), backend=NoAttention())
+    options = ControlOptions(shapes=shapes)
+    sequence = fill(make_config(protection=rule, options=options), backend=NoAttention())
     assert sequence.contract is not None
     dense = sequence.config.tiers.dense_id
     assert bool((sequence.contract.tier_id[..., :16] == dense).all())

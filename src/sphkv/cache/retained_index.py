@@ -12,7 +12,8 @@ from sphkv.cache.retained_pages import PageList, list_pages
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.notes import LEAST_IMPORTANCE, LayerNotes
 from sphkv.store.layout import PageLayout, PageView
-from sphkv.store.pointers import pool_of_tag
+from sphkv.store.paging import PositionMode
+from sphkv.store.pointers import page_tag, pool_of_tag
 from sphkv.store.store import PageStore
 
 
@@ -75,7 +76,9 @@ class PageIndex:
             The pages, and their keys and values ``[layers, heads, stop - first, head_dim]``.
         """
         pages, log = self._look_up()
-        unread = (log.isnan() & (pages.tier_ids == self._dense_id)).nonzero()[:, 0]
+        # a full tail is sealed in one piece
+        sealed = page_tag((self._dense_id, PositionMode.CONTIGUOUS))
+        unread = (log.isnan() & (pages.tags == sealed)).nonzero()[:, 0]
         ((index, view),) = self._read(pages, unread)
         at = view.positions()[:, 0]
         inside = ((at >= first) & (at < stop)).nonzero()[:, 0]

@@ -105,7 +105,8 @@ class LayerPricer:
     def price(self, layer: LayerInput) -> PricedLayer:
         """Blocks of every head of a layer."""
         protected = layer.protected
-        if self.options.granularity > 1:
+        if any(shape.granularity > 1 for shape in self.options.shapes):
+            # a run is decided as a whole, so one that is partly protected is protected whole
             protected = widen_to_runs(protected)
         features = layer.features
         # tokens that few rows speak for count as much as the others
