@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from sphkv.cache import retained_bytes
 from sphkv.cache.retained_bytes import contract_bytes
 from sphkv.cache.retained_config import retention_tiers
 from sphkv.cache.retained_pages import list_pages
@@ -18,7 +19,9 @@ GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=2, num_query_heads=2, head_dim=
 
 @pytest.mark.parametrize("slab_pages", [1, 4, 64])
 @pytest.mark.parametrize("granularity", [1, 16])
-def test_prediction_equals_the_live_tensors(slab_pages, granularity):
+def test_prediction_equals_the_live_tensors(slab_pages, granularity, monkeypatch):
+    # two layers, then the third
+    monkeypatch.setattr(retained_bytes, "_PLANNED_UNITS", 4 * 400 // granularity)
     tiers = retention_tiers()
     config = StoreConfig(
         GEOMETRY, tiers, seal_tier="max", recent_tokens=0, max_slab_pages=slab_pages

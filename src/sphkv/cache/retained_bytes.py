@@ -17,6 +17,8 @@ from sphkv.store.pointers import PointerTable
 
 # The allocator makes a slab at least this part of its pool.
 GROWTH_SHARE = 16
+# Units whose pages are planned at once: bounds the memory of counting a long prompt.
+_PLANNED_UNITS = 1 << 22
 
 
 def contract_bytes(config: StoreConfig, contract: WriteContract, num_tokens: int) -> int:
@@ -45,23 +47,27 @@ def count_pages(
     """Pages ``[layers, heads]`` int64 of every pool that a contract fills; those that occur."""
     # runs of 16 share a tier, so counting runs is counting states
     unit = contract.granularity if num_tokens % contract.granularity == 0 else 1
-    tier_id = contract.tier_id[..., :num_tokens:unit].flatten(0, 1)
-    protected = contract.protected[..., :num_tokens:unit].flatten(0, 1)
-    positions = torch.arange(num_tokens // unit)
-    shape = contract.tier_id.shape[:2]
+    tier_id = contract.tier_id[..., :num_tokens:unit]
+    protected = contract.protected[..., :num_tokens:unit]
+    layers, heads, units = tier_id.shape
+    positions = torch.arange(units)
     found: dict[PoolKey, Tensor] = {}
-    for tier, spec in enumerate(config.tiers):
-        if spec.kind == "drop":
-            continue
-        # heads of all layers are planned as if they were those of one
-        states = select_states(tier_id, protected, positions, tier)
-        for batch in plan_pages(states, tier_id=tier, page_tokens=spec.page_tokens // unit):
-            mode = batch.position_mode
-            if unit > 1 and mode is not PositionMode.CONTIGUOUS:
-                mode = PositionMode.RUNS
-            pages = batch.head_ids.bincount(minlength=tier_id.shape[0]).view(shape)
-            key = (tier, mode)
-            found[key] = found[key] + pages if key in found else pages
+    step = max(1, _PLANNED_UNITS // (heads * max(1, units)))
+    for first in range(0, layers, step):
+        part = slice(first, first + step)
+        # heads of several layers are planned as if they were those of one
+        flat = (tier_id[part].flatten(0, 1), protected[part].flatten(0, 1))
+        for tier, spec in enumerate(config.tiers):
+            if spec.kind == "drop":
+                continue
+            states = select_states(*flat, positions, tier)
+            for batch in plan_pages(states, tier_id=tier, page_tokens=spec.page_tokens // unit):
+                mode = batch.position_mode
+                if unit > 1 and mode is not PositionMode.CONTIGUOUS:
+                    mode = PositionMode.RUNS
+                pages = batch.head_ids.bincount(minlength=flat[0].shape[0]).view(-1, heads)
+                total = found.setdefault((tier, mode), torch.zeros(layers, heads).long())
+                total[part] += pages
     return found
 
 
