@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | demo | check | test | vllm-test | clean
+# make setup | demo | check | test | cubins | vllm-test | clean
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 VENV ?= .venv
 JOBS ?= 2
@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup demo check test vllm-test clean
+.PHONY: setup demo check test cubins vllm-test clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,10 @@ check: setup
 
 test: check
 	$(BIN)/python -m pytest -n $(JOBS)
+
+# GPU kernels of the usual shapes, for a wheel that needs no compiler where it runs; needs nvcc.
+cubins: setup
+	$(BIN)/python -m sphkv.attention.cuda.build
 
 # vLLM pins its own torch and transformers, so it has an environment of its own. The removed
 # packages are CUDA builds that fail to import on a CPU torch.

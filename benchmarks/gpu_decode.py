@@ -101,14 +101,14 @@ def copy_bandwidth():
 
 
 class Workspace:
-    """Pages of one model and value width, with the lists of each operating point."""
+    """Pages of one model, value width and form of positions, with the lists of each point."""
 
-    def __init__(self, model, value_bits, seed):
-        self.model, self.value_bits = model, value_bits
+    def __init__(self, model, value_bits, seed, mode=PositionMode.CONTIGUOUS):
+        self.model, self.value_bits, self.mode = model, value_bits, mode
         heads, dim = model.kv_heads, model.head_dim
         self.rope = model.rope()
         self.book = synthetic_codebook(heads, dim // 2, model.nibbles, seed=seed, device=DEVICE)
-        self.layout = tier_layout(dim, model.nibbles, value_bits)
+        self.layout = tier_layout(dim, model.nibbles, value_bits, mode)
         self.total = max(b * t for b, t in POINTS) // PAGE_TOKENS * heads
         self.pages = random_pages(self.layout, self.total, device=DEVICE)
         longest = max(t for _, t in POINTS)
@@ -133,11 +133,14 @@ class Workspace:
         sets = max(1, min(6, self.total // per_set))
         order = torch.randperm(self.total, device=DEVICE)
         bases = torch.zeros(self.total, dtype=torch.int64, device=DEVICE)
+        words = {PositionMode.RUNS: 8, PositionMode.TOKENS: PAGE_TOKENS}.get(self.mode, 1)
         tables = []
         for i in range(sets):
             ids = order[i * per_set : (i + 1) * per_set].view(heads, batch, per_row)
             bases[ids] = PAGE_TOKENS * torch.arange(per_row, device=DEVICE)
             tables.append(ids)
+        if self.mode is not PositionMode.CONTIGUOUS:
+            bases = bases[:, None] + PAGE_TOKENS // words * torch.arange(words, device=DEVICE)
         set_bases(self.pages, self.layout, bases)
         counts = torch.full((heads, batch), per_row, device=DEVICE)
         return tables, [PageLists.from_table(ids, counts) for ids in tables]
@@ -160,7 +163,7 @@ def time_ours(space, shapes, batch, context):
     """Best build: (us, error, float32 error, build)."""
     model = space.model
     tables, lists = space.point(batch, context)
-    pool = PagePool(space.pages, PositionMode.CONTIGUOUS)
+    pool = PagePool(space.pages, space.mode)
     query = space.query(batch)
     launches = 4 if batch * context >= 1 << 20 else 12
     right, single = space.expected(query, tables)
@@ -307,9 +310,24 @@ def main():
                 rows[-1] |= common(arguments.commit, copy)
             del space
             torch.cuda.empty_cache()
-            if arguments.rows:
-                arguments.rows.parent.mkdir(parents=True, exist_ok=True)
-                arguments.rows.write_text(json.dumps(rows, indent=1) + "\n")
+            write_rows(rows, arguments)
+        if model is MODELS[0]:
+            for mode in (PositionMode.RUNS, PositionMode.TOKENS):
+                space = Workspace(model, 4, seed=1, mode=mode)
+                base = KernelShape.of_codebook(space.book, value_bits=4, group=model.group)
+                for point in (POINTS[0], POINTS[-1]):
+                    rows.append(row(space, [base], point, dense, copy))
+                    rows[-1] |= common(arguments.commit, copy)
+                del space
+                torch.cuda.empty_cache()
+                write_rows(rows, arguments)
+
+
+def write_rows(rows, arguments):
+    """What is there so far."""
+    if arguments.rows:
+        arguments.rows.parent.mkdir(parents=True, exist_ok=True)
+        arguments.rows.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def common(commit, copy):
@@ -332,7 +350,8 @@ def row(space, shapes, point, dense, copy):
     speed = keys * bytes_per_key / us / 1e6
     bf16, fp8 = dense["bf16"][point], dense["fp8"][point]
     print(
-        f"{model.name:14s} {point!s:14s} V{space.value_bits} {bytes_per_key:6.1f} B/key "
+        f"{model.name:14s} {point!s:14s} {space.mode.name.lower()} V{space.value_bits} "
+        f"{bytes_per_key:6.1f} B/key "
         f"{us:7.1f} us "
         f"{speed:.2f} TB/s ({speed / copy:.0%} of copy)  bf16 {bf16:.1f} us x{bf16 / us:.2f}  "
         f"fp8 {fp8:.1f} us x{fp8 / us:.2f}  error {error:.1e}",
@@ -341,6 +360,7 @@ def row(space, shapes, point, dense, copy):
     return {
         "batch": batch, "context": context, "shape": model.name,
         "heads": [model.query_heads, model.kv_heads, model.head_dim],
+        "positions": space.mode.name.lower(),
         "key_bits": 4 * model.nibbles / model.head_dim, "value_bits": space.value_bits,
         "bytes_per_key": bytes_per_key, "us": us, "tb_per_s": speed,
         "share_of_copy": speed / copy, "bf16_us": bf16, "fp8_us": fp8,

@@ -33,9 +33,11 @@ STAGES = {
          "  for (int k = 0; k < 8; k++) points.first[k] = low + k, points.second[k] = high ^ k;"),
     ),
     "turned queries": (
-        ("keys.cuh", "IS_TOKENS ? from : combine_half2(from, turn[i].x, turn[i].y)", "from"),
-        ("keys.cuh", "if constexpr (!IS_TOKENS) load_turns<PAIR>(turn, places.turns[set], lane);",
-         ""),
+        ("keys.cuh",
+         "combine_half2(query.at[0][k], turns.word[2 * i], turns.word[2 * i + 1])",
+         "query.at[0][k]"),
+        ("keys.cuh",
+         "if constexpr (!IS_TOKENS) turns.load(places.turns[set] + PAIR * TURN_PAIR_BYTES);", ""),
     ),
     "exponentials": (
         ("decode.cu", "exp2_fast(above[2 * half]), b = exp2_fast(above[2 * half + 1])",
@@ -49,8 +51,10 @@ STAGES = {
     ),
     "all but loads": (
         ("decode.cu",
-         "attend_page(p, row.index, query, run, acc, stage_address(stage.index), place);",
-         "acc.o[0][0] += __uint_as_float(query.at[0][0]);"),
+         "attend_page(p, row.index, query, run, acc, stage_address(stage.index), place, supply,"
+         " page,\n                  constants);",
+         "if constexpr (SENDS_LATE) supply.send(p, page, place.lane);"
+         "\n      acc.o[0][0] += __uint_as_float(query.at[0][0]);"),
     ),
 }  # fmt: skip
 

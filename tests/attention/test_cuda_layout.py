@@ -160,12 +160,12 @@ def _point_word(shape, slot, code, half):
     is_second = slot >= single + 2 * shape.double_steps
     double = slot - single - (2 * shape.double_steps if is_second else 0)
     if half == 1 and shape.spread:
-        row = slot * 32 + lane if slot < single else single * 32 + double * 64 + 2 * lane
-        return code * 1024 + row + (is_second if slot >= single else 0)
+        row = slot * 32 + lane if slot < single else single * 32 + double * 64 + lane
+        return code * 1024 + row + (32 * is_second if slot >= single else 0)
     start = 0 if half == 1 else shape.high_bytes // 4
     if slot < single:
         return start + (slot // 2) * 1024 + code * 64 + (slot % 2) * 32 + lane
-    return start + (single // 2 + double) * 1024 + code * 64 + 2 * lane + is_second
+    return start + (single // 2 + double) * 1024 + code * 64 + 32 * is_second + lane
 
 
 def _entry_planes(words, shape):

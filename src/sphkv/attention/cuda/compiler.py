@@ -79,7 +79,7 @@ def load_cubin(kernel: str, defines: Sequence[str], target: str) -> bytes:
         target: Architecture, such as ``sm_90a``.
     """
     name = cubin_name(kernel, defines, target)
-    shipped = resources.files("sphkv.attention.cuda") / "cubins" / name
+    shipped = shipped_folder() / name
     if shipped.is_file():
         return shipped.read_bytes()
     cached = cache_folder() / name
@@ -92,6 +92,11 @@ def load_cubin(kernel: str, defines: Sequence[str], target: str) -> bytes:
     partial.write_bytes(image)
     partial.replace(cached)
     return image
+
+
+def shipped_folder() -> Path:
+    """Where kernels compiled ahead of time lie; see ``build``."""
+    return Path(str(resources.files("sphkv.attention.cuda"))) / "cubins"
 
 
 def cache_folder() -> Path:
@@ -108,14 +113,14 @@ def compile_cubin(kernel: str, defines: Sequence[str], target: str) -> bytes:
         RuntimeError: The compiler refused the source; the message holds its log.
     """
     main, headers = _kernel_files(kernel)
-    image = _compile_with_nvcc(_MAIN[kernel], defines, target)
+    image = compile_with_nvcc(kernel, defines, target)
     if image is not None:
         return image
     options = (f"--gpu-architecture={target}", "-std=c++17", *defines)
     return _compile(main, headers, options)
 
 
-def _compile_with_nvcc(main: str, defines: Sequence[str], target: str) -> bytes | None:
+def compile_with_nvcc(kernel: str, defines: Sequence[str], target: str) -> bytes | None:
     """Machine code from the toolkit's compiler; None if it is missing or too old."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
@@ -127,7 +132,7 @@ def _compile_with_nvcc(main: str, defines: Sequence[str], target: str) -> bytes 
         architecture = f"arch={target.replace('sm_', 'compute_')},code={target}"
         command = [nvcc, "-gencode", architecture, "-std=c++17", "-cubin", *defines]
         done = subprocess.run(
-            [*command, "-o", str(image), str(Path(folder) / main)],
+            [*command, "-o", str(image), str(Path(folder) / _MAIN[kernel])],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         return None if done.returncode else image.read_bytes()

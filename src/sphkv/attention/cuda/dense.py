@@ -64,6 +64,19 @@ class DenseStates:
     layout: PageLayout
 
 
+def _block_rows(group: int) -> int:
+    return 2 if group <= _PAIRED_GROUP else 1
+
+
+def definitions(head_dim: int, group: int) -> tuple[str, ...]:
+    """Compiler definitions of the kernel for a head dim and query heads per KV head."""
+    return (
+        f"-DSPHKV_HEAD_DIM={head_dim}",
+        f"-DSPHKV_GROUP={group}",
+        f"-DSPHKV_ROWS={_block_rows(group)}",
+    )
+
+
 class DenseDecode:
     """One launch that stores the newest states and attends to everything that is not coded.
 
@@ -78,13 +91,8 @@ class DenseDecode:
     def __init__(self, head_dim: int, group: int, device: torch.device) -> None:
         if not 0 < group <= MAX_GROUP:
             raise ValueError(f"group must be in 1..{MAX_GROUP}, got {group}")
-        self._block_rows = 2 if group <= _PAIRED_GROUP else 1
-        defines = (
-            f"-DSPHKV_HEAD_DIM={head_dim}",
-            f"-DSPHKV_GROUP={group}",
-            f"-DSPHKV_ROWS={self._block_rows}",
-        )
-        image = load_cubin(ENTRY_POINT, defines, architecture(device))
+        self._block_rows = _block_rows(group)
+        image = load_cubin(ENTRY_POINT, definitions(head_dim, group), architecture(device))
         threads = _ROW_THREADS * self._block_rows
         self._kernel = Kernel(image, ENTRY_POINT, shared_bytes=0, threads=threads)
         self._params = _DenseParams()

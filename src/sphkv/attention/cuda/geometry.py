@@ -27,6 +27,7 @@ _SHARED_LIMIT = 232_448
 _STEP_ENTRIES = 8
 
 _LONG_ENTRIES = 96
+_PASS_DIMS = 32
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -191,11 +192,16 @@ class KernelShape:
     @property
     def _fixed_bytes(self) -> int:
         warps = 4 * self.teams
-        pass_dims = min(self.head_dim, 64 if self.columns == 4 else 32)
         queries = self.columns * (8 * self.entries + 8) + 4 * _PAGE_TILES * self.entries
-        scratch = max(warps * self.columns * (pass_dims + 8) * 4, queries)
+        scratch = max(warps * self.columns * (_PASS_DIMS + 8) * 4, queries)
         results = self.columns * self.head_dim * 4 + 16 * warps * self.columns
-        return self.table_bytes + scratch + results + 64 * self.teams + 16
+        is_turned = self.columns == MAX_COLUMNS and self.positions is not PositionMode.TOKENS
+        zeros = self._turn_bytes if is_turned else 0
+        return self.table_bytes + zeros + scratch + results + 64 * self.teams + 16
+
+    @property
+    def _turn_bytes(self) -> int:
+        return 8 * self.entries
 
     @property
     def _stage_bytes(self) -> int:
@@ -206,14 +212,13 @@ class KernelShape:
             PositionMode.RUNS: _PAGE_TILES,
             PositionMode.TOKENS: 0,
         }[self.positions]
-        turn_words = 2 if self.columns == 4 else 1
-        return self.page_bytes + turn_rows * turn_words * 4 * self.entries
+        return self.page_bytes + turn_rows * self._turn_bytes
 
     @property
     def num_stages(self) -> int:
         """Pages in shared memory at a time."""
         fitting = (_SHARED_LIMIT - self._fixed_bytes) // self._stage_bytes
-        return min(4 * self.teams, fitting)
+        return min(4 * self.teams, fitting // self.teams * self.teams)
 
     @property
     def is_feasible(self) -> bool:

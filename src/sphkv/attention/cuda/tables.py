@@ -143,8 +143,8 @@ def _put_points(words: Tensor, points: Tensor, frequency: Tensor, shape: KernelS
         first = shape.single_slots
         second = first + 2 * shape.double_steps
         single = word[:, :first]
-        # both points of a pair are one load: [heads, double slots, 16, 2 * lanes]
-        both = torch.stack([word[:, first:second], word[:, second:]], -1).flatten(3)
+        # the points of a pair behind one another: [heads, double slots, 16, 2 * lanes]
+        both = torch.cat([word[:, first:second], word[:, second:]], 3)
         if half == 1 and shape.spread:
             rows = words[:, : shape.high_bytes // 4].view(heads, LEVELS, -1)
             parts = [part.transpose(1, 2).flatten(2) for part in (single, both)]

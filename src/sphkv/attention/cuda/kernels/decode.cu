@@ -17,24 +17,20 @@ struct WarpPlace {
       : lane(tid & 31), team(tid / 32 / TEAM_WARPS), quarter(tid / 32 % TEAM_WARPS) {
     plain_count = p.window > 0 || p.softcap > 0.f ? PAGE_TOKENS + 1 : PAGE_TOKENS;
   }
-  INLINE bool is_leader() const { return quarter == team % TEAM_WARPS; }
+  // Which pages this warp asks for, of WARPS in a row.
+  INLINE int supply_order() const { return team + (quarter - team & TEAM_WARPS - 1) * TEAMS; }
 };
 
-template <bool IS_BF16>
-INLINE float query_element(const void* query, uint64_t at) {
-  if constexpr (IS_BF16) return __uint_as_float((uint32_t)((const uint16_t*)query)[at] << 16);
-  return ((const float*)query)[at];
-}
-
 // One thread's share of a row's queries, in the order of the head's entries (map word
-// 16 * pair + 4 * t + i belongs to entry 16 * pair + 4 * i + t), and of (sin, cos) for the eight
-// tiles of a page at position zero. `load` sets out before pages are asked for, so that it does
-// not queue behind them; the map is read from device memory because the table is on its way.
+// 16 * pair + 4 * t + i belongs to entry 16 * pair + 4 * i + t), and of the turns of the eight
+// tiles of a page at position zero. Nothing touches what is loaded before `store`, so that other
+// work fits in between; the map is read from device memory because the table is on its way, and
+// before anything else.
 struct RowStart {
   static constexpr int QUERIES = (COLUMNS * ENTRIES + THREADS - 1) / THREADS;
   static constexpr int TURNS = IS_CONTIGUOUS ? (PAGE_TILES * ENTRIES + THREADS - 1) / THREADS : 0;
-  float a[QUERIES], b[QUERIES];
-  uint32_t turn[TURNS + 1];
+  uint32_t a[QUERIES], b[QUERIES];  // as they are stored, bfloat16 or float
+  uint32_t turn[TURNS + 1];         // both: first the map's words
 
   // Places past the end stand for the last one.
   static INLINE int query_place(int k, int tid) {
@@ -44,48 +40,54 @@ struct RowStart {
     return min(tid + k * THREADS, PAGE_TILES * ENTRIES - 1);
   }
 
-  template <bool IS_BF16>
-  INLINE void load(const Params& p, const Row& row, const uint32_t* map, int tid) {
+  INLINE void load_map(const uint8_t* table, int tid) {
+    const uint32_t* map = (const uint32_t*)(table + MAP_OFFSET);
+#pragma unroll
+    for (int k = 0; k < QUERIES; k++) a[k] = __ldg(map + query_place(k, tid) % ENTRIES);
+#pragma unroll
+    for (int k = 0; k < TURNS; k++) turn[k] = __ldg(map + turn_place(k, tid) % ENTRIES);
+  }
+
+  INLINE void load(const Params& p, const Row& row, int tid) {
     const uint64_t first = (uint64_t)row.index * (p.kv_heads * p.group) + row.head * p.group;
 #pragma unroll
     for (int k = 0; k < QUERIES; k++) {
       const int x = query_place(k, tid), in_group = row.block * COLUMNS + x / ENTRIES;
-      const uint32_t word = __ldg(map + x % ENTRIES);
+      const uint32_t word = a[k];
       const uint64_t at = (first + min(in_group, p.group - 1)) * HEAD_DIM;
-      const float scale = in_group < p.group ? p.logit_scale : 0.f;
-      a[k] = query_element<IS_BF16>(p.query, at + (word >> 8 & 255)) * scale;
-      b[k] = query_element<IS_BF16>(p.query, at + (word >> 16 & 255)) * scale;
+      const uint64_t at_a = at + (word >> 8 & 255), at_b = at + (word >> 16 & 255);
+      if (p.query_is_bf16) {
+        a[k] = __ldg((const uint16_t*)p.query + at_a);
+        b[k] = __ldg((const uint16_t*)p.query + at_b);
+      } else {
+        a[k] = __ldg((const uint32_t*)p.query + at_a);
+        b[k] = __ldg((const uint32_t*)p.query + at_b);
+      }
     }
 #pragma unroll
     for (int k = 0; k < TURNS; k++) {
       const int x = turn_place(k, tid);
       const uint2* turns = (const uint2*)p.turns + x / ENTRIES * PLANES;
-      turn[k] = __ldg(&turns[__ldg(map + x % ENTRIES) & 255].y);
+      turn[k] = __ldg(&turns[turn[k] & 255].y);
     }
   }
 
-  INLINE void store(int tid) const {
+  INLINE void store(const Params& p, const Row& row, int tid) const {
     constexpr uint32_t TO = SHARED_BASE + SCRATCH_OFFSET;
+    const int shift = p.query_is_bf16 ? 16 : 0;
 #pragma unroll
     for (int k = 0; k < QUERIES; k++) {
-      const int x = query_place(k, tid);
-      store_shared2(TO + x / ENTRIES * QUERY_COLUMN_BYTES + x % ENTRIES * 8, __float_as_uint(a[k]),
-                    __float_as_uint(b[k]));
+      const int x = query_place(k, tid), in_group = row.block * COLUMNS + x / ENTRIES;
+      const float scale = in_group < p.group ? p.logit_scale : 0.f;
+      const uint32_t to = TO + x / ENTRIES * QUERY_COLUMN_BYTES + x % ENTRIES * 8;
+      store_shared2(to, __float_as_uint(__uint_as_float(a[k] << shift) * scale),
+                    __float_as_uint(__uint_as_float(b[k] << shift) * scale));
     }
 #pragma unroll
     for (int k = 0; k < TURNS; k++)
       store_shared(TO + QUERY_BYTES + turn_place(k, tid) * 4, turn[k]);
   }
 };
-
-INLINE void load_row(RowStart& begin, const Params& p, const Row& row, const uint8_t* table,
-                     int tid) {
-  const uint32_t* map = (const uint32_t*)(table + MAP_OFFSET);
-  if (p.query_is_bf16)
-    begin.load<true>(p, row, map, tid);
-  else
-    begin.load<false>(p, row, map, tid);
-}
 
 // This lane's queries. On contiguous pages they are turned to the warp's quarter, so that a page's
 // own turn does for all its tiles.
@@ -106,7 +108,7 @@ INLINE void take_query(QueryLane& query, const WarpPlace& place) {
         x = a * c + y * s;
         y = y * c - a * s;
       }
-      query.at[set][k] = pack_half2(x, y);
+      query.at[set][k] = TURNED_BY_PRODUCT ? pack_half2(y, x) : pack_half2(x, y);
     }
 }
 
@@ -184,7 +186,7 @@ INLINE KeyPlaces key_places(uint32_t page, const WarpPlace& place) {
   for (int u = 0; u < 2; u++) {
     if (u < TURN_SETS) {
       const int row = IS_RUNS ? 2 * quarter + (SHARED_COLUMNS ? lane / 16 : u) : u;
-      places.turns[u % TURN_SETS] = page + PAGE_BYTES + row * TURN_BYTES;
+      places.turns[u % TURN_SETS] = turn_address(page + PAGE_BYTES + row * TURN_BYTES, lane);
     }
     if (IS_TOKENS) {
       places.position[u][0] = key_position(page, 2 * quarter + u, lane / 4);
@@ -238,11 +240,13 @@ INLINE void weigh(uint32_t (&weight)[2], const float (&above)[4], const Gains& g
 
 // One warp's quarter of a page.
 INLINE void attend_page(const Params& p, int row, const QueryLane& query, Running& run,
-                        Accumulator& acc, uint32_t page, const WarpPlace& place) {
+                        Accumulator& acc, uint32_t page, const WarpPlace& place, Supply& supply,
+                        int number, ConstantPoints& constants) {
   const int lane = place.lane, quarter = place.quarter, g = lane / 4, t = lane & 3;
   float dots[2][4];
   tile_logits(dots, query, page + KEY_OFFSET + 2 * quarter * KEY_TILE_BYTES,
-              key_places(page, place), lane);
+              key_places(page, place), lane, constants);
+  if constexpr (SENDS_LATE) supply.send(p, number, lane);
 
   const Affine affine(page);
   Gains gains[TILE_SETS];
@@ -302,13 +306,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   row.head = blockIdx.x % heads / p.blocks;
   row.block = blockIdx.x % heads % p.blocks;
   const uint8_t* table = p.tables + (uint64_t)row.head * TABLE_BYTES;
-  if (tid == 0) {
-    // the table sets out first: everything else is read meanwhile
-    init_barriers();
-    publish_barriers();
-    barrier_expect(table_barrier(), TABLE_BYTES);
-    copy_bulk(SHARED_BASE, table, TABLE_BYTES, table_barrier());
-  }
+  for (int k = tid; k < ZERO_BYTES / 4; k += THREADS)
+    store_shared(SHARED_BASE + ZERO_OFFSET + 4 * k, 0u);
+  // the table sets out first: everything else is read meanwhile
+  if (tid == 0) request_table(table);
+  RowStart first;
+  first.load_map(table, tid);
   const int* rows = p.row_start + row.head * p.batch;
   const int head_start = rows[0], head_pages = rows[p.batch] - head_start;
   // fewer blocks than pages: every team of a block should have one
@@ -325,33 +328,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   row.index = 0;
   for (int b = tid; b < round_up(p.batch, THREADS); b += THREADS)
     row.index += __syncthreads_count(b < p.batch && rows[b + 1] <= start);
+  // queries set out before pages are asked for, else they would queue behind them
+  first.load(p, row, tid);
   Supply supply;
-  if (place.is_leader()) supply.start(p, table, start, end, place.team, place.lane);
-  barrier_wait(table_barrier(), 0);
+  supply.start(p, table, start, end, place.supply_order(), place.lane);
+  first.store(p, row, tid);
 
   Stage stage = {(uint32_t)place.team, 0u};
   int page = start + place.team;
   for (int at = start; at < end; row.index++) {
     if (rows[row.index + 1] <= at) continue;
     const int stop = min(rows[row.index + 1], end);
-    {
+    if (at != start) {
       RowStart next;
-      load_row(next, p, row, table, tid);
-      next.store(tid);
+      next.load_map(table, tid);
+      next.load(p, row, tid);
+      next.store(p, row, tid);
     }
+    barrier_wait(table_barrier(), 0);
     __syncthreads();
     QueryLane query;
     take_query(query, place);
     Running run;
     Accumulator acc;
     reset(run, acc);
+    ConstantPoints constants;
+    if constexpr (KEEPS_CONSTANTS) constants.load(place.lane);
     for (; page < stop; page += TEAMS) {
-      if (place.is_leader()) supply.send(p, place.lane);
+      if constexpr (!SENDS_LATE) supply.send(p, page, place.lane);
       barrier_wait(full_barrier(stage.index), stage.parity);
-      attend_page(p, row.index, query, run, acc, stage_address(stage.index), place);
+      attend_page(p, row.index, query, run, acc, stage_address(stage.index), place, supply, page,
+                  constants);
       __syncwarp();
       if (place.lane == 0) barrier_arrive(empty_barrier(stage.index));
-      stage.advance();
+      stage.advance<TEAMS>();
     }
     const int first_owner = owner(rows[row.index] - head_start, head_pages, ctas);
     row.num_parts = owner(rows[row.index + 1] - head_start - 1, head_pages, ctas) - first_owner + 1;

@@ -37,12 +37,14 @@ struct DenseParams {
   float softcap;              // times log2(e); 0 for none
 };
 
-struct Memory {
+// Two rows lie side by side, and queries are read in 16 bytes.
+struct __align__(16) Memory {
   float query[GROUP][HEAD_DIM];
   float weight[GROUP][CHUNK];
   float result[GROUP][HEAD_DIM];
   float most[GROUP], mass[GROUP], shrink[GROUP];
 };
+static_assert(sizeof(Memory) % 16 == 0, "queries of the second row would not be aligned");
 
 // The threads of a row meet; each row has a barrier of its own.
 INLINE void sync_row() {
@@ -51,18 +53,6 @@ INLINE void sync_row() {
 
 INLINE float low_bfloat(uint32_t pair) { return __uint_as_float(pair << 16); }
 INLINE float high_bfloat(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-INLINE float warp_max(float x) {
-#pragma unroll
-  for (int k = 1; k < 32; k *= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, k));
-  return x;
-}
-
-INLINE float warp_sum(float x) {
-#pragma unroll
-  for (int k = 1; k < 32; k *= 2) x += __shfl_xor_sync(ALL_LANES, x, k);
-  return x;
-}
 
 // Everything dense of one row: the tail's states, the newest last, then those of dense pages.
 struct DenseStates {

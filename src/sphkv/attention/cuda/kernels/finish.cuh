@@ -23,18 +23,6 @@ CONSTANT_FUNCTION int stat_at(int kind) { return SHARED_BASE + RESULT_OFFSET + C
 // Column of a lane's logits c = 0, 1 as a query of the group.
 INLINE int lane_query(int t, int c) { return SHARED_COLUMNS ? 2 * (t & 1) + c : 2 * t + c; }
 
-INLINE float warp_max(float x) {
-#pragma unroll
-  for (int k = 1; k < 32; k *= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, k));
-  return x;
-}
-
-INLINE float warp_sum(float x) {
-#pragma unroll
-  for (int k = 1; k < 32; k *= 2) x += __shfl_xor_sync(ALL_LANES, x, k);
-  return x;
-}
-
 // Factors that bring each warp's sums to a common maximum and divide by the total mass.
 INLINE void warp_factors(const Running& run, int tid) {
   const int lane = tid & 31, warp = tid / 32, t = lane & 3;
@@ -81,7 +69,7 @@ INLINE void merge_warps(const Accumulator& acc, int tid) {
       float v[4];
 #pragma unroll
       for (int k = 0; k < 4; k++) {
-        v[k] = acc.o[tile][k] * feature_unit(2 * tile + k / 2);
+        v[k] = feature_sum(acc, 2 * tile + k / 2, k % 2) * feature_unit(2 * tile + k / 2);
         if (SHARED_COLUMNS) v[k] += __shfl_xor_sync(ALL_LANES, v[k], 2);
       }
 #pragma unroll
@@ -181,31 +169,43 @@ INLINE void write_part(const Params& p, const Row& row, int query, const float (
   if (lane == 0) p.part_lse[at] = lse2;
 }
 
-// The block that arrives last merges what all have written.
+// The block that arrives last merges what all have written, MERGED parts at a time so that the
+// loads of many are on their way together.
 INLINE float merge_parts(const Params& p, const Row& row, int query, float (&v)[LANE_DIMS],
                          int lane) {
+  constexpr int MERGED = 16;
   const uint64_t first = part_slot(p, row, row.first_part) + query;
-  float most = MINUS_INFINITY;
-  for (int s = lane; s < row.num_parts; s += 32)
-    most = fmaxf(most, __ldcg(p.part_lse + first + (uint64_t)s * COLUMNS));
-  most = warp_max(most);
-  const float safe = most == MINUS_INFINITY ? 0.f : most;
-  float mass = 0.f;
+  float most = NO_LOGIT, mass = 0.f;
 #pragma unroll
   for (int i = 0; i < LANE_DIMS; i++) v[i] = 0.f;
-#pragma unroll 8
-  for (int s = 0; s < row.num_parts; s++) {
-    const uint64_t at = first + (uint64_t)s * COLUMNS;
-    const float f = exp2_fast(__ldcg(p.part_lse + at) - safe);
-    mass += f;
+  for (int s = 0; s < row.num_parts; s += MERGED) {
+    float lse[MERGED], x[MERGED][LANE_DIMS], top = most;
 #pragma unroll
-    for (int i = 0; i < LANE_DIMS; i++)
-      v[i] += f * __ldcg(p.part_out + at * HEAD_DIM + lane + 32 * i);
+    for (int k = 0; k < MERGED; k++) {
+      const uint64_t at = first + (uint64_t)min(s + k, row.num_parts - 1) * COLUMNS;
+      lse[k] = __ldcg(p.part_lse + at);
+#pragma unroll
+      for (int i = 0; i < LANE_DIMS; i++) x[k][i] = __ldcg(p.part_out + at * HEAD_DIM + lane + 32 * i);
+    }
+#pragma unroll
+    for (int k = 0; k < MERGED; k++) top = fmaxf(top, lse[k]);
+    const float shrink = exp2_fast(most - top);
+    most = top;
+    mass *= shrink;
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; i++) v[i] *= shrink;
+#pragma unroll
+    for (int k = 0; k < MERGED; k++) {
+      const float f = s + k < row.num_parts ? exp2_fast(lse[k] - top) : 0.f;
+      mass += f;
+#pragma unroll
+      for (int i = 0; i < LANE_DIMS; i++) v[i] += f * x[k][i];
+    }
   }
   const float inverse = mass > 0.f ? 1.f / mass : 0.f;
 #pragma unroll
   for (int i = 0; i < LANE_DIMS; i++) v[i] *= inverse;
-  return mass > 0.f ? safe + log2_fast(mass) : MINUS_INFINITY;
+  return mass > 0.f ? most + log2_fast(mass) : MINUS_INFINITY;
 }
 
 // All threads of the block call this when the row's pages of this block are done.
@@ -228,14 +228,18 @@ INLINE void finish_row(const Params& p, const Row& row, const Running& run,
       write_part(p, row, warp, v, lse2, lane);
   }
   if (row.num_parts == 1) return;
-  __threadfence();
   __syncthreads();
-  uint32_t* counter = p.arrivals + (row.head * p.blocks + row.block) * p.batch + row.index;
-  if (tid == 0) store_shared(SHARED_BASE + ARRIVED_OFFSET, atomicAdd(counter, 1u));
+  if (tid == 0) {
+    // the fences of one thread hold for all, which it meets before and after
+    uint32_t* counter = p.arrivals + (row.head * p.blocks + row.block) * p.batch + row.index;
+    __threadfence();
+    const uint32_t arrived = atomicAdd(counter, 1u);
+    if (arrived == (uint32_t)row.num_parts - 1u) *counter = 0u;
+    __threadfence();
+    store_shared(SHARED_BASE + ARRIVED_OFFSET, arrived);
+  }
   __syncthreads();
   if (load_shared(SHARED_BASE + ARRIVED_OFFSET) != (uint32_t)row.num_parts - 1u) return;
-  __threadfence();
-  if (tid == 0) *counter = 0u;
   if (warp < COLUMNS) {
     lse2 = merge_parts(p, row, warp, v, lane);
     write_query(p, row, warp, v, lse2, lane);

@@ -18,7 +18,7 @@ struct QueryLane {
 // Bytes from the table's start to the points of a slot. Low nibbles are addressed by code << 8,
 // so two slots of 128 bytes interleave, or one of 256 bytes that holds both points of a pair.
 // High nibbles can be used in place, code << 12, which saves their shift and spreads a slot over
-// 64 KB; other slots fill the gaps.
+// 64 KB; other slots fill the gaps. The second point of a pair follows SLOT_BYTES after the first.
 CONSTANT_FUNCTION int low_slot(int slot) {
   return slot < SINGLE_SLOTS ? (slot / 2) * BLOCK_BYTES + (slot % 2) * SLOT_BYTES
                              : (SINGLE_SLOTS / 2 + slot - SINGLE_SLOTS) * BLOCK_BYTES;
@@ -46,14 +46,13 @@ INLINE void look_up(WordPoints& points, uint32_t low, uint32_t high, int lane) {
     constexpr int SLOT = 4 * WORD + BYTE;
     constexpr int LOW = SHARED_BASE + HIGH_BYTES + low_slot(SLOT);
     constexpr int HIGH = SHARED_BASE + high_slot(SLOT);
-    if constexpr (SLOT < SINGLE_SLOTS) {
-      points.first[2 * BYTE] = load_shared_at<LOW>(point_address<BYTE>(low, lane * 4));
-      points.first[2 * BYTE + 1] = load_shared_at<HIGH>(point_address<BYTE>(high, lane * 4));
-    } else {
-      const uint2 a = load_shared2_at<LOW>(point_address<BYTE>(low, lane * 8));
-      const uint2 b = load_shared2_at<HIGH>(point_address<BYTE>(high, lane * 8));
-      points.first[2 * BYTE] = a.x, points.first[2 * BYTE + 1] = b.x;
-      points.second[2 * BYTE] = a.y, points.second[2 * BYTE + 1] = b.y;
+    const uint32_t a = point_address<BYTE>(low, lane * 4);
+    const uint32_t b = point_address<BYTE>(high, lane * 4);
+    points.first[2 * BYTE] = load_shared_at<LOW>(a);
+    points.first[2 * BYTE + 1] = load_shared_at<HIGH>(b);
+    if constexpr (SLOT >= SINGLE_SLOTS) {
+      points.second[2 * BYTE] = load_shared_at<LOW + SLOT_BYTES>(a);
+      points.second[2 * BYTE + 1] = load_shared_at<HIGH + SLOT_BYTES>(b);
     }
     look_up<WORD, BYTE + 1>(points, low, high, lane);
   }
@@ -62,7 +61,8 @@ INLINE void look_up(WordPoints& points, uint32_t low, uint32_t high, int lane) {
 template <int WORD>
 INLINE WordPoints look_up_word(uint32_t codes, int lane) {
   const uint32_t low = codes & 0x0F0F0F0Fu;
-  const uint32_t high = SPREAD ? codes & 0xF0F0F0F0u : (codes >> 4) & 0x0F0F0F0Fu;
+  // what is left, by a pipe that is less busy than that of bit operations
+  const uint32_t high = SPREAD ? multiply_add(low, -1, codes) : (codes >> 4) & 0x0F0F0F0Fu;
   WordPoints points;
   look_up<WORD>(points, low, high, lane);
   return points;
@@ -75,31 +75,49 @@ struct Turned {
   uint32_t at[TURNED_SETS][4 * STEP_PAIRS];
 };
 
-// Where a warp's keys are: the rows of turns for the queries, or the position of each key.
+// Where a warp's keys are: this lane's part of the rows of turns, or the position of each key.
 struct KeyPlaces {
   uint32_t turns[TURN_SETS];
   uint32_t position[2][2];  // by tile, of keys g and g + 8
 };
 
-// The matrix that turns (x, y) by minus an angle, column by column: (cos, -sin), (sin, cos).
-struct TurnColumns {
-  uint32_t x, y;
+// Turns of two steps: the matrices (cos, -sin), (sin, cos) of this lane's four entries.
+struct PairTurns {
+  uint32_t word[8];
+
+  INLINE void load(uint32_t at) {
+    const uint4 a = load_shared4(at);
+    word[0] = a.x, word[1] = a.y, word[2] = a.z, word[3] = a.w;
+    if constexpr (!TURNED_BY_PRODUCT) {
+      const uint4 b = load_shared4(at + 16);
+      word[4] = b.x, word[5] = b.y, word[6] = b.z, word[7] = b.w;
+    }
+  }
 };
 
-// Turns of four entries of this lane, from a row in shared memory.
-template <int PAIR>
-INLINE void load_turns(TurnColumns (&turn)[4], uint32_t row, int lane) {
-  const uint32_t at = row + (PAIR * 16 + (lane & 3) * 4) * 4 * TURN_WORDS;
-  const uint4 a = load_shared4(at);
-  if constexpr (TURN_WORDS == 2) {
-    const uint4 b = load_shared4(at + 16);
-    turn[0] = {a.x, a.y}, turn[1] = {a.z, a.w}, turn[2] = {b.x, b.y}, turn[3] = {b.z, b.w};
+// A lane's part of a row of turns. With eight columns the tensor cores turn the queries: their rows
+// are columns of the product to come, and (y, x) of four entries is multiplied by a matrix with
+// four blocks of two words on its diagonal. Lane (g, t) has two rows of column g of it, which is not
+// zero for g = 2 * t and 2 * t + 1; other lanes read zeros, from banks of their own.
+INLINE uint32_t turn_address(uint32_t row, int lane) {
+  const int g = lane / 4, t = lane & 3;
+  if (!TURNED_BY_PRODUCT) return row + t * 32;
+  const uint32_t zeros = SHARED_BASE + ZERO_OFFSET + (g / 2 + 1) % 4 * 32;
+  return g / 2 == t ? row + t * 32 + g % 2 * 16 : zeros;
+}
+
+// Queries of one step, entries k and k + 1 of the lane, turned by a product. With one set of queries
+// the second entry takes the lower half of the rows, so that both operands lie side by side.
+INLINE void turn_step(Turned& turned, const QueryLane& query, int set, int k, uint32_t turn0,
+                      uint32_t turn1) {
+  if constexpr (QUERY_SETS == 2) {
+    const uint2 one = mma_half(query.at[0][k], query.at[1][k], turn0);
+    const uint2 two = mma_half(query.at[0][k + 1], query.at[1][k + 1], turn1);
+    turned.at[0][k] = one.x, turned.at[0][k + 1] = two.x;
+    turned.at[1][k] = one.y, turned.at[1][k + 1] = two.y;
   } else {
-    const uint32_t y[4] = {a.x, a.y, a.z, a.w};
-    constexpr uint32_t ONE_MINUS_ONE = 0xBC003C00u;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      turn[i] = {mul_half2(__byte_perm(y[i], y[i], 0x1032), ONE_MINUS_ONE), y[i]};
+    turned.at[set][k] = mma_half(query.at[0][k], query.at[0][k + 1], turn0).x;
+    turned.at[set][k + 1] = mma_half(query.at[0][k], query.at[0][k + 1], turn1).y;
   }
 }
 
@@ -109,16 +127,20 @@ INLINE void turn_pairs(Turned& turned, const QueryLane& query, const KeyPlaces& 
   if constexpr (PAIR < LAST) {
 #pragma unroll
     for (int set = 0; set < TURN_SETS; set++) {
-      TurnColumns turn[4];
-      if constexpr (!IS_TOKENS) load_turns<PAIR>(turn, places.turns[set], lane);
+      PairTurns turns;
+      if constexpr (!IS_TOKENS) turns.load(places.turns[set] + PAIR * TURN_PAIR_BYTES);
 #pragma unroll
-      for (int i = 0; i < 4; i++)
+      for (int i = 0; i < 4; i++) {
+        const int k = 4 * PAIR + i;
+        if constexpr (IS_TOKENS) {
 #pragma unroll
-        for (int u = 0; u < TURNED_SETS; u++) {
-          if (TURN_SETS == 2 && u != set) continue;
-          const uint32_t from = query.at[u % QUERY_SETS][4 * PAIR + i];
-          turned.at[u][4 * PAIR + i] = IS_TOKENS ? from : combine_half2(from, turn[i].x, turn[i].y);
+          for (int u = 0; u < TURNED_SETS; u++) turned.at[u][k] = query.at[0][k];
+        } else if constexpr (TURNED_BY_PRODUCT) {
+          if (i % 2 == 0) turn_step(turned, query, set, k, turns.word[i], turns.word[i + 1]);
+        } else {
+          turned.at[0][k] = combine_half2(query.at[0][k], turns.word[2 * i], turns.word[2 * i + 1]);
         }
+      }
     }
     turn_pairs<PAIR + 1, LAST>(turned, query, places, lane);
   }
@@ -149,7 +171,10 @@ INLINE void key_step(float (&acc)[4], const uint32_t* points, const Turned& turn
   mma_f16(acc, a[0], a[1], a[2], a[3], b[0], b[1]);
 }
 
-// Planes without bits: the same points for every key of a row, whatever the tile.
+// Planes without bits: the same points for every key of a row, whatever the tile. Four columns have
+// registers left to keep them.
+constexpr bool KEEPS_CONSTANTS = SHARED_COLUMNS;
+
 struct ConstantPoints {
   uint32_t at[larger(1, CONSTANT_STEPS)][4];
 
@@ -185,14 +210,27 @@ INLINE void multiply_word(float (&acc)[4], const WordPoints& points, const Turne
 
 using TileCodes = uint32_t[CODE_STEPS / 2];
 
-// Logits of both tiles from word WORD on; queries of a word are turned just before their use.
+// A product takes longer to turn queries: it is begun one word ahead of their use.
+constexpr bool TURNED_EARLY = TURNED_BY_PRODUCT;
+
+// Logits of both tiles from word WORD on.
 template <int WORD>
 INLINE void code_words(float (&acc)[2][4], const TileCodes (&codes)[2], Turned& turned,
                        const QueryLane& query, const KeyPlaces& places, int lane) {
   if constexpr (WORD < CODE_STEPS / 2) {
-    turn_pairs<WORD, WORD + 1>(turned, query, places, lane);
-    multiply_word<0, WORD>(acc[0], look_up_word<WORD>(codes[0][WORD], lane), turned, places, lane);
-    multiply_word<1, WORD>(acc[1], look_up_word<WORD>(codes[1][WORD], lane), turned, places, lane);
+    if constexpr (TURNED_EARLY) {
+      const WordPoints one = look_up_word<WORD>(codes[0][WORD], lane);
+      const WordPoints two = look_up_word<WORD>(codes[1][WORD], lane);
+      turn_pairs<WORD + 1, smaller(WORD + 2, CODE_STEPS / 2)>(turned, query, places, lane);
+      multiply_word<0, WORD>(acc[0], one, turned, places, lane);
+      multiply_word<1, WORD>(acc[1], two, turned, places, lane);
+    } else {
+      turn_pairs<WORD, WORD + 1>(turned, query, places, lane);
+      const WordPoints one = look_up_word<WORD>(codes[0][WORD], lane);
+      multiply_word<0, WORD>(acc[0], one, turned, places, lane);
+      const WordPoints two = look_up_word<WORD>(codes[1][WORD], lane);
+      multiply_word<1, WORD>(acc[1], two, turned, places, lane);
+    }
     code_words<WORD + 1>(acc, codes, turned, query, places, lane);
   }
 }
@@ -212,16 +250,16 @@ INLINE void load_codes(TileCodes& codes, uint32_t tile, int lane) {
 
 // Logits without radius of the two tiles at `key_tiles`.
 INLINE void tile_logits(float (&acc)[2][4], const QueryLane& query, uint32_t key_tiles,
-                        const KeyPlaces& places, int lane) {
+                        const KeyPlaces& places, int lane, ConstantPoints& constants) {
   TileCodes codes[2];
   load_codes(codes[0], key_tiles, lane);
   load_codes(codes[1], key_tiles + KEY_TILE_BYTES, lane);
-  ConstantPoints constants;
-  constants.load(lane);
+  if constexpr (!KEEPS_CONSTANTS) constants.load(lane);
   Turned turned;
   turn_pairs<CODE_STEPS / 2, STEP_PAIRS>(turned, query, places, lane);
 #pragma unroll
   for (int k = 0; k < 4; k++) acc[0][k] = 0.f, acc[1][k] = 0.f;
+  if constexpr (TURNED_EARLY) turn_pairs<0, 1>(turned, query, places, lane);
   constant_steps<0>(acc[0], constants, turned, places, lane);
   constant_steps<1>(acc[1], constants, turned, places, lane);
   code_words<0>(acc, codes, turned, query, places, lane);

@@ -60,14 +60,15 @@ constexpr int PAGE_BYTES = round_up(PAYLOAD_END + 4 * POSITION_WORDS, 64);
 // Turns: (cos, -sin) and (sin, cos) of each plane in device memory, of each entry in shared memory.
 // On contiguous pages a warp's queries are turned to its quarter beforehand, so that a page needs
 // one row. With eight columns each tile has its own turned queries: from a query set of its own
-// where registers allow it, else from a row of turns of its own. Eight columns read only the second
-// word of a turn and rebuild the first: four columns are short of instructions, eight of loads.
+// where registers allow it, else from a row of turns of its own; the tensor cores turn them.
 constexpr int QUERY_SETS = IS_CONTIGUOUS && !SHARED_COLUMNS && HEAD_DIM == 64 ? 2 : 1;
 constexpr int TURN_SETS = IS_TOKENS || SHARED_COLUMNS || QUERY_SETS == 2 ? 1 : 2;
 constexpr int TURN_ROWS = IS_TOKENS ? 0 : IS_RUNS ? PAGE_TILES : TURN_SETS;
-constexpr int TURN_WORDS = SHARED_COLUMNS ? 2 : 1;
+constexpr bool TURNED_BY_PRODUCT = !SHARED_COLUMNS && !IS_TOKENS;
 constexpr int TURN_ROW_BYTES = 8 * PLANES;
-constexpr int TURN_BYTES = 4 * TURN_WORDS * ENTRIES;
+constexpr int TURN_PAIR_BYTES = 128;  // of two steps
+constexpr int TURN_BYTES = TURN_PAIR_BYTES * STEP_PAIRS;
+constexpr int ZERO_BYTES = TURNED_BY_PRODUCT ? TURN_BYTES : 0;
 
 // Table of a head: points of high nibbles, of low nibbles, constants, entry map, frequencies.
 constexpr int SLOT_BYTES = 128;  // one word per lane
@@ -83,9 +84,9 @@ constexpr int FREQUENCY_OFFSET = MAP_OFFSET + 4 * ENTRIES;
 constexpr int TABLE_BYTES = round_up(FREQUENCY_OFFSET + 4 * ENTRIES, 128);
 static_assert(!SPREAD || 2 * LOOKUP_STEPS * SLOT_BYTES <= SPREAD_STRIDE, "too many high slots");
 
-// Shared memory: table | ring of pages with their turns | scratch | results | barriers.
+// Shared memory: table | ring of pages with their turns | zeros | scratch | results | barriers.
 constexpr int STAGE_BYTES = PAGE_BYTES + TURN_ROWS * TURN_BYTES;
-constexpr int PASS_DIMS = smaller(HEAD_DIM, SHARED_COLUMNS ? 64 : 32);
+constexpr int PASS_DIMS = 32;
 constexpr int PASSES = HEAD_DIM / PASS_DIMS;
 // Scratch at a row's start: queries and tile turns; at its end: a pass of every warp's sums. Both
 // are padded so that the lanes of an access fall on different banks.
@@ -100,13 +101,18 @@ constexpr int MAX_STAGES = 4 * TEAMS;
 constexpr int BARRIER_BYTES = 16 * MAX_STAGES + 16;
 constexpr int SHARED_LIMIT = 232448;
 constexpr int FITTING_STAGES =
-    (SHARED_LIMIT - TABLE_BYTES - SCRATCH_BYTES - RESULT_BYTES - BARRIER_BYTES) / STAGE_BYTES;
-constexpr int STAGES = smaller(MAX_STAGES, FITTING_STAGES);
+    (SHARED_LIMIT - TABLE_BYTES - ZERO_BYTES - SCRATCH_BYTES - RESULT_BYTES - BARRIER_BYTES) /
+    STAGE_BYTES;
+// A stage always serves the same team, so that no warp waits for a phase two ahead of a barrier.
+constexpr int STAGES = smaller(MAX_STAGES, FITTING_STAGES / TEAMS * TEAMS);
 constexpr int AHEAD = STAGES - TEAMS;  // pages asked for ahead of the one a team begins
+// With pages to spare, the next one is asked for amid a page: then the stage it goes to is free.
+constexpr bool SENDS_LATE = STAGES >= 3 * TEAMS;
 static_assert(AHEAD > 0, "shared memory holds too few pages");
 
 constexpr int RING_OFFSET = TABLE_BYTES;
-constexpr int SCRATCH_OFFSET = RING_OFFSET + STAGES * STAGE_BYTES;
+constexpr int ZERO_OFFSET = RING_OFFSET + STAGES * STAGE_BYTES;  // a row of turns that is zero
+constexpr int SCRATCH_OFFSET = ZERO_OFFSET + ZERO_BYTES;
 constexpr int RESULT_OFFSET = SCRATCH_OFFSET + SCRATCH_BYTES;
 constexpr int BARRIER_OFFSET = RESULT_OFFSET + RESULT_BYTES;
 constexpr int ARRIVED_OFFSET = BARRIER_OFFSET + 16 * MAX_STAGES + 8;

@@ -30,15 +30,6 @@ INLINE uint32_t load_shared_at(uint32_t address) {
   return v;
 }
 
-template <int OFFSET>
-INLINE uint2 load_shared2_at(uint32_t address) {
-  uint2 v;
-  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2+%3];"
-               : "=r"(v.x), "=r"(v.y)
-               : "r"(address), "n"(OFFSET));
-  return v;
-}
-
 INLINE uint2 load_shared2(uint32_t address) {
   uint2 v;
   asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
@@ -149,6 +140,16 @@ INLINE void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// D[16x8] = A[16x8] * B[8x8], all half. D is laid out as the B operand of the product above: rows
+// g in the first word, g + 8 in the second.
+INLINE uint2 mma_half(uint32_t a0, uint32_t a1, uint32_t b) {
+  uint2 d;
+  asm("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3}, {%4}, {%5,%5};"
+      : "=r"(d.x), "=r"(d.y)
+      : "r"(a0), "r"(a1), "r"(b), "r"(0));
+  return d;
+}
+
 // An 8x8 matrix of 16-bit words, one row per four lanes, turned into its transpose.
 INLINE uint32_t transpose_8x8(uint32_t a) {
   uint32_t d;
@@ -200,15 +201,9 @@ INLINE float low_half(uint32_t pair) {
 
 INLINE float high_half(uint32_t pair) { return low_half(pair >> 16); }
 
-INLINE uint32_t mul_half2(uint32_t a, uint32_t b) {
+INLINE uint32_t multiply_add(uint32_t a, int b, uint32_t c) {
   uint32_t d;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
-INLINE uint32_t sub_half2(uint32_t a, uint32_t b) {
-  uint32_t d;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
 
@@ -221,4 +216,18 @@ INLINE uint32_t combine_half2(uint32_t point, uint32_t u, uint32_t v) {
       : "=r"(d)
       : "r"(point), "r"(u), "r"(v));
   return d;
+}
+
+// ---- all lanes of a warp ----
+
+INLINE float warp_max(float x) {
+#pragma unroll
+  for (int k = 1; k < 32; k *= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, k));
+  return x;
+}
+
+INLINE float warp_sum(float x) {
+#pragma unroll
+  for (int k = 1; k < 32; k *= 2) x += __shfl_xor_sync(ALL_LANES, x, k);
+  return x;
 }

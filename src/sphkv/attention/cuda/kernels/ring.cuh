@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pages and their turns on the way from device memory to shared memory.
 //
-// Page n of a block goes to stage n % STAGES and to team n % TEAMS. When a team begins page n, its
-// leader asks for page n + AHEAD, into the stage of page n - TEAMS, which the team has just left or
-// another one left before. Leaders of different teams live on different quarters of the
-// multiprocessor.
+// Page n of a block goes to stage n % STAGES and to team n % TEAMS. While a team works on page n, one
+// of its warps asks for page n + AHEAD, into the stage of page n - TEAMS, which the team has left.
+// The warps of a team do so in turn, because a team is as slow as its slowest warp. At a time those
+// of different teams live on different quarters of the multiprocessor.
 #pragma once
 #include "layout.cuh"
 
@@ -12,8 +12,10 @@ struct Stage {
   uint32_t index;
   uint32_t parity;
 
+  template <int PAGES>
   INLINE void advance() {
-    index += TEAMS;
+    index += PAGES % STAGES;
+    parity ^= PAGES / STAGES & 1;
     if (index >= STAGES) index -= STAGES, parity ^= 1;
   }
 };
@@ -36,6 +38,13 @@ INLINE void init_barriers() {
   }
 }
 
+INLINE void request_table(const uint8_t* table) {
+  init_barriers();
+  publish_barriers();
+  barrier_expect(table_barrier(), TABLE_BYTES);
+  copy_bulk(SHARED_BASE, table, TABLE_BYTES, table_barrier());
+}
+
 INLINE const uint8_t* page_pointer(const Params& p, int id) {
   return p.pages + (uint64_t)(uint32_t)id * PAGE_BYTES;
 }
@@ -46,23 +55,32 @@ INLINE uint32_t turn_row(const Params& p, uint32_t position) {
   return phase * p.turn_rows + min(position / TILE_KEYS, (uint32_t)(p.turn_rows - PAGE_TILES));
 }
 
-// Words of the entry map for lane's share of a row of turns: entries lane, lane + 32, ... in map
-// order, see stage_query.
+// A row of turns in shared memory, in map order (16 * pair + 4 * t + i for entry 16 * pair + 4 * i
+// + t). Either both words of an entry side by side, copied by one lane; or, where queries are turned
+// by a product, 32 words for each pair of steps: lane 8 * t + 4 * half + i copies word `half`, so
+// that a lane of the product has its four words side by side.
 struct TurnOrder {
-  static constexpr int PARTS = (ENTRIES + 31) / 32;
+  static constexpr int PARTS = TURNED_BY_PRODUCT ? STEP_PAIRS : (ENTRIES + 31) / 32;
+  static constexpr int COPY_BYTES = TURNED_BY_PRODUCT ? 4 : 8;
   uint32_t word[PARTS];
+
+  // Where lane's part `k` is in the map.
+  static INLINE int place(int k, int lane) {
+    if (TURNED_BY_PRODUCT) return 16 * k + lane / 8 * 4 + lane % 4;
+    return min(lane + 32 * k, ENTRIES - 1);
+  }
 
   // The map lies in the head's table: in device memory before the table has arrived, then in shared
   // memory.
   INLINE void load_from_device(const uint8_t* table, int lane) {
 #pragma unroll
     for (int k = 0; k < PARTS; k++)
-      word[k] = __ldg((const uint32_t*)(table + MAP_OFFSET) + min(lane + 32 * k, ENTRIES - 1));
+      word[k] = __ldg((const uint32_t*)(table + MAP_OFFSET) + place(k, lane));
   }
   INLINE void load(int lane) {
 #pragma unroll
     for (int k = 0; k < PARTS; k++)
-      word[k] = load_shared(SHARED_BASE + MAP_OFFSET + min(lane + 32 * k, ENTRIES - 1) * 4);
+      word[k] = load_shared(SHARED_BASE + MAP_OFFSET + place(k, lane) * 4);
   }
 };
 
@@ -81,13 +99,14 @@ INLINE void request_turns(const Params& p, const TurnOrder& order, int base, uin
 #pragma unroll 1
     for (int r = 0; r < TURN_ROWS; r++) {
       const uint32_t row = IS_RUNS ? __shfl_sync(ALL_LANES, first, r) : first + r;
-      const uint8_t* from = p.turns + (uint64_t)row * TURN_ROW_BYTES + 8 - 4 * TURN_WORDS;
+      const uint8_t* from = p.turns + (uint64_t)row * TURN_ROW_BYTES;
+      if (TURNED_BY_PRODUCT) from += 4 - (lane & 4);
 #pragma unroll
       for (int k = 0; k < TurnOrder::PARTS; k++) {
-        const int entry = lane + 32 * k;
-        if (32 * k + 31 < ENTRIES || entry < ENTRIES)
-          copy_small<4 * TURN_WORDS>(to + r * TURN_BYTES + entry * 4 * TURN_WORDS,
-                                     from + (order.word[k] & 255) * 8);
+        const int at = (lane + 32 * k) * TurnOrder::COPY_BYTES;
+        if (at < TURN_BYTES)
+          copy_small<TurnOrder::COPY_BYTES>(to + r * TURN_BYTES + at,
+                                            from + (order.word[k] & 255) * 8);
       }
     }
     track_copies(full_barrier(stage));
@@ -101,63 +120,48 @@ INLINE int load_base(const Params& p, int id, int lane) {
   return __ldg(bases + (IS_RUNS ? lane % PAGE_TILES : 0));
 }
 
-// Pages that a leader requests: `next`, `next + TEAMS`, ... Ids are read two requests ahead, bases
-// one request ahead, so that neither latency is seen; nothing may touch a loaded value before its
-// turn.
+// Pages that a warp requests: `next`, `next + WARPS`, ... Ids are read two requests ahead, bases one
+// request ahead, so that neither latency is seen; nothing may touch a loaded value before its turn.
 struct Supply {
   int next;          // place in page_ids of the page to be requested next
   int end;
   int id, base;      // of that page
-  int following_id;  // of the leader's page after it
+  int following_id;  // of the warp's page after it
   Stage stage;       // where that page goes
 
-  INLINE void look_ahead(const Params& p, int lane) {
-    if (next >= end) return;
-    base = load_base(p, id, lane);
-    if (next + TEAMS < end) following_id = __ldg(p.page_ids + next + TEAMS);
-  }
-
-  // Ask for the pages up to `team + AHEAD`, all at once.
-  INLINE void start(const Params& p, const uint8_t* table, int first, int last, int team,
+  // A warp's first page is one of those that a block asks for before it begins, or none.
+  INLINE void start(const Params& p, const uint8_t* table, int first, int last, int order,
                     int lane) {
-    constexpr int MOST = (TEAMS - 1 + AHEAD) / TEAMS;
-    const int mine = (team + AHEAD) / TEAMS;
-    stage.index = (team + AHEAD) % TEAMS, stage.parity = 0;
-    next = first + stage.index, end = last;
-    int ids[MOST + 2], bases[MOST];
-#pragma unroll
-    for (int k = 0; k < MOST + 2; k++)
-      ids[k] = next + k * TEAMS < end ? __ldg(p.page_ids + next + k * TEAMS) : 0;
-    TurnOrder order;
-    order.load_from_device(table, lane);
-#pragma unroll
-    for (int k = 0; k < MOST; k++) {
-      if (k >= mine || next + k * TEAMS >= end) continue;
-      request_page(p, ids[k], stage.index + k * TEAMS, lane);
-      bases[k] = load_base(p, ids[k], lane);
+    const int early = first + order;
+    const bool has_early = order < AHEAD && early < last;
+    next = early + AHEAD, end = last;
+    const int early_id = has_early ? __ldg(p.page_ids + early) : 0;
+    id = next < end ? __ldg(p.page_ids + next) : 0;
+    following_id = next + WARPS < end ? __ldg(p.page_ids + next + WARPS) : 0;
+    TurnOrder turns;
+    turns.load_from_device(table, lane);
+    if (has_early) {
+      request_page(p, early_id, order, lane);
+      base = load_base(p, early_id, lane);
+      request_turns(p, turns, base, order, lane);
     }
-    id = mine == MOST ? ids[MOST] : ids[MOST - 1];
-    following_id = mine == MOST ? ids[MOST + 1] : ids[MOST];
-    if (next + mine * TEAMS < end) base = load_base(p, id, lane);
-#pragma unroll
-    for (int k = 0; k < MOST; k++) {
-      if (k >= mine) continue;
-      if (next < end) request_turns(p, order, bases[k], stage.index, lane);
-      next += TEAMS;
-      stage.advance();
-    }
+    if (next < end) base = load_base(p, id, lane);
+    stage.index = (order + AHEAD) % STAGES, stage.parity = (order + AHEAD) / STAGES & 1;
   }
 
-  INLINE void send(const Params& p, int lane) {
-    if (next >= end) return;
+  // Called once while the warp works on page `page`.
+  INLINE void send(const Params& p, int page, int lane) {
+    if (page + AHEAD != next || next >= end) return;
     barrier_wait(empty_barrier(stage.index), stage.parity ^ 1);
     request_page(p, id, stage.index, lane);
-    TurnOrder order;
-    if (TURN_ROWS > 0) order.load(lane);
-    request_turns(p, order, base, stage.index, lane);
-    next += TEAMS;
-    stage.advance();
+    TurnOrder turns;
+    if (TURN_ROWS > 0) turns.load(lane);
+    request_turns(p, turns, base, stage.index, lane);
+    next += WARPS;
+    stage.advance<WARPS>();
     id = following_id;
-    look_ahead(p, lane);
+    if (next >= end) return;
+    base = load_base(p, id, lane);
+    if (next + WARPS < end) following_id = __ldg(p.page_ids + next + WARPS);
   }
 };

@@ -23,17 +23,20 @@ CONSTANT_FUNCTION uint32_t half_mask(int bits, int shift) {
 
 // ---- 2 and 4 bits: a byte holds features 8 / bits; 8 bits: one ----
 
+// Operands need not be single fields: each takes those below it along, and `feature_sum` takes their
+// sums off again at the end.
 template <int WORD, int PART = 0>
 INLINE void packed_word(Accumulator& acc, uint32_t x, uint32_t w0, uint32_t w1) {
   constexpr int PARTS = 4 / VALUE_BITS;  // pairs of features in a word
   if constexpr (PART < PARTS) {
-    constexpr uint32_t LOW = half_mask(VALUE_BITS, 2 * PART * VALUE_BITS);
-    constexpr uint32_t HIGH = half_mask(VALUE_BITS, (2 * PART + 1) * VALUE_BITS);
-    // the upper bytes' high fields are what is left of the bytes when the low ones are taken off:
-    // exact in halves, and done by a pipe that is less busy than that of bit operations
-    const uint32_t y = VALUE_BITS == 4 ? __byte_perm(x, 0, 0x4341) : x >> 8, y_low = y & LOW;
-    const uint32_t y_high = VALUE_BITS == 4 ? sub_half2(y, y_low) : y & HIGH;
-    mma_f16(acc.o[WORD * PARTS + PART], x & LOW, x & HIGH, y_low, y_high, w0, w1);
+    constexpr uint32_t FIRST = half_mask((2 * PART + 1) * VALUE_BITS, 0);
+    constexpr uint32_t SECOND = half_mask((2 * PART + 2) * VALUE_BITS, 0);
+    constexpr bool IS_LAST = PART == PARTS - 1;
+    const uint32_t upper = __byte_perm(x, 0, 0x4341);
+    // the lower bytes are what is left, by a pipe that is less busy than that of bit operations
+    const uint32_t lower = IS_LAST ? multiply_add(upper, -256, x) : x & SECOND;
+    mma_f16(acc.o[WORD * PARTS + PART], x & FIRST, lower, upper & FIRST,
+            IS_LAST ? upper : upper & SECOND, w0, w1);
     packed_word<WORD, PART + 1>(acc, x, w0, w1);
   }
 }
@@ -141,3 +144,11 @@ CONSTANT_FUNCTION float feature_unit(int feature) {
 }
 
 constexpr float MIDPOINT = HAS_SCALES ? (float)((1 << VALUE_BITS) - 1) / 2.f : 0.f;
+
+// Sum of a feature's field, column c.
+INLINE float feature_sum(const Accumulator& acc, int feature, int c) {
+  const int below = feature - 1;
+  const float sum = acc.o[feature / 2][feature % 2 * 2 + c];
+  const bool is_alone = VALUE_BITS == 3 || VALUE_BITS >= 8 || feature % (8 / VALUE_BITS) == 0;
+  return is_alone ? sum : sum - acc.o[below / 2][below % 2 * 2 + c];
+}

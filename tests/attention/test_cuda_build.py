@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels compiled ahead of time; none of it needs a GPU."""
+
+import shutil
+
+import pytest
+
+from sphkv.attention.cuda import build, compiler
+from sphkv.attention.cuda.driver import CudaUnavailableError
+from sphkv.attention.cuda.geometry import KernelShape
+
+TARGET = "sm_90a"
+
+
+def test_usual_builds_differ_and_fit():
+    builds = list(build.usual_builds())
+    names = {compiler.cubin_name(*each, TARGET) for each in builds}
+    assert len(names) == len(builds) > 30
+    llama = KernelShape(128, 64, 1, 1, 4, 4).fitted()
+    assert ("sphkv_decode", llama.defines()) in builds
+
+
+def test_loader_takes_what_was_built(tmp_path, monkeypatch):
+    compiled = []
+
+    def compile_once(kernel, defines, target):
+        compiled.append((kernel, defines, target))
+        return b"code of " + kernel.encode()
+
+    monkeypatch.setattr(compiler, "compile_with_nvcc", compile_once)
+    monkeypatch.setattr(compiler, "shipped_folder", lambda: tmp_path)
+    one = ("sphkv_dense", ("-DSPHKV_HEAD_DIM=64", "-DSPHKV_GROUP=3", "-DSPHKV_ROWS=2"))
+    (file,) = build.build(tmp_path, TARGET, [one])
+    assert build.build(tmp_path, TARGET, [one]) == [file]  # not compiled again
+    assert compiler.load_cubin(*one, TARGET) == b"code of sphkv_dense"
+    assert compiled == [(*one, TARGET)]
+
+
+def test_missing_compiler_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compiler, "compile_with_nvcc", lambda *_: None)
+    with pytest.raises(CudaUnavailableError, match="nvcc is missing"):
+        build.build(tmp_path, TARGET)
+    assert build.main(["--folder", str(tmp_path)]) == 1
+    assert "nvcc" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_sources_compile(tmp_path):
+    shapes = [KernelShape(64, 32, 1, 1, bits, columns).fitted() for bits, columns in ((4, 8),)]
+    builds = [("sphkv_decode", shape.defines()) for shape in shapes]
+    # three queries a row: rows that lie side by side must stay aligned, which the source asserts
+    builds.append(("sphkv_dense", ("-DSPHKV_HEAD_DIM=64", "-DSPHKV_GROUP=3", "-DSPHKV_ROWS=2")))
+    for file in build.build(tmp_path, TARGET, builds):
+        assert file.read_bytes()[:4] == b"\x7fELF"
