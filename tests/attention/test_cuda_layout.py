@@ -234,7 +234,9 @@ def test_shapes_fit_shared_memory(value_bits, head_dim, slots, group, mode):
     book = synthetic_codebook(2, head_dim // 2, slots, seed=1, device="cpu")
     shape = KernelShape.of_codebook(book, value_bits=value_bits, group=group, positions=mode)
     assert shape.shared_bytes <= 232_448
+    # a stage serves one team only, or a warp could mistake the phase of its barrier
     assert shape.num_stages > shape.teams
+    assert shape.num_stages % shape.teams == 0
     assert shape.page_bytes == tier_layout(head_dim, slots, value_bits, mode).page_bytes
     assert len(compiler.cubin_name("sphkv_decode", shape.defines(), "sm_90a")) > 20
 
