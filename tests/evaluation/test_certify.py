@@ -4,10 +4,14 @@ import json
 import pytest
 
 from sphkv.cli.main import main
+from sphkv.evaluation.runner.decoding import StopRule, decode_greedily
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.witness.bounds import Witness
 from sphkv.evaluation.witness.failures import FAILURE_CLASSES, diagnose
 from sphkv.evaluation.witness.suite import build_suite
+from sphkv.evaluation.workloads.case import Case
+from sphkv.integrations.prompt_states import store_prompt
+from sphkv.retention.gate import GateOptions
 
 COMMAND = ["certify", "--budget", "90%", "--context", "1700", "--seeds", "2"]
 
@@ -36,6 +40,18 @@ def test_an_impossible_bound_breaks_its_witness_only(run):
     assert len(certificate["suite_id"]) == 16
 
 
+def test_joint_is_examined_with_its_safeguards(run):
+    """Prompts end inside a run of 16 tokens, so the protected suffix begins inside one too."""
+    _, certificate = run("--method", "joint", "--per-witness", "1", "--no-gate")
+    assert not certificate["config"]["has_gate"]
+    assert certificate["config"]["suffix_tokens"] == 32
+    kinds = ("retrieval", "json", "tool", "refusal", "termination")
+    assert certificate["prompts"] == dict.fromkeys(kinds, 1)
+    assert set(certificate["stability"]) == {"delta_t", "disagree", "r_fail", "failures"}
+    (drift,) = [w for w in certificate["witnesses"] if w["name"] == "drift"]
+    assert 0.0 < drift["value"] < 0.05
+
+
 @pytest.mark.parametrize("is_safe", [True, False])
 def test_only_a_safe_point_exits_with_zero(run, monkeypatch, capsys, is_safe):
     witness = Witness("tool", 0.0 if is_safe else 1.0, 0.0, 0.0)
@@ -45,7 +61,7 @@ def test_only_a_safe_point_exits_with_zero(run, monkeypatch, capsys, is_safe):
         "memory": {"b_kv": 25.0},
         "dense_bytes_per_token": 100,
     }
-    monkeypatch.setattr("sphkv.evaluation.witness.certify.certify", lambda config, tell: made)
+    monkeypatch.setattr("sphkv.evaluation.witness.certify.certify", lambda config, tell, keep: made)
     code, certificate = run()
     assert code == (0 if is_safe else 1)
     assert certificate["is_safe"] == is_safe
@@ -78,3 +94,17 @@ def test_what_cannot_be_examined_is_refused(tiny_model_folder, capsys):
     assert "more than the model's 2048" in capsys.readouterr().err
     assert main([*common, "--context", "1700", "--bound-kl", "-1"]) == 1
     assert "bound kl must not be negative" in capsys.readouterr().err
+
+
+def test_the_gate_is_told_every_margin(tiny_model_folder):
+    session = Session(str(tiny_model_folder), calibration_tokens=256)
+    read = session.reader.read(
+        Case("p", "needle", "p", tuple(range(3, 200)), answers=("",), max_new_tokens=3)
+    )
+    cache = session.factory.controlled("60%", gate=GateOptions())
+    store_prompt(cache, read.states)
+    got = decode_greedily(session.model, cache, read.states.hidden[-1:], 3, StopRule(frozenset()))
+    assert len(got.token_ids) == 3
+    # three tokens, and the one after them that the limit cut off
+    assert cache.refresher.gate is not None
+    assert cache.refresher.gate.num_steps == 4

@@ -1,105 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import statistics
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
+from sphkv.core.configs import build_config
+from sphkv.evaluation.metrics.stability import FAILURES
 from sphkv.evaluation.records import (
     RecordFile,
-    canonical_json,
     content_id,
     load_records,
-    without_times,
 )
+from sphkv.evaluation.sweep.config import SweepConfig
+from sphkv.evaluation.sweep.grid import PointList, SweepRunner
 
 SETUP = {"model": "m", "seed": 0}
 
-GRID = """
-model = {model!r}
-methods = ["dense", "spherical", "streaming_llm"]
-budgets = ["60%", "1%"]
-num_threads = 1
-backend = "reference"
-calibration_tokens = 256
-
-[window]
-num_warm = 1
-num_measured = 2
-
-[[lm]]
-context = 512
-num_following = 8
-num_prompts = 2
-
-[[needle]]
-context = 1500
-depths = [0.2, 0.8]
-max_new_tokens = 4
-"""
-
-# One process imports everything and then forks a child per attempt, which is killed at a random
-# moment. One thread, because a fork does not carry the thread pool over.
-KILLER = textwrap.dedent(
-    """
-    import os, random, signal, sys, time
-    import torch
-    torch.set_num_threads(1)
-    import sphkv.evaluation.sweep.grid
-    from sphkv.cli.main import main
-
-    config, out, span = sys.argv[1], sys.argv[2], float(sys.argv[3])
-    arguments = ["sweep", config, "--out", out]
-    draw = random.Random(5)
-    killed = 0
-    for attempt in range(20):
-        child = os.fork()
-        if child == 0:
-            os._exit(main(arguments))
-        time.sleep(draw.uniform(0.0, span))
-        os.kill(child, signal.SIGKILL)
-        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    print(killed, flush=True)
-    sys.exit(main(arguments))
-    """
-)
+KILLER = Path(__file__).parents[2] / "benchmarks" / "kill_sweep.py"
 
 
-def stable_bytes(path: Path) -> bytes:
-    """The file without times."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return "\n".join(canonical_json(without_times(json.loads(line))) for line in lines).encode()
-
-
-def run_python(code: str, *arguments: object) -> str:
+def test_killed_sweeps_resume_to_the_same_bytes(tiny_model_folder, tmp_path):
+    out = tmp_path / "record.json"
+    flags = ["--model", tiny_model_folder, "--folder", tmp_path, "--out", out]
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
+        [sys.executable, KILLER, *map(str, flags)],
         capture_output=True,
         text=True,
         check=False,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["interrupted"] >= 10, "the kills came too late to interrupt anything"
+    assert found["num_points"] == 20
 
-
-def test_killed_sweeps_resume_to_the_same_bytes(tiny_model_folder, tmp_path):
-    config = tmp_path / "grid.toml"
-    config.write_text(GRID.format(model=str(tiny_model_folder)), encoding="utf-8")
     whole = tmp_path / "whole" / "records.jsonl"
-    killed = tmp_path / "killed" / "records.jsonl"
-    whole.parent.mkdir()
-    killed.parent.mkdir()
-    code = "import sys; from sphkv.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    assert "20 points measured" in run_python(code, "sweep", config, "--out", whole)
-    number = int(run_python(KILLER, config, killed, 0.6).split()[0])
-    assert number >= 10, "the kills came too late to interrupt anything"
-    assert stable_bytes(killed) == stable_bytes(whole)
-    again = run_python(code, "sweep", config, "--out", killed)
-    assert "0 points measured (0 refused), 20 known before" in again
-
     records = load_records([whole])
     by_method = {(r["method"], r["budget"]): r for r in records if r["workload"] == "lm"}
     dense = by_method["dense", "100%"]
@@ -215,3 +153,26 @@ def test_grids_that_make_no_sense_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             build_config(SweepConfig, {**good, **change})
+
+
+def test_answers_over_seeds(tiny_model_folder):
+    grid = {
+        "model": str(tiny_model_folder),
+        "methods": ["dense", "streaming_llm"],
+        "budgets": ["60%"],
+        "calibration_tokens": 128,
+        "num_seeds": 2,
+        "needle": [{"context": 1500, "depths": [0.5], "max_new_tokens": 3}],
+    }
+    points = PointList()
+    SweepRunner(build_config(SweepConfig, grid), keep=None, tell=lambda line: None).run(points)
+    assert [record["method"] for record in points.records] == ["dense", "streaming_llm"]
+    for record in points.records:
+        quality = record["quality"]
+        assert record["num_seeds"] == len(quality["sampled"]) == 2
+        assert quality["s_traj"] == statistics.pvariance(quality["sampled"])
+        # bytes drawn at random name no pass key, with either cache
+        assert quality["sampled_reference"] == [0.0, 0.0]
+        assert set(quality["failures"]) <= set(FAILURES)
+    with pytest.raises(ValueError, match="num_seeds must be 0 or at least 2, got 1"):
+        build_config(SweepConfig, {**grid, "num_seeds": 1})

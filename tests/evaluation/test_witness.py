@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sphkv.evaluation.metrics.stability import FAILURES, Reply
 from sphkv.evaluation.witness.bounds import (
     AnswerPair,
     WitnessBounds,
@@ -11,11 +12,14 @@ from sphkv.evaluation.witness.bounds import (
     judge_drift,
     judge_realisation,
     judge_seeds,
+    summarise_pairs,
 )
 from sphkv.evaluation.witness.failures import FAILURE_CLASSES, FailureFigures, summarise
 from sphkv.evaluation.witness.suite import build_suite
 
-SAME = AnswerPair("retrieval", "p", "12", "12", True, True, 3, 3, True, True)
+SAID = Reply("12", (1, 2, 3), is_ended=True)
+MUTE = dataclasses.replace(SAID, is_valid=False)
+SAME = AnswerPair("retrieval", "p", SAID, SAID)
 
 
 def letters(text, **_):
@@ -32,31 +36,45 @@ def test_equal_answers_hold_every_witness():
 
 @pytest.mark.parametrize("kind", ["retrieval", "json", "tool"])
 def test_a_lost_property_breaks_its_witness_only(kind):
-    lost = dataclasses.replace(SAME, kind=kind, ours="x", ours_has=False)
+    lost = dataclasses.replace(SAME, kind=kind, ours=Reply("x", (4, 5, 6), True, False))
     witnesses = judged(SAME, lost)
     assert [name for name, w in witnesses.items() if not w.is_held] == [kind]
     assert witnesses[kind].exemplar == "p: dense '12', method 'x'"
     assert judged(SAME, lost, lost=1)[kind].is_held
     # what dense cannot do either is no loss, and shows nothing
-    unable = judged(dataclasses.replace(lost, dense_has=False))[kind]
+    unable = judged(dataclasses.replace(lost, dense=MUTE))[kind]
     assert unable.is_held
     assert unable.is_mute
     assert not witnesses[kind].is_mute
 
 
 def test_refusals_may_flip_in_neither_direction():
-    declined = dataclasses.replace(SAME, kind="refusal", ours_has=False)
-    complied = dataclasses.replace(SAME, kind="refusal", dense_has=False)
+    declined = dataclasses.replace(SAME, kind="refusal", ours=MUTE)
+    complied = dataclasses.replace(SAME, kind="refusal", dense=MUTE)
     assert judged(declined, complied)["refusal"].value == 2
     assert not judged(complied)["refusal"].is_held
 
 
 def test_endings_and_lengths():
-    runaway = dataclasses.replace(SAME, our_ended=False, our_length=13)
+    runaway = dataclasses.replace(SAME, ours=Reply("12", range(13), is_ended=False))
     witnesses = judged(SAME, runaway)
     assert not witnesses["termination"].is_held
     assert witnesses["length"].value == 5.0
     assert not witnesses["length"].is_held
+
+
+def test_failures_by_category():
+    """JSON lost, an answer cut short, one in circles and a refusal: four of five, five kinds."""
+    lost = dataclasses.replace(SAME, kind="json", ours=MUTE)
+    short = dataclasses.replace(SAME, ours=Reply("1", (1,), is_ended=True))
+    circling = dataclasses.replace(SAME, ours=Reply("12", (7,) * 9, is_ended=True))
+    declined = dataclasses.replace(SAME, kind="tool", ours=Reply("I cannot", (8,) * 3, True, False))
+    found = summarise_pairs([SAME, lost, short, circling, declined])
+    assert found["r_fail"] == pytest.approx(0.8)
+    assert found["failures"] == dict.fromkeys(FAILURES, 1)
+    assert found["disagree"] == pytest.approx(0.6)
+    assert found["delta_t"] == pytest.approx((2 + 6) / 5)
+    assert dataclasses.replace(SAME, ours=MUTE).failures == []
 
 
 def test_drift_and_seeds_by_hand():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from sphkv.cli.output import check_writable, format_table, write_json
@@ -28,8 +29,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--budget", required=True, help="byte budget of the cache")
     parser.add_argument("--method", default="spherical", help="ours or a baseline")
     parser.add_argument("--context", type=int, default=4096, help="tokens of the document")
-    parser.add_argument("--data", help="data folder; made-up text without it")
+    parser.add_argument("--data", help="data folder, or hub:DATASET; made-up text without it")
     parser.add_argument("--calibration-text", help="text to calibrate on; default: made up")
+    parser.add_argument("--keep", help="folder that keeps the calibration for the next time")
+    parser.add_argument("--policy", help="weights of the controller, by sphkv fit-policy")
+    parser.add_argument(
+        "--suffix-tokens", type=int, help="newest prompt tokens that joint keeps dense; default 32"
+    )
+    parser.add_argument("--no-gate", action="store_true", help="joint without its stability gate")
+    parser.add_argument(
+        "--per-witness", type=int, default=0, help="most prompts of each witness; 0 takes all"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="sampled answers per prompt")
     for name in _BOUNDS:
         kind = int if name in ("lost", "refusal_flips") else float
@@ -57,15 +67,20 @@ def run(args: argparse.Namespace) -> int:
         "method": args.method,
         "context": args.context,
         "num_seeds": args.seeds,
+        "has_gate": not args.no_gate,
+        "per_witness": args.per_witness,
         "bounds": bounds,
     }
-    for name in ("data", "calibration_text"):
+    for name in ("data", "calibration_text", "policy", "suffix_tokens"):
         if getattr(args, name) is not None:
             settings[name] = getattr(args, name)
     if args.failures is not None:
         settings["failure_budget"] = args.failures
     config = build_config(CertifyConfig, settings)
-    result = certify(config, lambda line: print(line, file=sys.stderr, flush=True))
+    keep = None if args.keep is None else Path(args.keep)
+    if keep is not None and not (args.keep and keep.is_dir()):
+        raise FileNotFoundError(f"there is no folder {args.keep!r} to keep a calibration in")
+    result = certify(config, lambda line: print(line, file=sys.stderr, flush=True), keep=keep)
     if args.out:
         write_json(args.out, result)
     if args.json:

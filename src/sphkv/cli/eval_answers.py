@@ -22,7 +22,7 @@ def add_point_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", default="spherical", help="dense, ours, or a baseline")
     parser.add_argument("--budget", default="25%", help="byte budget of the cache")
     parser.add_argument("--context", type=int, required=True, help="most tokens of a prompt")
-    parser.add_argument("--data", help="data folder; made-up texts without it")
+    parser.add_argument("--data", help="data folder, or hub:DATASET; made-up texts without it")
     parser.add_argument("--calibration-text", help="text to calibrate on; default: made up")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="file for the JSON records")

@@ -19,7 +19,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("config", help="TOML file with the grid")
     parser.add_argument("--out", required=True, help="record file to write or to go on with")
-    parser.add_argument("--data", help="data folder; overrides the file")
+    parser.add_argument("--data", help="data folder, or hub:DATASET; overrides the file")
     parser.add_argument("--model", help="overrides the file")
     parser.set_defaults(run=run)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -45,8 +46,9 @@ def _processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+@functools.cache
 def _commit() -> str | None:
-    """Commit of a source checkout; None for an installed package."""
+    """Commit of a source checkout when first asked for; None for an installed package."""
     folder = Path(__file__).resolve().parent
     try:
         done = subprocess.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from sphkv.evaluation.metrics.throughput import quantile
@@ -64,6 +65,43 @@ def failure_rate(failures: Sequence[Sequence[Failure]]) -> float:
 def count_failures(failures: Sequence[Sequence[Failure]]) -> dict[str, int]:
     """Episodes with each category of failure."""
     return {name: sum(name in found for found in failures) for name in FAILURES}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a model said to one prompt.
+
+    Attributes:
+        text: The answer.
+        token_ids: Its tokens.
+        is_ended: Whether the model ended it, and not the limit.
+        is_valid: Whether it has the structure the prompt asks for; True if it asks for none.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    is_ended: bool
+    is_valid: bool = True
+
+
+def reply_failures(
+    ours: Reply, dense: Reply, *, structure: Failure = "structured output"
+) -> list[Failure]:
+    """What went wrong that did not with dense.
+
+    Args:
+        ours: The method's reply.
+        dense: Dense's.
+        structure: What it is called if the structure is lost.
+    """
+    is_cut_short = ours.is_ended and 2 * len(ours.token_ids) < len(dense.token_ids)
+    checks: dict[Failure, bool] = {
+        "refusal flip": is_refusal(ours.text) != is_refusal(dense.text),
+        structure: dense.is_valid and not ours.is_valid,
+        "derailment": is_looping(ours.token_ids) and not is_looping(dense.token_ids),
+        "termination": dense.is_ended and (is_cut_short or not ours.is_ended),
+    }
+    return [name for name in FAILURES if checks.get(name, False)]
 
 
 def is_refusal(text: str) -> bool:

@@ -139,13 +139,20 @@ def behaviour_table(records: Sequence[Record]) -> str:
                 100 * statistics.fmean(q.get("agreement_f1", q.get("is_same", 0)) for q in quality),
                 100 * statistics.fmean(float(_has_failed(q)) for q in quality),
                 statistics.fmean(q["kl"] for q in quality) if "kl" in quality[0] else "-",
+                _increase(quality),
             ]
         )
     header = (
         "workload", "method", "budget", "Delta T, tokens", "Disagree, %",
-        "F1 against dense's answer", "R_fail, %", "KL",
+        "F1 against dense's answer", "R_fail, %", "KL", "S_traj over dense's",
     )  # fmt: skip
     return table(header, rows)
+
+
+def _increase(quality: Sequence[Mapping[str, Any]]) -> float | str:
+    """How much more ``S_traj`` is than dense's, where answers were drawn over seeds."""
+    drawn = [q["s_traj"] - q["s_traj_reference"] for q in quality if "s_traj" in q]
+    return statistics.fmean(drawn) if drawn else "-"
 
 
 def behaviour_curves(records: Sequence[Record], frontiers: Sequence[PanelFrontier]) -> str:
@@ -205,8 +212,10 @@ def drift_bars(records: Sequence[Record], frontiers: Sequence[PanelFrontier]) ->
 
 def _has_failed(quality: Mapping[str, Any]) -> bool:
     """Whether an answer that dense got right was lost, or it stopped ending."""
-    if "failures" in quality:
-        return bool(quality["failures"]) or quality["success"] < quality["success_reference"]
+    if quality.get("failures"):
+        return True
+    if "success" in quality:
+        return bool(quality["success"] < quality["success_reference"])
     was_right = quality.get("f1_reference", 0.0) > 0.0
     lost = was_right and quality.get("f1", 0.0) == 0.0
     return bool(lost or quality["length_drift"] > 8)

@@ -16,12 +16,14 @@ import torch
 
 from sphkv.cache.method import CacheMethod
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.ranges import gpu_range
 from sphkv.evaluation.metrics.answers import (
     begins_with_answer,
     best_f1,
     exact_match,
     token_f1,
 )
+from sphkv.evaluation.metrics.stability import Reply, reply_failures
 from sphkv.evaluation.metrics.throughput import DecodeTimes
 from sphkv.evaluation.runner.decoding import AttendClock, decode_greedily, stop_rule, stop_timing
 from sphkv.evaluation.runner.drift import answer_drift, token_drift
@@ -68,7 +70,8 @@ def measure_case(
     """
     reused_s = read.work.reused_s
     began = time.perf_counter()
-    store_prompt(method, read.states)
+    with gpu_range("allocate and write"):
+        store_prompt(method, read.states)
     # what an earlier cache found out is charged as if it had been found out again
     store_s = time.perf_counter() - began + read.work.reused_s - reused_s
     stored_bytes = method.resident_bytes()
@@ -102,7 +105,8 @@ def _follow_text(
     clock = AttendClock(method)
     for at in range(num_steps):
         began, before = time.perf_counter(), clock.seconds
-        rows.append(continue_prompt(model, clock, ids[:, at : at + 1]))
+        with gpu_range("decode step"):
+            rows.append(continue_prompt(model, clock, ids[:, at : at + 1]))
         seconds.append(time.perf_counter() - began)
         inside.append(clock.seconds - before)
     if num_steps < ids.shape[1]:
@@ -128,6 +132,8 @@ def _answer(
     )  # fmt: skip
     text = tokenizer.decode(got.token_ids, skip_special_tokens=True).strip()
     exact = tokenizer.decode(read.answer_ids, skip_special_tokens=True).strip()
+    ours = Reply(text, got.token_ids, got.is_ended)
+    dense = Reply(exact, read.answer_ids, len(read.answer_ids) < case.max_new_tokens)
     quality = {
         "answer": text,
         "reference_answer": exact,
@@ -140,6 +146,7 @@ def _answer(
         "length": len(got.token_ids),
         "length_drift": len(got.token_ids) - len(read.answer_ids),
         "is_ended": float(got.is_ended),
+        "failures": list(reply_failures(ours, dense)),
         "kl": answer_drift(model, got, read.reference, read.answer_ids),
     }
     return quality, got.step_s, got.attend_s

@@ -13,8 +13,13 @@ from torch import Tensor
 
 from sphkv.baselines.quantised import QuantisedCache
 from sphkv.cache.method import CacheMethod
+from sphkv.cache.retained import RetainedSequence
+from sphkv.core.ranges import gpu_range
 from sphkv.integrations.prompt_states import continue_prompt
 from sphkv.integrations.teacher_forcing import log_probabilities
+
+TEMPERATURE = 0.7
+"""At which answers over seeds are drawn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +61,8 @@ class AttendClock:
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the method does."""
         began = time.perf_counter()
-        output = self._method.attend(*args, **kwargs)
+        with gpu_range("cache attend"):
+            output = self._method.attend(*args, **kwargs)
         self.seconds += time.perf_counter() - began
         return output
 
@@ -113,6 +119,7 @@ def decode_tokens(
     clock = AttendClock(method)
     while True:
         row = next(log_probabilities(model, rows[-1]))[1][0]
+        _tell_gate(method, row)
         token = int(choose(row).argmax())
         is_ended = stops.ends(token, ids)
         if is_ended or len(ids) == limit:
@@ -122,11 +129,42 @@ def decode_tokens(
         if len(seconds) == num_timed:
             stop_timing(method)
         began, before = time.perf_counter(), clock.seconds
-        rows.append(continue_prompt(model, clock, feed)[-1:])
+        with gpu_range("decode step"):
+            rows.append(continue_prompt(model, clock, feed)[-1:])
         if num_timed is None or len(seconds) < num_timed:
             seconds.append(time.perf_counter() - began)
             inside.append(clock.seconds - before)
     return DecodedAnswer(tuple(ids), torch.cat(rows), tuple(seconds), tuple(inside), is_ended)
+
+
+def decode_sampled(
+    model: Any, method: CacheMethod, last: Tensor, limit: int, stops: StopRule, *, seed: int
+) -> DecodedAnswer:
+    """Tokens after a stored prompt, drawn at ``TEMPERATURE``; a seed draws alike for all caches.
+
+    Args:
+        model: The model.
+        method: Holds the prompt.
+        last: ``[1, width]`` final hidden state of the prompt's last token.
+        limit: Most tokens.
+        stops: What ends the answer.
+        seed: Of the random numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(row: Tensor) -> Tensor:
+        noise = torch.rand(row.shape, generator=generator).clamp(min=1e-12).to(row.device)
+        # the largest of log p / T plus Gumbel noise is a sample at temperature T
+        return row / TEMPERATURE - (-noise.log()).log()
+
+    return decode_tokens(model, method, last, limit, stops, choose=choose)
+
+
+def _tell_gate(method: CacheMethod, row: Tensor) -> None:
+    """A controller's gate opens and closes by the margin of the step that is to be decided."""
+    if isinstance(method, RetainedSequence) and method.refresher.gate is not None:
+        first, second = row.topk(2).values.tolist()
+        method.refresher.observe_margin(first - second)
 
 
 @dataclass(frozen=True, slots=True)

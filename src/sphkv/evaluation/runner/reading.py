@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sphkv.baselines.attention_scores import SharedAttention
+from sphkv.core.ranges import gpu_range
 from sphkv.evaluation.runner.decoding import decode_greedily, stop_rule
 from sphkv.evaluation.runner.dense_reference import DenseReference
 from sphkv.evaluation.runner.rollout import Episode, run_episode
@@ -62,6 +63,10 @@ class PromptReader:
 
     def read(self, case: Case) -> ReadCase:
         """Run the dense model over a case."""
+        with gpu_range("prefill"):
+            return self._read(case)
+
+    def _read(self, case: Case) -> ReadCase:
         began = time.perf_counter()
         extra = 0.0
         if case.following_ids:

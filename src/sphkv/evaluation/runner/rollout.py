@@ -17,6 +17,7 @@ from sphkv.evaluation.metrics.stability import (
     disagreement,
     failure_rate,
     is_looping,
+    is_refusal,
     length_drift,
 )
 from sphkv.evaluation.runner.decoding import decode_greedily, stop_rule
@@ -104,6 +105,8 @@ def run_episode(
 def episode_failures(ours: Episode, dense: Episode) -> list[Failure]:
     """What went wrong that did not with dense."""
     found: list[Failure] = []
+    if any(map(is_refusal, ours.actions)) != any(map(is_refusal, dense.actions)):
+        found.append("refusal flip")
     if ours.num_valid < len(ours.actions) and dense.num_valid == len(dense.actions):
         found.append("tool corruption")
     if ours.is_looping and not dense.is_looping:

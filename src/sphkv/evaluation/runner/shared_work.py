@@ -17,6 +17,7 @@ class SharedWork:
     Attributes:
         scores: What policies that drop tokens found out.
         layers: What the controller found out about this prompt.
+        sampled: Score of the exact model's answer by seed.
     """
 
     def __init__(self, attention: SharedAttention) -> None:
@@ -28,6 +29,7 @@ class SharedWork:
         """
         self.scores = SharedScores(attention)
         self.layers = PromptWork()
+        self.sampled: dict[int, float] = {}
 
     @property
     def reused_s(self) -> float:

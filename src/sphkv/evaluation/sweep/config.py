@@ -223,6 +223,7 @@ class SweepConfig:
         tools: W3 parts.
         window: How decoding is timed.
         seed: Draws what is drawn.
+        num_seeds: Answers drawn beside the greedy one, for ``S_traj``; 0 for none, else at least 2.
         calibration_text: Text to calibrate on, inside the data folder or a path of its own; None
             calibrates on made-up text.
         calibration_tokens: Tokens of it.
@@ -243,6 +244,7 @@ class SweepConfig:
     tools: tuple[ToolsWorkload, ...] = ()
     window: DecodeWindow = field(default_factory=DecodeWindow)
     seed: int = 0
+    num_seeds: int = 0
     calibration_text: str | None = None
     calibration_tokens: int = 2048
     policy: Path | None = None
@@ -256,6 +258,8 @@ class SweepConfig:
             raise ValueError("a sweep needs at least one method and one budget")
         if not (self.lm or self.qa or self.needle or self.tools):
             raise ValueError("a sweep needs at least one of lm, qa, needle and tools")
+        if self.num_seeds < 0 or self.num_seeds == 1:
+            raise ValueError(f"num_seeds must be 0 or at least 2, got {self.num_seeds}")
         own = [(f"method_budgets of {name}", v) for name, v in self.method_budgets.items()]
         for name, values in (("methods", self.methods), ("budgets", self.budgets), *own):
             if len(set(values)) != len(values):

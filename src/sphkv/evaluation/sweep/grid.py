@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sphkv.cache.method import CacheMethod
 from sphkv.core.configs import config_to_dict
 from sphkv.core.errors import BudgetExceeded
 from sphkv.evaluation.environment import describe_environment
@@ -24,6 +25,7 @@ from sphkv.evaluation.records import content_id, write_text
 from sphkv.evaluation.runner.continuation import measure_case
 from sphkv.evaluation.runner.methods import JOINT
 from sphkv.evaluation.runner.reading import ReadCase
+from sphkv.evaluation.runner.sampling import sampled_quality
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.sweep.config import QAWorkload, SweepConfig
 from sphkv.evaluation.workloads.case import Case
@@ -205,6 +207,7 @@ class SweepRunner:
             "budget": budget,
             # another policy makes another point, of the controller only
             "policy": self._session.policy_id if method == JOINT else "",
+            **({"num_seeds": config.num_seeds} if config.num_seeds else {}),
         }
 
     def _id(self, case: Case, method: str, budget: str) -> str:
@@ -224,15 +227,22 @@ class SweepRunner:
             "times": None,
         }
         end = case.context + max(len(case.following_ids), case.max_new_tokens)
+        session, config = self._session, self._config
+
+        def make() -> CacheMethod:
+            return session.factory.make(method, budget, context=end, work=read.work)
+
         try:
-            cache = self._session.factory.make(method, budget, context=end, work=read.work)
+            cache = make()
         except ValueError as error:
             return {**record, "status": "refused", "reason": str(error)}
         try:
-            session = self._session
-            result = measure_case(
-                session.model, session.tokenizer, read, cache, self._config.window
-            )
+            result = measure_case(session.model, session.tokenizer, read, cache, config.window)
+            if config.num_seeds and case.max_new_tokens and case.task is None:
+                seeds = range(config.seed, config.seed + config.num_seeds)
+                result["quality"] |= sampled_quality(
+                    session.model, session.tokenizer, read, make, seeds
+                )
         except (BudgetExceeded, InfeasibleBudget) as error:
             return {**record, "status": "refused", "reason": str(error)}
         return {**record, **result}

@@ -4,12 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sphkv.evaluation.metrics.stability import drift_summary, length_drift, trajectory_sensitivity
+from sphkv.evaluation.metrics.stability import (
+    Failure,
+    Reply,
+    count_failures,
+    disagreement,
+    drift_summary,
+    failure_rate,
+    length_drift,
+    reply_failures,
+    trajectory_sensitivity,
+)
 
 _CAN_BE_LOST = ("retrieval", "json", "tool", "termination")
+_STRUCTURE: dict[str, Failure] = {"json": "structured output", "tool": "tool corruption"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +92,41 @@ class AnswerPair:
     Attributes:
         kind: Witness of the prompt.
         case_id: The prompt.
-        dense: Dense's answer.
-        ours: The method's answer.
-        dense_has: Whether dense's answer has the property the witness watches.
-        ours_has: Whether the method's has.
-        dense_length: Tokens of dense's answer.
-        our_length: Tokens of the method's.
-        dense_ended: Whether dense ended its answer.
-        our_ended: Whether the method did.
+        dense: Dense's reply; valid if it has the property that the witness watches.
+        ours: The method's.
     """
 
     kind: str
     case_id: str
-    dense: str
-    ours: str
-    dense_has: bool
-    ours_has: bool
-    dense_length: int
-    our_length: int
-    dense_ended: bool
-    our_ended: bool
+    dense: Reply
+    ours: Reply
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What went wrong that did not with dense."""
+        if self.kind in _STRUCTURE:
+            return reply_failures(self.ours, self.dense, structure=_STRUCTURE[self.kind])
+        # a fact that is lost or a refusal is no broken structure
+        return reply_failures(replace(self.ours, is_valid=True), self.dense)
+
+
+def summarise_pairs(pairs: Sequence[AnswerPair]) -> dict[str, Any]:
+    """``Delta T``, ``Disagree`` and ``R_fail`` with its categories over greedy answers."""
+    failures = [pair.failures for pair in pairs]
+    return {
+        "delta_t": _length_drift(pairs),
+        "disagree": disagreement(
+            [tuple(p.ours.token_ids) for p in pairs], [tuple(p.dense.token_ids) for p in pairs]
+        ),
+        "r_fail": failure_rate(failures),
+        "failures": count_failures(failures),
+    }
+
+
+def _length_drift(pairs: Sequence[AnswerPair]) -> float:
+    return length_drift(
+        [len(p.ours.token_ids) for p in pairs], [len(p.dense.token_ids) for p in pairs]
+    )
 
 
 def judge_answers(pairs: Sequence[AnswerPair], bounds: WitnessBounds) -> list[Witness]:
@@ -108,19 +134,19 @@ def judge_answers(pairs: Sequence[AnswerPair], bounds: WitnessBounds) -> list[Wi
     found = []
     for kind in ("retrieval", "json", "tool"):
         members = [pair for pair in pairs if pair.kind == kind]
-        lost = [pair for pair in members if pair.dense_has and not pair.ours_has]
-        found.append(_lost(kind, lost, sum(pair.dense_has for pair in members), bounds.lost))
+        lost = [pair for pair in members if pair.dense.is_valid and not pair.ours.is_valid]
+        found.append(_lost(kind, lost, sum(pair.dense.is_valid for pair in members), bounds.lost))
     refusals = [pair for pair in pairs if pair.kind == "refusal"]
-    flips = [pair for pair in refusals if pair.dense_has != pair.ours_has]
-    declined = sum(pair.dense_has for pair in refusals)
+    flips = [pair for pair in refusals if pair.dense.is_valid != pair.ours.is_valid]
+    declined = sum(pair.dense.is_valid for pair in refusals)
     found.append(_lost("refusal", flips, declined, bounds.refusal_flips))
-    endings = [pair for pair in pairs if pair.dense_ended and not pair.our_ended]
+    endings = [pair for pair in pairs if pair.dense.is_ended and not pair.ours.is_ended]
     found.append(
-        _lost("termination", endings, sum(pair.dense_ended for pair in pairs), bounds.lost)
+        _lost("termination", endings, sum(pair.dense.is_ended for pair in pairs), bounds.lost)
     )
     if pairs:
-        drift = length_drift([p.our_length for p in pairs], [p.dense_length for p in pairs])
-        worst = max(pairs, key=lambda p: abs(p.our_length - p.dense_length))
+        drift = _length_drift(pairs)
+        worst = max(pairs, key=lambda p: abs(len(p.ours.token_ids) - len(p.dense.token_ids)))
         said = "" if drift == 0 else _exemplar(worst)
         found.append(Witness("length", drift, bounds.delta_t, exemplar=said))
     return found
@@ -132,7 +158,7 @@ def _lost(name: str, lost: Sequence[AnswerPair], dense: int, bound: int) -> Witn
 
 
 def _exemplar(pair: AnswerPair) -> str:
-    return f"{pair.case_id}: dense {pair.dense[:80]!r}, method {pair.ours[:80]!r}"
+    return f"{pair.case_id}: dense {pair.dense.text[:80]!r}, method {pair.ours.text[:80]!r}"
 
 
 def judge_drift(divergences: Sequence[float], bounds: WitnessBounds) -> list[Witness]:

@@ -3,25 +3,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sphkv.cache.method import CacheMethod
+from sphkv.core.tiers import RUN_TOKENS
 from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.metrics.stability import Reply
 from sphkv.evaluation.records import content_id
 from sphkv.evaluation.runner.decoding import (
     DecodedAnswer,
     decode_greedily,
-    decode_tokens,
+    decode_sampled,
     stop_rule,
 )
 from sphkv.evaluation.runner.dense_reference import DenseReference
-from sphkv.evaluation.runner.methods import realisation_of, setting_of
+from sphkv.evaluation.runner.drift import token_drift
+from sphkv.evaluation.runner.methods import JOINT, realisation_of, setting_of
 from sphkv.evaluation.runner.reading import ReadCase
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.witness.bounds import (
@@ -32,17 +33,19 @@ from sphkv.evaluation.witness.bounds import (
     judge_drift,
     judge_realisation,
     judge_seeds,
+    summarise_pairs,
 )
 from sphkv.evaluation.witness.failures import diagnose
-from sphkv.evaluation.witness.suite import WitnessPrompt, build_suite
+from sphkv.evaluation.witness.suite import WitnessPrompt, build_suite, first_of_each
 from sphkv.evaluation.workloads.case import check_context
 from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.integrations.prompt_states import continue_prompt, store_prompt
-from sphkv.integrations.teacher_forcing import log_probabilities
+from sphkv.retention.gate import GateOptions
+from sphkv.retention.protection import ProtectionRule
 
 FORMAT = "sphkv-certificate-1"
 _ANSWER_TOKENS = 32
-_TEMPERATURE = 0.7
+_SAMPLED_TOKENS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,10 @@ class CertifyConfig:
         context: Tokens of the document.
         data: Data folder; made-up text if None.
         calibration_text: Text to calibrate on; made up if None.
+        policy: File with the controller's weights; the fixed recipe if None.
+        suffix_tokens: Newest prompt tokens that the controller may not compress.
+        has_gate: Whether the controller's stability gate is on.
+        per_witness: Most prompts of each witness; 0 takes all.
         num_following: Tokens whose divergence is measured.
         num_seeds: Sampled answers per seeded prompt.
         seed: Draws needles and samples.
@@ -69,6 +76,10 @@ class CertifyConfig:
     context: int = 4096
     data: Path | None = None
     calibration_text: Path | None = None
+    policy: Path | None = None
+    suffix_tokens: int = 2 * RUN_TOKENS
+    has_gate: bool = True
+    per_witness: int = 0
     num_following: int = 64
     num_seeds: int = 3
     seed: int = 0
@@ -77,20 +88,34 @@ class CertifyConfig:
 
     def __post_init__(self) -> None:
         """Reject examinations that show nothing."""
-        for name, least in (("context", 256), ("num_following", 8), ("num_seeds", 2)):
+        for name, least in (
+            ("context", 256), ("num_following", 8), ("num_seeds", 2), ("per_witness", 0),
+            ("suffix_tokens", 0),
+        ):  # fmt: skip
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
-def certify(config: CertifyConfig, tell: Callable[[str], None]) -> dict[str, Any]:
-    """The certificate: what ran, with what, every figure, and the verdict."""
-    session = Session(config.model, calibration_text=config.calibration_text)
+def certify(
+    config: CertifyConfig, tell: Callable[[str], None], *, keep: Path | None = None
+) -> dict[str, Any]:
+    """The certificate: what ran, with what, every figure, and the verdict.
+
+    Args:
+        config: What is examined, and how.
+        tell: Takes lines of progress.
+        keep: Folder that keeps the calibration for the next time; None keeps none.
+    """
+    session = Session(
+        config.model, calibration_text=config.calibration_text, keep=keep, policy=config.policy
+    )
     check_context(
         config.context + 100, session.shape.max_tokens, extra=config.num_following + _ANSWER_TOKENS
     )
     prompts = build_suite(
         session.tokenizer, data=config.data, context=config.context, seed=config.seed
     )
+    prompts = first_of_each(prompts, config.per_witness)
     examiner = _Examiner(session, config)
     witnesses = examiner.drift()
     tell(f"drift: {witnesses[0].value:.4f} nats per token")
@@ -100,15 +125,19 @@ def certify(config: CertifyConfig, tell: Callable[[str], None]) -> dict[str, Any
         read = session.reader.read(prompt.case)
         pair = examiner.answers(prompt, read)
         pairs.append(pair)
-        tell(f"{pair.case_id}: dense {pair.dense[:40]!r}, {config.method} {pair.ours[:40]!r}")
+        tell(
+            f"{pair.case_id}: dense {pair.dense.text[:40]!r}, "
+            f"{config.method} {pair.ours.text[:40]!r}"
+        )
         if prompt.kind == "retrieval":
             seeded.append(examiner.samples(prompt, read))
     witnesses += judge_answers(pairs, config.bounds)
-    ours = {name: scores for first, _ in seeded for name, scores in first.items()}
-    dense = {name: scores for _, second in seeded for name, scores in second.items()}
-    witnesses.append(judge_seeds(ours, dense, config.bounds))
+    own_scores = {name: scores for first, _ in seeded for name, scores in first.items()}
+    dense_scores = {name: scores for _, second in seeded for name, scores in second.items()}
+    witnesses.append(judge_seeds(own_scores, dense_scores, config.bounds))
     witnesses.append(judge_realisation(examiner.memory["realisation"]))
     result = _certificate(config, session, prompts, witnesses, examiner.memory)
+    result["stability"] = summarise_pairs(pairs)
     if config.failure_budget is not None:
         result["failures"] = diagnose(session, prompts, config.failure_budget, tell)
     return result
@@ -128,9 +157,17 @@ class _Examiner:
     def _stored(self, read: ReadCase, extra: int) -> CacheMethod:
         config = self._config
         end = read.case.context + extra
-        method = self._session.factory.make(
-            config.method, config.budget, context=end, work=read.work
-        )
+        factory = self._session.factory
+        method: CacheMethod
+        if config.method == JOINT:
+            method = factory.controlled(
+                config.budget,
+                protection=ProtectionRule(suffix_tokens=config.suffix_tokens),
+                gate=GateOptions() if config.has_gate else None,
+                work=read.work,
+            )
+        else:
+            method = factory.make(config.method, config.budget, context=end, work=read.work)
         store_prompt(method, read.states)
         ledger, tokens = method.ledger(), method.num_tokens()
         self.memory = {
@@ -155,14 +192,7 @@ class _Examiner:
         read = session.reader.read(case)
         method = self._stored(read, config.num_following)
         hidden = continue_prompt(session.model, method, read.states.following)
-        divergences: list[float] = []
-        pairs = zip(
-            log_probabilities(session.model, read.reference),
-            log_probabilities(session.model, hidden),
-            strict=True,
-        )
-        for (_, dense), (_, ours) in pairs:
-            divergences += (dense.exp() * (dense - ours)).sum(-1).tolist()
+        divergences = token_drift(session.model, read.reference, hidden).kl.tolist()
         return judge_drift(divergences, config.bounds)
 
     def answers(self, prompt: WitnessPrompt, read: ReadCase) -> AnswerPair:
@@ -173,19 +203,17 @@ class _Examiner:
         got = decode_greedily(
             self._session.model, method, read.states.hidden[-1:], case.max_new_tokens, stops
         )
-        dense, ours = self._text(read.answer_ids), self._text(got.token_ids)
+        is_ended = len(read.answer_ids) < case.max_new_tokens
         return AnswerPair(
-            kind=prompt.kind,
-            case_id=case.case_id,
-            dense=dense,
-            ours=ours,
-            dense_has=prompt.judge(dense),
-            ours_has=prompt.judge(ours),
-            dense_length=len(read.answer_ids),
-            our_length=len(got.token_ids),
-            dense_ended=len(read.answer_ids) < case.max_new_tokens,
-            our_ended=got.is_ended,
+            prompt.kind,
+            case.case_id,
+            dense=self._reply(prompt, read.answer_ids, is_ended),
+            ours=self._reply(prompt, got.token_ids, got.is_ended),
         )
+
+    def _reply(self, prompt: WitnessPrompt, token_ids: tuple[int, ...], is_ended: bool) -> Reply:
+        text = self._text(token_ids)
+        return Reply(text, token_ids, is_ended, prompt.judge(text))
 
     def samples(
         self, prompt: WitnessPrompt, read: ReadCase
@@ -204,17 +232,10 @@ class _Examiner:
         return {case.case_id: scores[0]}, {case.case_id: scores[1]}
 
     def _sample(self, cache: CacheMethod, read: ReadCase, seed: int) -> DecodedAnswer:
-        generator = torch.Generator().manual_seed(seed)
-
-        def choose(row: Tensor) -> Tensor:
-            noise = torch.rand(row.shape, generator=generator).clamp(min=1e-12)
-            # the largest of log p / T plus Gumbel noise is a sample at temperature T
-            return row / _TEMPERATURE - (-noise.log()).log()
-
         session = self._session
         stops = stop_rule(session.tokenizer, at_line_end=read.case.stops_at_newline)
         last = read.states.hidden[-1:]
-        return decode_tokens(session.model, cache, last, 12, stops, choose=choose)
+        return decode_sampled(session.model, cache, last, _SAMPLED_TOKENS, stops, seed=seed)
 
     def _text(self, token_ids: tuple[int, ...]) -> str:
         return str(self._session.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -229,17 +250,19 @@ def _certificate(
 ) -> dict[str, Any]:
     """Everything that is needed to repeat and to trust the verdict."""
     settings = asdict(config)
-    for name in ("data", "calibration_text"):
+    for name in ("data", "calibration_text", "policy"):
         settings[name] = None if settings[name] is None else Path(settings[name]).name
     return {
         "format": FORMAT,
         "is_safe": all(witness.is_held for witness in witnesses),
         "config": settings,
         "witnesses": [witness.to_dict() for witness in witnesses],
+        "prompts": dict(Counter(prompt.kind for prompt in prompts)),
         "memory": memory,
         "dense_bytes_per_token": session.shape.geometry.dense_bytes_per_token,
         "suite_id": content_id([prompt.case.prompt_ids for prompt in prompts]),
         "calibration_id": session.calibration_id,
+        "policy_id": session.policy_id,
         "backend": session.factory.backend_name,
         "environment": describe_environment(),
     }

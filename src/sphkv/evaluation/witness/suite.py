@@ -8,6 +8,7 @@ dense pass serves all witnesses.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,17 @@ def build_suite(
     for question in _SUMMARIES:
         builder.add("termination", question, lambda said: bool(said.strip()))
     return builder.prompts
+
+
+def first_of_each(prompts: list[WitnessPrompt], most: int) -> list[WitnessPrompt]:
+    """At most so many prompts of each witness, in their order; 0 takes all."""
+    taken: Counter[str] = Counter()
+    found = []
+    for prompt in prompts:
+        taken[prompt.kind] += 1
+        if most == 0 or taken[prompt.kind] <= most:
+            found.append(prompt)
+    return found
 
 
 class _Builder:

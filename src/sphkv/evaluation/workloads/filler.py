@@ -6,6 +6,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from sphkv.evaluation.workloads.hub import hub_name, hub_texts
+
 _PLACES = (
     "the mill", "the upper bridge", "the old quarry", "the chapel yard", "the fish market",
     "the orchard wall", "the ropewalk", "the toll house", "the granary", "the dry dock",
@@ -69,7 +71,7 @@ def filler_text(data: Path | None, index: int, *, num_characters: int, skip: int
     """Text number ``index``: a book of a data folder, or made up if there is no folder.
 
     Args:
-        data: Folder with ``pg19/*.txt``, or None.
+        data: Folder with ``pg19/*.txt``, ``hub:`` and a dataset, or None.
         index: Which text; books are used in turn.
         num_characters: Characters to return.
         skip: Characters to leave out first.
@@ -79,19 +81,31 @@ def filler_text(data: Path | None, index: int, *, num_characters: int, skip: int
     """
     if data is None:
         return made_up_text(skip + num_characters, index)[skip : skip + num_characters]
-    files = book_files(data)
-    file = files[index % len(files)]
-    text = file.read_text(encoding="utf-8")[skip : skip + num_characters]
+    whole = _text(data, index)
+    text = whole[skip : skip + num_characters]
     if len(text) < num_characters:
         raise ValueError(
-            f"{file.name} has {len(text)} characters after {skip}, not {num_characters}"
+            f"{filler_name(data, index)} has {len(text)} characters after {skip}, not "
+            f"{num_characters}"
         )
     return text
+
+
+def _text(data: Path, index: int) -> str:
+    name = hub_name(data)
+    if name is not None:
+        texts = hub_texts(name)
+        return texts[index % len(texts)]
+    files = book_files(data)
+    return files[index % len(files)].read_text(encoding="utf-8")
 
 
 def filler_name(data: Path | None, index: int) -> str:
     """Short label of text number ``index``."""
     if data is None:
         return f"made-up-{index}"
+    name = hub_name(data)
+    if name is not None:
+        return f"{name.replace('/', '_').replace('-', '_')}_{index % len(hub_texts(name))}"
     files = book_files(data)
     return files[index % len(files)].stem

@@ -16,6 +16,7 @@ from typing import Any
 from sphkv.evaluation.metrics.answers import best_f1
 from sphkv.evaluation.workloads.case import Case
 from sphkv.evaluation.workloads.filler import made_up_text
+from sphkv.evaluation.workloads.hub import refuse_hub
 from sphkv.evaluation.workloads.qa_prompt import (
     ANSWER_POSITIONS,
     AnswerPosition,
@@ -33,6 +34,7 @@ def read_questions(data: Path, dataset: str, limit: int) -> list[Question]:
 
     A pool passage that holds an answer is left out for that question.
     """
+    refuse_hub(data, "questions")
     if dataset not in DATASETS:
         raise ValueError(f"dataset must be one of {', '.join(DATASETS)}, got {dataset!r}")
     pool = [

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sphkv.evaluation.workloads.hub import refuse_hub
 from sphkv.evaluation.workloads.tools import MAX_STEPS, ToolReply
 
 FINISH = "Finish"
@@ -127,6 +128,7 @@ def read_api_tasks(data: Path, limit: int) -> list[ApiTask]:
     Raises:
         FileNotFoundError: The folder lacks the file.
     """
+    refuse_hub(data, "tool tasks")
     file = data / "tools" / "toolbench_weather.jsonl"
     if not file.is_file():
         raise FileNotFoundError(f"no file {file}")

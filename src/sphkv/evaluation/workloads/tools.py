@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sphkv.evaluation.workloads.hub import refuse_hub
+
 MAX_STEPS = 3
 # SQLite calls back after so many instructions; a statement that runs longer is stopped.
 _INSTRUCTIONS, _MOST_CALLS = 10_000, 200
@@ -145,6 +147,7 @@ def read_tool_tasks(data: Path, limit: int) -> list[ToolTask]:
     Raises:
         FileNotFoundError: The folder lacks a file.
     """
+    refuse_hub(data, "tool tasks")
     folder = data / "tools"
     sources: dict[str, list[str]] = {}
     tasks = []
