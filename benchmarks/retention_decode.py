@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share of a decode step that the controller takes: tiers for new pages, rebalancing.
+"""Share of a decode step that the controller takes: tiers for new pages, rebalancing, the gate.
 
     python benchmarks/retention_decode.py --text book.txt --calibration c.safetensors --budget 10%
 
 Processor time, so that other work on the machine does not count. ``write_share`` is what coding and
 moving pages takes, which any cache that codes new states does; ``controller_share`` is the rest of
-what happens beside attention: listing pages, foretelling, solving, the gate.
+what happens beside model and attention: listing pages, foretelling, solving, the gate with the
+margin of the two best tokens.
 """
 
 import argparse
@@ -13,6 +14,9 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from sphkv.attention.api import get_backend
 from sphkv.cache.retained import RetainedSequence
@@ -24,7 +28,9 @@ from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.text import read_tokens
 from sphkv.integrations.models import load_model
 from sphkv.integrations.prompt_states import continue_prompt, read_prompt, store_prompt
+from sphkv.integrations.teacher_forcing import log_probabilities
 from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
+from sphkv.retention.gate import GateOptions
 
 
 def main() -> None:
@@ -44,30 +50,38 @@ def main() -> None:
     states = read_prompt(model, ids[:, : args.context])
     dense_s = time.perf_counter() - began
     codec = SphericalCodec(load_calibration(args.calibration, geometry=geometry, ropes=ropes))
-    config = RetainedConfig(geometry, ropes, ByteBudget.parse(args.budget))
+    config = RetainedConfig(geometry, ropes, ByteBudget.parse(args.budget), gate=GateOptions())
     sequence = RetainedSequence(config, codec, get_backend("auto"))
     began = time.perf_counter()
     store_prompt(sequence, states)
     store_s = time.perf_counter() - began
-    spent: dict[str, list[float]] = {"settle": [], "demote": []}
+    spent: dict[str, list[float]] = {"settle": [], "demote": [], "gate": []}
 
-    def timed(name: str, call: Callable[..., None]) -> Callable[..., None]:
-        def run(*values: object) -> None:
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*values: object) -> Any:
             start = time.process_time()
-            call(*values)
+            found = call(*values)
             spent[name].append(time.process_time() - start)
+            return found
 
         return run
 
     refresher, store = sequence.refresher, sequence.store
+
+    def tell_gate(log_p: Tensor) -> None:
+        best = log_p.topk(2).values
+        refresher.observe_margin(float(best[0] - best[1]))
+
+    gated = timed("gate", tell_gate)
     refresher.settle = timed("settle", refresher.settle)  # type: ignore[method-assign]
     store.demote = timed("demote", store.demote)  # type: ignore[method-assign]
     began, over = time.process_time(), 0
     for at in range(args.context, args.context + args.steps):
-        continue_prompt(model, sequence, ids[:, at : at + 1])
+        hidden = continue_prompt(model, sequence, ids[:, at : at + 1])
+        gated(next(log_probabilities(model, hidden))[1][0])
         over = max(over, sequence.resident_bytes() - sequence.limit_bytes())
     total = time.process_time() - began
-    settle, write = sum(spent["settle"]), sum(spent["demote"])
+    settle, write, gate = (sum(spent[name]) for name in ("settle", "demote", "gate"))
     record = {
         "command": (
             f"python benchmarks/retention_decode.py --model {Path(args.model).name} "
@@ -80,9 +94,10 @@ def main() -> None:
         "step_cpu_ms": 1000 * total / args.steps,
         "usual_settle_cpu_ms": 1000 * sorted(spent["settle"])[args.steps // 2],
         "write_share": write / total,
-        "controller_share": (settle - write) / total,
+        "controller_share": (settle - write + gate) / total,
+        "gate_share": gate / total,
         "bytes_over_budget": max(0, over),
-        "rebalances": sequence.refresher.num_rebalances,
+        "rebalances": refresher.num_rebalances,
         "budget": args.budget,
         "context": args.context,
         "environment": describe_environment(),
