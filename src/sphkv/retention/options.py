@@ -20,9 +20,9 @@ class ControlOptions:
     Attributes:
         variant: ``"joint"`` decides keep/drop and tier together; ``"keepdrop"``, ``"quant"`` and
             ``"decoupled"`` are the paper's ablations A2.
-        shapes: Block shapes a head may use, the best one being chosen for it. Single tokens lose
-            less on texts under small budgets, but they lose facts: what a later query reads often
-            lies beside the tokens that were asked for (docs/math/retention.md).
+        shapes: Block shapes a head may use, the best one being chosen for it. Single tokens
+            lose less on short texts under small budgets, but more on long ones, and needles
+            (docs/math/retention.md).
         solver: See ``allocate_tiers``.
         uniform_heads: Give every head the same tiers (A3, Uniform-head).
         use_segments: Weigh tokens by their segment; off is NoSeg (A4).
