@@ -16,6 +16,7 @@ from sphkv.integrations.transformers.calibrate import calibrate_model
 from sphkv.integrations.transformers.retained import RetentionOptions
 from sphkv.integrations.transformers.stepping import score
 from sphkv.retention.allocate import InfeasibleBudget
+from sphkv.retention.gate import GateOptions
 
 REFERENCE = RetentionOptions(backend="reference")
 
@@ -90,6 +91,22 @@ def test_turns_and_crops(model, calibration):
         cache.crop(-20)
         again = score(model, cache, turn)
         torch.testing.assert_close(once, again, atol=2e-2, rtol=0)
+
+
+def test_the_gate_sees_every_decision_and_only_its_own(model, calibration):
+    """One margin per pass of this cache, that of the last token; none after it is detached."""
+    options = RetentionOptions(backend="reference", gate=GateOptions())
+    cache = RetainedCache.for_model(model, "60%", calibration=calibration, options=options)
+    gate = cache.sequence.refresher.gate
+    assert gate is not None
+    score(model, cache, make_tokens(200))
+    logits = score(model, cache, make_tokens(1))
+    score(model, DynamicCache(config=model.config), make_tokens(20))
+    assert gate.num_steps == 2
+    first, second = logits.flatten()[-model.config.vocab_size :].topk(2).values.tolist()
+    assert gate.trace[-1][0] == pytest.approx(cache.sequence.refresher.drift / (first - second))
+    cache.detach()
+    assert not model.get_output_embeddings()._forward_hooks
 
 
 def test_protected_spans_stay_dense(model, calibration):

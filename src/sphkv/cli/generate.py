@@ -23,6 +23,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--retain", action="store_true", help="keep, demote or drop per token and head"
     )
     parser.add_argument("--policy", help="policy file for --retain, made by fit-policy")
+    parser.add_argument(
+        "--gate", action="store_true", help="with --retain: spare states where decisions are close"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)
 
@@ -60,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
             save_cache=args.save_cache,
             is_retained=args.retain,
             policy=args.policy,
+            is_gated=args.gate,
         )
     )
     if args.json:

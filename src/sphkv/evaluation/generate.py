@@ -19,6 +19,7 @@ from sphkv.integrations.transformers.retained import (
     RetainedCache,
     RetentionOptions,
 )
+from sphkv.retention.gate import GateOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class GenerateConfig:
         save_cache: Folder to save the cache in.
         is_retained: Whether the controller decides what is kept at which tier.
         policy: Its weights, a file; the fixed recipe if None.
+        is_gated: Whether its stability gate watches the margins of decisions.
     """
 
     model: str
@@ -52,6 +54,7 @@ class GenerateConfig:
     save_cache: str | None = None
     is_retained: bool = False
     policy: str | None = None
+    is_gated: bool = False
 
     def __post_init__(self) -> None:
         """Reject contradictions."""
@@ -61,6 +64,8 @@ class GenerateConfig:
             raise ValueError(f"give budget {self.budget!r} or tier {self.tier!r}, not both")
         if self.policy is not None and not self.is_retained:
             raise ValueError(f"policy {self.policy!r} is for a retained cache only")
+        if self.is_gated and not self.is_retained:
+            raise ValueError("a gate is for a retained cache only")
         for name in ("tier", "save_cache"):
             if self.is_retained and getattr(self, name) is not None:
                 raise ValueError(f"a retained cache has no {name}: got {getattr(self, name)!r}")
@@ -110,7 +115,8 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
 
 def _make_cache(config: GenerateConfig, model: Any) -> SphericalCache | RetainedCache:
     if config.is_retained:
-        retention = RetentionOptions(policy=config.policy, backend=config.backend)
+        gate = GateOptions() if config.is_gated else None
+        retention = RetentionOptions(policy=config.policy, gate=gate, backend=config.backend)
         budget = DEFAULT_BUDGET if config.budget is None else config.budget
         return RetainedCache.for_model(
             model, budget, calibration=config.calibration, options=retention

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from sphkv.integrations.transformers.attachment import (
     AttentionResult,
 )
 from sphkv.integrations.transformers.forward import read_options, read_step
+from sphkv.retention.gate import GateOptions
 from sphkv.retention.policy import RetentionPolicy, load_policy
 from sphkv.retention.protection import ProtectionRule
 from sphkv.retention.segments import SegmentSpans
@@ -51,12 +53,14 @@ class RetentionOptions:
             tool schemas, evidence.
         retrieved: Token ranges of retrieved passages, which the policy weighs by themselves.
         policy: Weights, or a file that ``sphkv fit-policy`` wrote; the fixed recipe if None.
+        gate: Stability gate, told the margin of the two best tokens of every pass; off if None.
         backend: What runs decode attention, see ``sphkv.attention.api``.
     """
 
     protect: Sequence[Span] = ()
     retrieved: Sequence[Span] = ()
     policy: RetentionPolicy | Path | str | None = None
+    gate: GateOptions | None = None
     backend: str = "auto"
 
 
@@ -84,6 +88,8 @@ class RetainedCache(AttachedCache):
         self._config = config
         self._backend = backend
         self._codec = None if calibration is None else SphericalCodec(calibration)
+        self._has_new_logits = False
+        self._unwatch = None if config.gate is None else _watch_logits(self, model)
         self.reset()
 
     @classmethod
@@ -121,6 +127,7 @@ class RetainedCache(AttachedCache):
             policy=policy or RetentionPolicy(),
             protection=ProtectionRule(spans=tuple(options.protect)),
             segments=SegmentSpans(tuple(options.retrieved)),
+            gate=options.gate,
         )
         if isinstance(calibration, Path | str):
             calibration = load_calibration(
@@ -242,6 +249,20 @@ class RetainedCache(AttachedCache):
             self._codec = SphericalCodec(self._calibrator.calibration)
             self._calibrator = None
         self._length = self.sequence.num_tokens()
+        self._has_new_logits = True
+
+    def see_logits(self, logits: Tensor) -> None:
+        """Tell the gate how close the decision after a pass of this cache is."""
+        if self._has_new_logits:
+            self._has_new_logits = False
+            first, second = logits[0, -1].float().topk(2).values.tolist()
+            self.sequence.refresher.observe_margin(first - second)
+
+    def detach(self) -> None:
+        """Let go of the model; the last cache to do so gives it back as it was."""
+        super().detach()
+        if self._unwatch is not None:
+            self._unwatch()
 
     @property
     def batch_size(self) -> int:
@@ -272,3 +293,24 @@ def _check_layout(layout: ModelLayout) -> None:
         raise UnsupportedModelError(
             f"RetainedCache serves models on the CPU, this one is on {device}: use SphericalCache"
         )
+
+
+def _watch_logits(
+    cache: RetainedCache, model: PreTrainedModel
+) -> weakref.finalize[[], RetainedCache]:
+    """Show a cache what the language-model head says, for as long as the cache lives."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no language-model head, whose margins a gate needs"
+        )
+    watcher = weakref.ref(cache)
+
+    def look(_: torch.nn.Module, __: tuple[Any, ...], logits: Tensor) -> None:
+        if (watching := watcher()) is not None:
+            watching.see_logits(logits)
+
+    handle = head.register_forward_hook(look)
+    release = weakref.finalize(cache, handle.remove)
+    release.atexit = False
+    return release
