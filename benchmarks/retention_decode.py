@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from sphkv.attention.api import get_backend
 from sphkv.cache.retained import RetainedSequence
 from sphkv.cache.retained_config import RetainedConfig
@@ -68,11 +66,7 @@ def main() -> None:
 
     refresher, store = sequence.refresher, sequence.store
 
-    def tell_gate(log_p: Tensor) -> None:
-        best = log_p.topk(2).values
-        refresher.observe_margin(float(best[0] - best[1]))
-
-    gated = timed("gate", tell_gate)
+    gated = timed("gate", refresher.observe_logits)
     refresher.settle = timed("settle", refresher.settle)  # type: ignore[method-assign]
     store.demote = timed("demote", store.demote)  # type: ignore[method-assign]
     began, over = time.process_time(), 0

@@ -96,6 +96,17 @@ class Refresher:
         """
         return self.gate is not None and self.gate.observe(danger_score(self.drift, margin))
 
+    def observe_logits(self, row: Tensor) -> bool:
+        """Tell the gate how close a decision is.
+
+        Args:
+            row: ``[vocabulary]`` logits or log-probabilities of the step.
+        """
+        if self.gate is None:
+            return False
+        first, second = row.float().topk(2).values.tolist()
+        return self.observe_margin(first - second)
+
     def settle(self) -> None:
         """Decide about full pages of new states, then meet the budget.
 

@@ -162,9 +162,8 @@ def decode_sampled(
 
 def _tell_gate(method: CacheMethod, row: Tensor) -> None:
     """A controller's gate opens and closes by the margin of the step that is to be decided."""
-    if isinstance(method, RetainedSequence) and method.refresher.gate is not None:
-        first, second = row.topk(2).values.tolist()
-        method.refresher.observe_margin(first - second)
+    if isinstance(method, RetainedSequence):
+        method.refresher.observe_logits(row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,8 +255,7 @@ class RetainedCache(AttachedCache):
         """Tell the gate how close the decision after a pass of this cache is."""
         if self._has_new_logits:
             self._has_new_logits = False
-            first, second = logits[0, -1].float().topk(2).values.tolist()
-            self.sequence.refresher.observe_margin(first - second)
+            self.sequence.refresher.observe_logits(logits[0, -1])
 
     def detach(self) -> None:
         """Let go of the model; the last cache to do so gives it back as it was."""
