@@ -98,10 +98,13 @@ def test_states_that_a_kernel_wrote_are_absorbed_and_sealed():
     for step in range(steps):
         new = slice(step, step + 1)
         one.append(0, 0, keys[:, new], values[:, new])
+        sealed += other.make_room([0])
         tail = other._get(0).live_tails()[0]
         tail.keys[:, tail.num_tokens] = keys[:, step]
         tail.values[:, tail.num_tokens] = values[:, step]
-        sealed += other.absorb([0])
+        other.absorb([0])
+        # the page seals in the very same step
+        assert one.tail(0, 0).first_position == other.tail(0, 0).first_position
     assert sealed == 1
     assert one.num_tokens(0) == other.num_tokens(0) == 157 + steps
     assert torch.equal(one.tail(0, 0).keys, other.tail(0, 0).keys)

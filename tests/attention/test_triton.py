@@ -177,7 +177,8 @@ def test_a_new_state_written_behind_the_tail_is_attended_to_with_dense_pages():
     request = DecodeRequest(store, 0, 0, query, torch.tensor([49]), OPTIONS["plain"])
     pages = TritonBackend().page_list(request, group)
     launch_dense((pages.addresses, pages.starts), pages.layout, tails, rows, parts)
-    assert store.absorb([0]) is False
+    assert store.make_room([0]) is False
+    store.absorb([0])
     expected = ReferenceBackend().attend(request)
     torch.testing.assert_close(parts.output.reshape(6, 1, 64), expected.output)
     torch.testing.assert_close(parts.lse.reshape(6, 1), expected.lse)

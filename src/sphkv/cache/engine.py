@@ -12,7 +12,7 @@ from sphkv.attention.api import get_backend
 from sphkv.attention.request import AttentionOptions, DecodeBackend
 from sphkv.cache.plan import CacheConfig
 from sphkv.cache.prompt import PromptCalibrator
-from sphkv.cache.sequence import SphericalSequence, open_store
+from sphkv.cache.sequence import SphericalSequence, open_store, prefill_rows
 from sphkv.cache.step import StepTokens
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.states import SphericalCodec
@@ -207,21 +207,21 @@ class CacheEngine:
         if step is None or held is None:
             raise RuntimeError(f"settle without update in layer {layer}")
         calibrator = self._calibrator if self._codec is None else None
-        real = step.is_real.to(query.device)
         if calibrator is not None:
+            real = step.is_real.to(query.device)
             positions = step.positions.to(query.device)[real]
             calibrator.observe(layer, query.transpose(0, 1)[:, real], positions)
         if not self._is_encoding:
             return
         keys, values = held
         self._dense[layer] = None
-        every = torch.cat([self.is_real.to(real.device), real], 1)
+        every = torch.cat([self.is_real, step.is_real.cpu()], 1)
         if calibrator is not None:
             positions = every.cumsum(1) - 1
             chosen = every & (positions >= self.config.sink_tokens)
-            calibrator.fit(layer, keys.transpose(0, 1)[:, chosen], positions[chosen])
-        for row, is_real, row_keys, row_values in zip(self.rows, every, keys, values, strict=True):
-            row.prefill(layer, row_keys[:, is_real], row_values[:, is_real])
+            positions, chosen = positions[chosen].to(keys.device), chosen.to(keys.device)
+            calibrator.fit(layer, keys.transpose(0, 1)[:, chosen], positions)
+        prefill_rows(self.rows, layer, keys, values, every)
 
     def attend(
         self,

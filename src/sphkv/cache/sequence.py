@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,9 +14,10 @@ from sphkv.attention.partial import PartialAttention, attend_logits, merge_parti
 from sphkv.attention.reference import mask_logits
 from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeRequest
 from sphkv.cache.plan import CacheConfig
-from sphkv.core.contract import LayerContract, StateCodec
+from sphkv.core.contract import StateCodec
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.order import PageOrder
+from sphkv.store.spans import Span
 from sphkv.store.store import PageStore
 
 # Queries given to a backend at once: bounds the logits it holds.
@@ -83,31 +85,7 @@ class SphericalSequence:
 
         Of a layer with a sliding window only what its next token can see is stored.
         """
-        config, tokens = self._config, keys.shape[1]
-        window = config.windows[layer]
-        start = 0 if window is None else max(0, tokens - window - config.window_margin)
-        sinks = min(config.sink_tokens, tokens) if start == 0 else 0
-        page = config.spec.page_tokens
-        num_coded = max(0, (tokens - start - sinks - config.recent_tokens) // page) * page
-        end = start + sinks + num_coded
-        if end > start:
-            tiers = config.tiers
-            shape = (config.geometry.num_kv_heads, end - start)
-            tier_id = torch.full(shape, tiers.id_of(config.tier), dtype=torch.uint8)
-            protected = torch.zeros(shape, dtype=torch.bool)
-            tier_id[:, :sinks] = tiers.dense_id
-            # a window leaves its first tokens behind, so only full attention protects them
-            protected[:, :sinks] = window is None
-            self._store.write(
-                self.sequence,
-                layer,
-                LayerContract(tier_id, protected),
-                keys[:, start:end],
-                values[:, start:end],
-                torch.arange(start, end),
-            )
-        self.first_kept[layer] = start
-        self._store.append(self.sequence, layer, keys[:, end:], values[:, end:])
+        _prefill([self], layer, keys[None], values[None])
 
     def attend(
         self,
@@ -198,6 +176,45 @@ class SphericalSequence:
         """Forget the tokens from ``num_tokens`` on."""
         self.check_crop(num_tokens)
         self._store.crop(self.sequence, num_tokens)
+
+
+def prefill_rows(
+    rows: Sequence[SphericalSequence], layer: int, keys: Tensor, values: Tensor, is_real: Tensor
+) -> None:
+    """``prefill`` of the sequences of a padded batch, at once where there is no padding.
+
+    Args:
+        rows: The sequences, of one store.
+        layer: The layer.
+        keys: ``[rows, kv_heads, slots, head_dim]`` after RoPE.
+        values: ``[rows, kv_heads, slots, head_dim]``.
+        is_real: ``[rows, slots]`` bool on the CPU: which slots hold tokens.
+    """
+    if bool(is_real.all()):
+        _prefill(rows, layer, keys, values)
+        return
+    for row, real, row_keys, row_values in zip(rows, is_real, keys, values, strict=True):
+        at = real.nonzero()[:, 0].to(keys.device)
+        row.prefill(layer, row_keys[:, at], row_values[:, at])
+
+
+def _prefill(rows: Sequence[SphericalSequence], layer: int, keys: Tensor, values: Tensor) -> None:
+    """Store the prompts of sequences of one length, ``[rows, kv_heads, tokens, head_dim]``."""
+    config, store, tokens = rows[0]._config, rows[0]._store, keys.shape[2]
+    window = config.windows[layer]
+    start = 0 if window is None else max(0, tokens - window - config.window_margin)
+    sinks = min(config.sink_tokens, tokens) if start == 0 else 0
+    page = config.spec.page_tokens
+    num_coded = max(0, (tokens - start - sinks - config.recent_tokens) // page) * page
+    # a window leaves its first tokens behind, so only full attention protects them
+    spans = [Span(config.tiers.dense_id, 0, sinks, window is None)] if sinks else []
+    if num_coded:
+        spans.append(Span(config.tiers.id_of(config.tier), sinks, sinks + num_coded))
+    sequences = [row.sequence for row in rows]
+    states = (keys[:, :, start:], values[:, :, start:])
+    store.write_prompt(sequences, layer, spans, *states, first_position=start)
+    for row in rows:
+        row.first_kept[layer] = start
 
 
 def _attend_chunk(

@@ -151,9 +151,13 @@ class PageAllocator:
                 emptied.add(slot)
                 delta -= self._slab_bytes(slab.layout, slab.num_pages)
         for key, wanted in requests.items():
-            live = [slot for slot in self._pools.get(key, []) if slot not in emptied]
-            free = sum(self._slab(slot).num_free + freed_pages.get(slot, 0) for slot in live)
-            total = sum(self._slab(slot).num_pages for slot in live)
+            free, total = self._pool_pages(key)
+            for slot, num_freed in freed_pages.items():
+                slab = self._slab(slot)
+                if slab.key == key:
+                    free += num_freed
+                    if slot in emptied:
+                        free, total = free - slab.num_pages, total - slab.num_pages
             layout = self._layout_of(key)
             delta += sum(
                 self._slab_bytes(layout, pages) for pages in self._slab_sizes(wanted - free, total)
@@ -184,14 +188,17 @@ class PageAllocator:
         # Tensors first: if memory runs out here, nothing has been handed out.
         fresh = {}
         for key, wanted in requests.items():
-            slots = self._pools.get(key, [])
-            free = sum(self._slab(slot).num_free for slot in slots)
-            total = sum(self._slab(slot).num_pages for slot in slots)
+            free, total = self._pool_pages(key)
             fresh[key] = [self._new_slab(key, n) for n in self._slab_sizes(wanted - free, total)]
         for key, slabs in fresh.items():
             for slab in slabs:
                 self._pools.setdefault(key, []).append(self._place(slab))
         return {key: self._take(key, wanted) for key, wanted in requests.items()}
+
+    def _pool_pages(self, key: PoolKey) -> tuple[int, int]:
+        """Free pages and all pages of a pool."""
+        slabs = [self._slab(slot) for slot in self._pools.get(key, [])]
+        return sum(slab.num_free for slab in slabs), sum(len(slab.counts) for slab in slabs)
 
     def _new_slab(self, key: PoolKey, num_pages: int) -> Slab:
         layout = self._layout_of(key)
@@ -244,7 +251,7 @@ class PageAllocator:
             slab = self._slab(slot)
             if bool((slab.counts[index] != 0).any()):
                 raise ValueError(f"sealed pages of slab {slot} cannot be written again")
-            self._fill(slab, index, pages[rows.to(pages.device)], counts.cpu()[rows])
+            self._fill(slab, index, pages, rows, counts)
 
     def truncate(self, page_ids: Tensor, pages: Tensor, counts: Tensor) -> None:
         """Replace sealed pages of a single owner by shorter ones.
@@ -261,14 +268,15 @@ class PageAllocator:
             slab = self._slab(slot)
             if bool((slab.refcounts[index] != 1).any()):
                 raise ValueError(f"shared pages of slab {slot} cannot be truncated")
-            self._fill(slab, index, pages[rows.to(pages.device)], counts.cpu()[rows])
+            self._fill(slab, index, pages, rows, counts)
 
-    def _fill(self, slab: Slab, index: Tensor, pages: Tensor, counts: Tensor) -> None:
-        pages = pages.to(self._device)
+    def _fill(self, slab: Slab, index: Tensor, pages: Tensor, rows: Tensor, counts: Tensor) -> None:
+        """Write ``pages[rows]`` to the places ``index`` of a slab."""
+        pages = pages[_places(rows, pages.device)].to(self._device)
         if self.order is not None:
             pages = self.order.to_slab(slab.layout, pages)
-        slab.data[index.to(self._device)] = pages
-        slab.counts[index] = counts.to(torch.int32)
+        slab.data[_places(index, self._device)] = pages
+        slab.counts[index] = counts.cpu()[rows].to(torch.int32)
 
     def share(self, page_ids: Tensor) -> None:
         """Add one owner to each page."""
@@ -314,7 +322,8 @@ class PageAllocator:
             raise ValueError("gathered pages must share a tier and a position mode")
         out = first.data.new_empty((page_ids.numel(), first.layout.page_bytes))
         for slot, index, rows in groups:
-            out[rows.to(self._device)] = self._slab(slot).data[index.to(self._device)]
+            data = self._slab(slot).data
+            out[_places(rows, self._device)] = data[_places(index, self._device)]
         return out if self.order is None else self.order.from_slab(first.layout, out)
 
     def refcounts(self, page_ids: Tensor) -> Tensor:
@@ -371,3 +380,11 @@ class PageAllocator:
                 raise ValueError(f"pages {page_ids.tolist()} are not all owned")
             groups.append((slot, torch.from_numpy(in_slab), torch.from_numpy(rows)))
         return iter(groups)
+
+
+def _places(index: Tensor, device: torch.device) -> slice | Tensor:
+    """Places ``index [n]`` on a device; a slice where they follow one another, which is faster."""
+    first, last = int(index[0]), int(index[-1])
+    if last - first + 1 == len(index) and bool((index.diff() == 1).all()):
+        return slice(first, last + 1)
+    return index.to(device, non_blocking=True)

@@ -17,7 +17,7 @@ from sphkv.store.paging import MAX_POSITION, PageBatch, PageRows, StateList
 # Pages encoded at once: bounds the float32 copies a codec makes of a long prompt.
 _ENCODE_PAGES = 256
 # Fused kernels make no such copies.
-_KERNEL_PAGES = 4096
+_KERNEL_PAGES = 8192
 _LARGEST = torch.finfo(torch.bfloat16).max
 
 
@@ -35,46 +35,58 @@ class FlatStates:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PendingPages:
-    """Pages of one layer that are encoded but own no memory of the store yet.
+class EncodedPages:
+    """Pages of one layer and pool that own no memory of the store yet.
 
     Attributes:
-        batches: What the pages are.
-        pages: ``[rows, page_bytes]`` uint8 of each batch.
+        key: Their tier id and position mode.
+        head_ids: ``[rows]`` int64 on the CPU, KV head of each page, not decreasing.
+        counts: ``[rows]`` int64 on the CPU, live states of each page.
+        pages: ``[rows, page_bytes]`` uint8.
     """
 
-    batches: Sequence[PageBatch] = ()
-    pages: Sequence[Tensor] = ()
+    key: PoolKey
+    head_ids: Tensor
+    counts: Tensor
+    pages: Tensor
 
-    def requests(self) -> dict[PoolKey, int]:
-        """Pages wanted from each pool."""
-        wanted: dict[PoolKey, int] = {}
-        for batch in self.batches:
-            key = (batch.tier_id, batch.position_mode)
-            wanted[key] = wanted.get(key, 0) + batch.num_pages
-        return wanted
-
-    def per_head(self, num_heads: int) -> Tensor:
-        """``[heads]`` int64 pages of each head."""
-        total = torch.zeros(num_heads, dtype=torch.int64)
-        for batch in self.batches:
-            total += batch.head_ids.cpu().bincount(minlength=num_heads)
-        return total
+    @classmethod
+    def of_view(cls, view: PageView, head_ids: Tensor) -> "EncodedPages":
+        """Finished pages of the given heads."""
+        key = (view.layout.tier_id, view.layout.position_mode)
+        return cls(key, head_ids.cpu(), view.counts().cpu(), view.pages)
 
 
 def check_states(keys: Tensor, values: Tensor, geometry: KVGeometry) -> None:
     """Raise unless keys and values are finite ``[heads, tokens, head_dim]`` floats."""
+    check_shapes(keys, values, geometry)
+    check_finite(largest_elements(keys, values))
+
+
+def check_shapes(keys: Tensor, values: Tensor, geometry: KVGeometry) -> None:
+    """Raise unless keys and values are floats ``[..., heads, tokens, head_dim]`` of one shape."""
+    expected = (geometry.num_kv_heads, keys.shape[-2] if keys.dim() >= 3 else -1, geometry.head_dim)
     for name, tensor in (("keys", keys), ("values", values)):
-        expected = (geometry.num_kv_heads, keys.shape[1] if keys.dim() == 3 else -1)
-        if tensor.dim() != 3 or tuple(tensor.shape) != (*expected, geometry.head_dim):
+        if tuple(tensor.shape) != (*keys.shape[:-3], *expected):
             raise ValueError(
                 f"{name} must have shape [{geometry.num_kv_heads}, tokens, "
                 f"{geometry.head_dim}] with the same tokens, got {tuple(tensor.shape)}"
             )
         if not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
-        # One pass for NaN, infinity and what a dense page would turn into infinity.
-        if tensor.numel() and not float(tensor.abs().amax()) <= _LARGEST:
+
+
+def largest_elements(keys: Tensor, values: Tensor) -> Tensor:
+    """Largest magnitude of keys and of values, ``[2]``; NaN if there is one. Waits for nothing."""
+    if not keys.numel():
+        return keys.new_zeros(2)
+    return torch.stack([torch.stack(part.aminmax()).abs().amax() for part in (keys, values)])
+
+
+def check_finite(largest: Tensor) -> None:
+    """Raise if ``largest_elements`` tells of NaN, infinity or what bfloat16 would make infinite."""
+    for name, most in zip(("keys", "values"), largest.tolist(), strict=True):
+        if not most <= _LARGEST:
             raise ValueError(f"{name} hold NaN, infinity or elements above {_LARGEST:.3g}")
 
 
@@ -94,70 +106,84 @@ def check_positions(positions: Tensor, num_tokens: int, first: int) -> None:
         raise ValueError(f"positions must be in {first}..{MAX_POSITION}, got {low}..{high}")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PageEncoder:
+    """Encodes pages of one layer.
+
+    Attributes:
+        layer: Layer of the states.
+        codec: Encoder of coded tiers; may be missing if all pages are dense.
+        order: What may encode instead of the codec.
+    """
+
+    layer: int
+    codec: StateCodec | None
+    order: PageOrder | None
+
+    @property
+    def most_pages(self) -> int:
+        """Pages to be encoded at once."""
+        return _ENCODE_PAGES if self.order is None else _KERNEL_PAGES
+
+    def encode(
+        self,
+        layout: PageLayout,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        head_ids: Tensor,
+    ) -> Tensor:
+        """Pages ``[rows, page_bytes]`` of keys and values that lie page by page.
+
+        Args:
+            layout: Layout of the pages.
+            states: Keys and values, ``[rows, tokens, head_dim]`` each; zero past the counts.
+            rows: Positions, counts and flags.
+            head_ids: ``[rows]`` int64 KV head of each page.
+        """
+        if not layout.tier.is_coded:
+            return write_dense_pages(layout, *states, rows)
+        if self.order is not None:
+            pages = self.order.encode(layout, self.layer, self.codec, states, rows, head_ids)
+            if pages is not None:
+                return pages
+        encoded = _require(self.codec, layout).encode(
+            self.layer,
+            layout.tier,
+            *states,
+            rows.positions,
+            head_ids=head_ids,
+            counts=rows.counts,
+        )
+        return write_pages(layout, encoded, rows)
+
+
 def encode_pages(
+    encoder: PageEncoder,
     states: FlatStates,
     batches: Sequence[PageBatch],
-    *,
-    layer: int,
-    codec: StateCodec | None,
     layout_of: Callable[[PoolKey], PageLayout],
-    order: PageOrder | None = None,
-) -> PendingPages:
+) -> list[EncodedPages]:
     """Encode and pack planned pages of one layer.
 
     Args:
+        encoder: Encoder of the layer.
         states: Dense states the batches refer to.
         batches: Planned pages.
-        layer: Layer of the states.
-        codec: Encoder of coded tiers; may be missing if all pages are dense.
         layout_of: Layout of each pool.
-        order: What may encode instead of the codec.
-
-    Returns:
-        The bytes of every page.
     """
     packed = []
-    step = _ENCODE_PAGES if order is None else _KERNEL_PAGES
     for batch in batches:
-        layout = layout_of((batch.tier_id, batch.position_mode))
-        parts = [
-            _encode_rows(states, batch, index, layout, layer, codec, order)
-            for index in torch.arange(batch.num_pages, device=batch.source.device).split(step)
-        ]
-        packed.append(torch.cat(parts))
-    return PendingPages(batches, packed)
-
-
-def _encode_rows(
-    states: FlatStates,
-    batch: PageBatch,
-    index: Tensor,
-    layout: PageLayout,
-    layer: int,
-    codec: StateCodec | None,
-    order: PageOrder | None,
-) -> Tensor:
-    rows, source = batch.rows.select(index), batch.source[index]
-    live = rows.live()[:, :, None]
-    keys = states.keys[source] * live
-    values = states.values[source] * live
-    if not layout.tier.is_coded:
-        return write_dense_pages(layout, keys, values, rows)
-    if order is not None:
-        heads = batch.head_ids[index]
-        pages = order.encode(layout, layer, codec, (keys, values), rows, heads)
-        if pages is not None:
-            return pages
-    encoded = _require(codec, layout).encode(
-        layer,
-        layout.tier,
-        keys,
-        values,
-        rows.positions,
-        head_ids=batch.head_ids[index],
-        counts=rows.counts,
-    )
-    return write_pages(layout, encoded, rows)
+        key = (batch.tier_id, batch.position_mode)
+        parts = []
+        every = torch.arange(batch.num_pages, device=batch.source.device)
+        for index in every.split(encoder.most_pages):
+            rows, source = batch.rows.select(index), batch.source[index]
+            live = rows.live()[:, :, None]
+            chosen = (states.keys[source] * live, states.values[source] * live)
+            parts.append(encoder.encode(layout_of(key), chosen, rows, batch.head_ids[index]))
+        pages = parts[0] if len(parts) == 1 else torch.cat(parts)
+        packed.append(EncodedPages(key, batch.head_ids.cpu(), batch.rows.counts.cpu(), pages))
+    return packed
 
 
 def decode_pages(

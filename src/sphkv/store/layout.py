@@ -173,8 +173,9 @@ def write_dense_pages(layout: PageLayout, keys: Tensor, values: Tensor, rows: Pa
     for name, tensor in (("keys", keys), ("values", values)):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    pages = blank_pages(layout, rows)
-    live = rows.live()
+    # rows may be on the CPU, where checking them waits for nothing
+    pages = blank_pages(layout, rows).to(keys.device, non_blocking=True)
+    live = rows.live().to(keys.device, non_blocking=True)
     _put_dense(pages, layout.key_offset, keys, live)
     _put_dense(pages, layout.value_offset, values, live)
     return pages

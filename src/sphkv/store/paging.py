@@ -38,7 +38,7 @@ class PageRows:
         """``[rows, tokens]`` bool, true for states below the count."""
         return live_mask(self.counts, self.positions.shape[1])
 
-    def select(self, index: Tensor) -> "PageRows":
+    def select(self, index: Tensor | slice) -> "PageRows":
         """The rows that ``index`` names."""
         return PageRows(self.positions[index], self.counts[index], self.flags[index])
 

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,11 +40,11 @@ class PointerTable:
         version: Rises with every change, so that readers can keep what they derived.
     """
 
-    def __init__(self, num_heads: int, *, device: torch.device | str = "cpu") -> None:
-        """Start empty, with no capacity."""
-        self.page_ids = torch.empty((num_heads, 0), dtype=torch.int64, device=device)
-        self.tags = torch.empty((num_heads, 0), dtype=torch.int16, device=device)
-        self.num_pages = torch.zeros(num_heads, dtype=torch.int64, device=device)
+    def __init__(self, num_heads: int) -> None:
+        """Start empty, with no capacity; tables stay with the host, who reads them."""
+        self.page_ids = torch.empty((num_heads, 0), dtype=torch.int64)
+        self.tags = torch.empty((num_heads, 0), dtype=torch.int16)
+        self.num_pages = torch.zeros(num_heads, dtype=torch.int64)
         self.version = 0
 
     @staticmethod
@@ -90,9 +91,9 @@ class PointerTable:
             added: ``[heads]`` int64 new pages of each head.
             removed: ``[pages]`` int64 ids that go first, each in the table.
         """
-        needed = self.num_pages.cpu() + added.cpu()
+        needed = self.num_pages.numpy() + added.numpy()
         if removed is not None and removed.numel():
-            needed = needed - self._holds(removed).sum(dim=1).cpu()
+            needed -= self._holds(removed).sum(dim=1).numpy()
         capacity = self._capacity_for(int(needed.max()))
         return self.page_ids.shape[0] * (capacity - self.capacity) * _ENTRY_BYTES
 
@@ -102,28 +103,28 @@ class PointerTable:
         return max(needed, self.capacity * 3 // 2, _MIN_CAPACITY)
 
     def _holds(self, page_ids: Tensor) -> Tensor:
-        return torch.isin(self.page_ids, page_ids.to(self.page_ids.device)) & self.used()
+        return torch.isin(self.page_ids, page_ids.cpu()) & self.used()
 
     def extend(self, head_ids: Tensor, page_ids: Tensor, tag: int) -> None:
         """Append pages that share a tag.
 
         Args:
-            head_ids: ``[pages]`` int64, not decreasing.
-            page_ids: ``[pages]`` int64.
+            head_ids: ``[pages]`` int64 on the CPU, not decreasing.
+            page_ids: ``[pages]`` int64 on the CPU.
             tag: Their ``page_tag``.
         """
         if page_ids.numel() == 0:
             return
-        device = self.page_ids.device
-        head_ids, page_ids = head_ids.to(device), page_ids.to(device)
-        added = head_ids.bincount(minlength=self.page_ids.shape[0])
-        self.reserve(added)
-        rank = torch.arange(head_ids.numel(), device=device)
-        rank = rank - (added.cumsum(0) - added)[head_ids]
-        column = self.num_pages[head_ids] + rank
-        self.page_ids[head_ids, column] = page_ids
-        self.tags[head_ids, column] = tag
-        self.num_pages += added
+        heads = head_ids.numpy()
+        added = np.bincount(heads, minlength=self.page_ids.shape[0])
+        self.reserve(torch.from_numpy(added))
+        num_pages = self.num_pages.numpy()
+        # pages before a page among the new ones of its own head
+        rank = np.arange(len(heads)) - (added.cumsum() - added)[heads]
+        column = num_pages[heads] + rank
+        self.page_ids.numpy()[heads, column] = page_ids.numpy()
+        self.tags.numpy()[heads, column] = tag
+        num_pages += added
         self.version += 1
 
     def reserve(self, added: Tensor) -> None:
@@ -132,8 +133,7 @@ class PointerTable:
         Args:
             added: ``[heads]`` int64 new pages of each head.
         """
-        needed = self.num_pages + added.to(self.num_pages.device)
-        capacity = self._capacity_for(int(needed.max()))
+        capacity = self._capacity_for(int((self.num_pages.numpy() + added.numpy()).max()))
         if capacity == self.capacity:
             return
         extra = (self.page_ids.shape[0], capacity - self.capacity)
@@ -164,7 +164,7 @@ class PointerTable:
         Raises:
             ValueError: A page is not in the table, or is named twice.
         """
-        wanted = page_ids.to(self.page_ids.device).contiguous()
+        wanted = page_ids.cpu().contiguous()
         head, column = self._holds(wanted).nonzero(as_tuple=True)
         ids, order = self.page_ids[head, column].sort()
         place = torch.searchsorted(ids, wanted)

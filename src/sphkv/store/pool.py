@@ -4,15 +4,19 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sphkv.store.allocator import ByteMeter, PageAllocator, PoolKey
 from sphkv.store.config import StoreConfig
-from sphkv.store.encoding import PendingPages
+from sphkv.store.encoding import EncodedPages
 from sphkv.store.layout import PageLayout
 from sphkv.store.order import PageOrder
 from sphkv.store.pointers import PointerTable, page_tag
+
+# So few pages of several layers are copied together and written at once.
+_JOINED_PAGES = 8192
 
 
 def no_pages() -> Tensor:
@@ -33,7 +37,7 @@ class LayerChange:
 
     table: PointerTable
     removed: Tensor = field(default_factory=no_pages)
-    pending: PendingPages = field(default_factory=PendingPages)
+    pending: Sequence[EncodedPages] = ()
     truncated: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
 
@@ -86,14 +90,12 @@ class PagePool:
         Raises:
             BudgetExceeded: The result would pass the limit; nothing was changed.
         """
-        num_heads = self.config.geometry.num_kv_heads
         requests: dict[PoolKey, int] = {}
-        for change in changes:
-            for key, wanted in change.pending.requests().items():
-                requests[key] = requests.get(key, 0) + wanted
-        freed = torch.cat([no_pages(), *(change.removed.cpu() for change in changes)])
+        for part in (part for change in changes for part in change.pending):
+            requests[part.key] = requests.get(part.key, 0) + len(part.pages)
+        freed = torch.cat([no_pages(), *(c.removed.cpu() for c in changes if len(c.removed))])
         delta = extra_bytes + self.allocator.plan_bytes(requests, freed)
-        added = [change.pending.per_head(num_heads) for change in changes]
+        added = [self._per_head(change) for change in changes]
         for change, per_head in zip(changes, added, strict=True):
             delta += change.table.growth_bytes(per_head, change.removed)
         self.meter.check(delta)
@@ -107,24 +109,31 @@ class PagePool:
             self._place(change, fresh)
         self.meter.add(delta)
 
+    def _per_head(self, change: LayerChange) -> Tensor:
+        """``[heads]`` int64 new pages of each head."""
+        total = np.zeros(self.config.geometry.num_kv_heads, dtype=np.int64)
+        for part in change.pending:
+            total += np.bincount(part.head_ids.numpy(), minlength=len(total))
+        return torch.from_numpy(total)
+
     def _write(self, changes: Sequence[LayerChange], fresh: Mapping[PoolKey, Tensor]) -> None:
-        """Fill the pages of each pool at once, in the order ``_place`` hands them out."""
+        """Fill the pages of each pool, in the order ``_place`` hands them out."""
         for key, page_ids in fresh.items():
-            parts = [
-                (pages, batch.rows.counts)
-                for change in changes
-                for batch, pages in zip(change.pending.batches, change.pending.pages, strict=True)
-                if (batch.tier_id, batch.position_mode) == key
-            ]
-            pages = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts])
-            self.allocator.write(page_ids, pages, torch.cat([part[1] for part in parts]))
+            parts = [part for change in changes for part in change.pending if part.key == key]
+            joined = [(part.pages, part.counts) for part in parts]
+            if 1 < len(parts) <= len(page_ids) <= _JOINED_PAGES:
+                every_page, every_count = zip(*joined, strict=True)
+                joined = [(torch.cat(every_page), torch.cat(every_count))]
+            for pages, counts in joined:
+                ids, page_ids = page_ids[: len(pages)], page_ids[len(pages) :]
+                self.allocator.write(ids, pages, counts)
 
     def _place(self, change: LayerChange, fresh: dict[PoolKey, Tensor]) -> None:
         """Enter pages from ``fresh``, which loses the ids that are used."""
         for page_ids, pages, counts in change.truncated:
             self.allocator.truncate(page_ids, pages, counts)
             change.table.touch()
-        for batch in change.pending.batches:
-            key = (batch.tier_id, batch.position_mode)
-            page_ids, fresh[key] = fresh[key][: batch.num_pages], fresh[key][batch.num_pages :]
-            change.table.extend(batch.head_ids, page_ids, page_tag(key))
+        for part in change.pending:
+            ids, num_pages = fresh[part.key], len(part.pages)
+            change.table.extend(part.head_ids, ids[:num_pages], page_tag(part.key))
+            fresh[part.key] = ids[num_pages:]

@@ -74,7 +74,6 @@ class SequenceState:
         layers = range(geometry.num_layers)
         return cls(
             codec,
-            # tables stay with the host, which is who reads them
             [PointerTable(geometry.num_kv_heads) for _ in layers],
             [None for _ in layers],
             [0 for _ in layers],
@@ -98,7 +97,7 @@ class SequenceState:
 
     def all_ids(self) -> Tensor:
         """``[pages]`` int64 ids of all layers, on the CPU."""
-        return torch.cat([table.all_ids().cpu() for table in self.tables])
+        return torch.cat([table.all_ids() for table in self.tables])
 
     def copy(self) -> "SequenceState":
         """Tables and tails of its own for the same pages."""

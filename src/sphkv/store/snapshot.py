@@ -7,8 +7,7 @@ from torch import Tensor
 from sphkv.core.contract import StateCodec
 from sphkv.core.errors import CacheFileError
 from sphkv.store.allocator import PoolKey
-from sphkv.store.changes import finished_batch
-from sphkv.store.encoding import PendingPages
+from sphkv.store.encoding import EncodedPages
 from sphkv.store.layout import PageView
 from sphkv.store.persist import SavedSequence
 from sphkv.store.pool import LayerChange, PagePool
@@ -71,8 +70,8 @@ def import_sequence(
     return state, changes
 
 
-def _pages_of_layer(pool: PagePool, saved: SavedSequence, layer: int) -> PendingPages:
-    batches, packed = [], []
+def _pages_of_layer(pool: PagePool, saved: SavedSequence, layer: int) -> list[EncodedPages]:
+    found = []
     for key, (pages, owners) in saved.pages.items():
         mine = (owners[:, 0] == layer).nonzero()[:, 0]
         if mine.numel() == 0:
@@ -80,8 +79,5 @@ def _pages_of_layer(pool: PagePool, saved: SavedSequence, layer: int) -> Pending
         heads = owners[mine, 1].to(torch.int64)
         order = heads.argsort(stable=True)
         chosen = pages[mine[order]].to(pool.device)
-        batches.append(
-            finished_batch(PageView(pool.layout(key), chosen), heads[order].to(pool.device))
-        )
-        packed.append(chosen)
-    return PendingPages(batches, packed)
+        found.append(EncodedPages.of_view(PageView(pool.layout(key), chosen), heads[order]))
+    return found

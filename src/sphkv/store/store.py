@@ -9,26 +9,19 @@ from torch import Tensor
 
 from sphkv.core.contract import LayerContract, StateCodec
 from sphkv.store.allocator import PageAllocator, Slab
-from sphkv.store.changes import (
-    FullTails,
-    plan_crop,
-    plan_demotion,
-    plan_drop,
-    plan_seal,
-    plan_seals,
-    plan_write,
-)
+from sphkv.store.changes import plan_crop, plan_demotion, plan_drop, plan_write
 from sphkv.store.config import StoreConfig
 from sphkv.store.encoding import FlatStates, check_positions, check_states
+from sphkv.store.growing import append_states, seal_full_tails, write_prompt
 from sphkv.store.layout import PageView
 from sphkv.store.ledger import ByteLedger, measure_bytes
 from sphkv.store.order import PageOrder
-from sphkv.store.paging import MAX_POSITION
 from sphkv.store.persist import FileIdentity, read_sequence, write_sequence
 from sphkv.store.pointers import PointerTable
-from sphkv.store.pool import LayerChange, PagePool
+from sphkv.store.pool import PagePool
 from sphkv.store.sequence import PageGroup, SequenceState, page_groups
 from sphkv.store.snapshot import export_sequence, import_sequence
+from sphkv.store.spans import Span
 from sphkv.store.tail import OpenTail, TailView
 
 
@@ -178,62 +171,37 @@ class PageStore:
         """
         state = self._get(sequence, layer)
         keys, values = self._check_states(keys, values, torch.bfloat16)
-        num_new = keys.shape[1]
-        if state.next_position[layer] + num_new > MAX_POSITION:
-            raise ValueError(f"{num_new} tokens pass the last position {MAX_POSITION}")
-        if num_new == 0:
-            return
-        tail, extra = state.tails[layer], 0
-        if tail is None:
-            tail = OpenTail.blank(self.config, state.next_position[layer])
-            extra = tail.nbytes
-        change = LayerChange(state.tables[layer])
-        open_tokens = tail.num_tokens + num_new - self.config.recent_tokens
-        num_sealed = max(0, open_tokens // self.config.seal_tokens) * self.config.seal_tokens
-        if num_sealed:
-            live = tail.view()
-            keys = torch.cat([live.keys, keys], dim=1)
-            values = torch.cat([live.values, values], dim=1)
-            sealed = FlatStates(keys[:, :num_sealed], values[:, :num_sealed])
-            change = plan_seal(self._pool, state, layer, sealed, tail.first_position)
-        if num_sealed or extra:
-            self._pool.commit([change], extra)
-        if num_sealed:
-            tail.restart(tail.first_position + num_sealed)
-        tail.append(keys[:, num_sealed:], values[:, num_sealed:])
-        state.tails[layer] = tail
-        state.next_position[layer] += num_new
+        append_states(self._pool, state, layer, keys, values)
 
-    def absorb(self, sequences: Sequence[int]) -> bool:
+    def make_room(self, sequences: Sequence[int]) -> bool:
+        """Seal the oldest page of tails that the next token would fill, as ``append`` does.
+
+        Args:
+            sequences: Sequences of one codec.
+
+        Returns:
+            Whether there were any.
+        """
+        return seal_full_tails(self._pool, [self._get(sequence) for sequence in sequences])
+
+    def absorb(self, sequences: Sequence[int]) -> None:
         """Count one state per layer and head that a kernel wrote behind each tail's last one.
 
         Args:
-            sequences: Sequences of one codec; every layer has room in its tail.
+            sequences: Sequences whose tails ``make_room`` has seen to.
 
-        Returns:
-            Whether tails were full, so that their oldest states became pages.
+        Raises:
+            ValueError: A layer has no tail, or one that is full.
         """
         states = [self._get(sequence) for sequence in sequences]
         capacity = self.config.tail_capacity
-        full: list[FullTails] = []
-        for layer in range(self.config.geometry.num_layers):
-            tails = [tail for state in states if (tail := state.tails[layer]) is not None]
-            if len(tails) < len(states) or any(tail.num_tokens >= capacity for tail in tails):
-                raise ValueError(f"layer {layer} of {list(sequences)} has no room in its tail")
-            ready = [at for at, tail in enumerate(tails) if tail.num_tokens + 1 == capacity]
-            if ready:
-                full.append((layer, [states[at] for at in ready], [tails[at] for at in ready]))
-        changes = plan_seals(self._pool, full)
-        if changes:
-            self._pool.commit(changes)
         for state in states:
-            for layer, tail in enumerate(state.tails):
-                if tail is not None:
-                    tail.num_tokens += 1
-                    state.next_position[layer] += 1
-        for tail in (tail for part in full for tail in part[2]):
-            tail.forget_oldest(self.config.seal_tokens)
-        return bool(changes)
+            if any(tail is None or tail.num_tokens + 1 >= capacity for tail in state.tails):
+                raise ValueError(f"a layer of {list(sequences)} has no room in its tail")
+        for state in states:
+            for layer, tail in enumerate(state.live_tails()):
+                tail.num_tokens += 1
+                state.next_position[layer] += 1
 
     def _check_states(
         self, keys: Tensor, values: Tensor, dtype: torch.dtype | None = None
@@ -281,6 +249,33 @@ class PageStore:
         state.next_position[layer] = int(positions[-1]) + 1
         if tail is not None:
             tail.restart(state.next_position[layer])
+
+    def write_prompt(
+        self,
+        sequences: Sequence[int],
+        layer: int,
+        spans: Sequence[Span],
+        keys: Tensor,
+        values: Tensor,
+        *,
+        first_position: int = 0,
+    ) -> None:
+        """Store the first states of a layer of several sequences: spans in pages, then a tail.
+
+        Args:
+            sequences: Sequences of one codec that hold nothing in this layer.
+            layer: Layer the states belong to.
+            spans: One behind the other from the first token on; fewer tokens follow them than
+                fill a tail.
+            keys: ``[sequences, heads, tokens, head_dim]`` after rotary embedding.
+            values: ``[sequences, heads, tokens, head_dim]``.
+            first_position: Position of the first token.
+
+        Raises:
+            BudgetExceeded: The states do not fit.
+        """
+        states = [self._get(sequence, layer) for sequence in sequences]
+        write_prompt(self._pool, states, layer, spans, (keys, values), first_position)
 
     def demote(
         self, sequence: int, layer: int, page_ids: Sequence[int] | Tensor, tier: int | str

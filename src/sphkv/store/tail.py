@@ -40,34 +40,35 @@ class OpenTail:
     """Dense buffer for the newest states of one layer of one sequence.
 
     Attributes:
-        keys: ``[heads, capacity, head_dim]`` bfloat16.
-        values: ``[heads, capacity, head_dim]`` bfloat16.
+        states: ``[2, heads, capacity, head_dim]`` bfloat16, keys then values.
+        keys: ``[heads, capacity, head_dim]``, the first half.
+        values: ``[heads, capacity, head_dim]``, the second half.
         first_position: Position of the oldest state.
         num_tokens: States in use.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, first_position: int, num_tokens: int) -> None:
-        """Take over two buffers."""
-        self.keys = keys
-        self.values = values
+    def __init__(self, states: Tensor, first_position: int, num_tokens: int) -> None:
+        """Take over a buffer ``[2, heads, capacity, head_dim]`` of keys and values."""
+        self.states = states
+        self.keys, self.values = states
         self.first_position = first_position
         self.num_tokens = num_tokens
 
     @classmethod
     def blank(cls, config: StoreConfig, first_position: int) -> "OpenTail":
         """An empty buffer of the configured capacity."""
-        shape = (config.geometry.num_kv_heads, config.tail_capacity, config.geometry.head_dim)
-        keys = torch.zeros(shape, dtype=torch.bfloat16, device=config.device)
-        return cls(keys, torch.zeros_like(keys), first_position, 0)
+        shape = (2, config.geometry.num_kv_heads, config.tail_capacity, config.geometry.head_dim)
+        states = torch.zeros(shape, dtype=torch.bfloat16, device=config.device)
+        return cls(states, first_position, 0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the two tensors."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes of the buffer."""
+        return self.states.nbytes
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor]:
         """Everything the tail keeps alive."""
-        return self.keys, self.values
+        return (self.states,)
 
     def view(self) -> TailView:
         """The states in use, without a copy."""
@@ -93,10 +94,12 @@ class OpenTail:
 
     def forget_oldest(self, num_tokens: int) -> None:
         """Give up the oldest states and move the rest to the front."""
-        rest = slice(num_tokens, self.num_tokens)
-        keys, values = self.keys[:, rest].clone(), self.values[:, rest].clone()
-        self.restart(self.first_position + num_tokens)
-        self.append(keys, values)
+        left = self.num_tokens - num_tokens
+        rest = self.states[:, :, num_tokens : self.num_tokens]
+        # a copy inside a buffer must not read what it has written
+        self.states[:, :, :left] = rest if left <= num_tokens else rest.clone()
+        self.first_position += num_tokens
+        self.num_tokens = left
 
     def crop(self, num_tokens: int) -> None:
         """Forget states at positions from ``num_tokens`` on."""
@@ -107,6 +110,4 @@ class OpenTail:
 
     def copy(self) -> "OpenTail":
         """A tail of its own with the same states and capacity."""
-        return OpenTail(
-            self.keys.clone(), self.values.clone(), self.first_position, self.num_tokens
-        )
+        return OpenTail(self.states.clone(), self.first_position, self.num_tokens)

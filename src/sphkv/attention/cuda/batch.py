@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -177,7 +178,8 @@ class BatchDecode:
             extents.append([tail.num_tokens, tail.first_position])
         if any(extent != extents[0] for extent in extents):
             raise UnsupportedBatchError(f"sequences differ in length: tails are {extents}")
-        self._extents.copy_(torch.tensor(extents))
+        # the host need not wait: what it copies from is taken at once
+        self._extents.copy_(torch.tensor(extents), non_blocking=True)
         self.positions.copy_(self._extents.sum(1, keepdim=True) - 1)
         self._positions32.copy_(self.positions[:, 0])
 
@@ -237,20 +239,24 @@ class BatchDecode:
         )
         return result.output[:, :, None]
 
-    def commit(self) -> None:
-        """Tell the store about the step that was queued; full tails become pages in the lists."""
-        if self._store.absorb(self._sequences):
+    def prepare(self) -> None:
+        """Make room for the next step: tails that it would fill become pages in the lists."""
+        if self._store.make_room(self._sequences):
             self._list_newest()
             self.recount()
+
+    def commit(self) -> None:
+        """Tell the store about the step that was queued."""
+        self._store.absorb(self._sequences)
 
     def _list_newest(self) -> None:
         """Add the last page of every head, sequence and layer to the lists."""
         newest = [
-            self._store.table(sequence, layer).page_ids[:, held.num_columns]
+            self._store.table(sequence, layer).page_ids.numpy()[:, held.num_columns]
             for layer, held in enumerate(self._layers)
             for sequence in self._sequences
         ]
-        ids = torch.stack(newest).cpu().view(len(self._layers), len(self._sequences), -1)
+        ids = torch.from_numpy(np.stack(newest)).view(len(self._layers), len(self._sequences), -1)
         addresses = self._store.allocator.addresses(ids).transpose(1, 2)
         self._lists.append(page_numbers(addresses, self._base, self._coded))
         for held in self._layers:

@@ -53,7 +53,7 @@ class LayerLists:
         Args:
             new: ``[layers, heads, batch]`` int32.
         """
-        new = new.to(self._ids.device).reshape(*self._counts.shape, 1)
+        new = new.to(self._ids.device, non_blocking=True).reshape(*self._counts.shape, 1)
         self._ids.scatter_(2, self._counts[..., None], new)
         self._counts += 1
         self._flatten()

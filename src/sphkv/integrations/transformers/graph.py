@@ -116,8 +116,9 @@ class GraphDecoder:
     def step(self) -> Tensor:
         """Feed ``tokens``, which become the greedy choice; returns ``logits``.
 
-        The work is queued; nothing waits for the GPU unless a page seals.
+        The work is queued; nothing waits for the GPU.
         """
+        self._batch.prepare()
         if self._graph is None:
             self._capture()
         assert self._graph is not None

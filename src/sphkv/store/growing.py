@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How sequences grow: prompts, appended states, and tails that become pages."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sphkv.store.encoding import check_finite, check_shapes, largest_elements
+from sphkv.store.paging import MAX_POSITION
+from sphkv.store.pool import LayerChange, PagePool
+from sphkv.store.sequence import SequenceState
+from sphkv.store.spans import Span, SpanPages, plan_spans
+from sphkv.store.tail import OpenTail
+
+
+def write_prompt(
+    pool: PagePool,
+    states: Sequence[SequenceState],
+    layer: int,
+    spans: Sequence[Span],
+    dense: tuple[Tensor, Tensor],
+    first_position: int,
+) -> None:
+    """See ``PageStore.write_prompt``."""
+    keys, values = (part.to(pool.device) for part in dense)
+    check_shapes(keys, values, pool.config.geometry)
+    if keys.dim() != 4 or len(keys) != len(states):
+        raise ValueError(f"{len(states)} sequences and keys of shape {tuple(keys.shape)}")
+    num_tokens = keys.shape[2]
+    end = _check_spans(spans, num_tokens)
+    if num_tokens - end >= pool.config.tail_capacity:
+        raise ValueError(f"{num_tokens - end} tokens behind the spans do not fit a tail")
+    if first_position < 0 or first_position + num_tokens > MAX_POSITION:
+        raise ValueError(f"positions must be in 0..{MAX_POSITION}, first is {first_position}")
+    if any(state.next_position[layer] or state.tails[layer] for state in states):
+        raise ValueError(f"layer {layer} of a sequence has been written already")
+    # asked for first and read last: the host plans while the device looks
+    largest = largest_elements(keys, values)
+    plans = [SpanPages.plan(pool, span) for span in spans]
+    first_positions = [first_position] * len(states)
+    changes = plan_spans(pool, states, layer, plans, (keys, values), first_positions)
+    tails: list[OpenTail] = []
+    if num_tokens > end:
+        for row_keys, row_values in zip(keys, values, strict=True):
+            tail = OpenTail.blank(pool.config, first_position + end)
+            tail.append(row_keys[:, end:], row_values[:, end:])
+            tails.append(tail)
+    check_finite(largest)
+    pool.commit(changes, sum(tail.nbytes for tail in tails))
+    for state in states:
+        state.next_position[layer] = first_position + num_tokens
+    for state, tail in zip(states, tails, strict=False):
+        state.tails[layer] = tail
+
+
+def _check_spans(spans: Sequence[Span], num_tokens: int) -> int:
+    """Raise unless spans follow one another from 0 on; where they end."""
+    end = 0
+    for span in spans:
+        if span.start != end or not end < span.stop <= num_tokens:
+            raise ValueError(f"{span} of {num_tokens} tokens does not begin at {end}")
+        end = span.stop
+    return end
+
+
+def append_states(
+    pool: PagePool, state: SequenceState, layer: int, keys: Tensor, values: Tensor
+) -> None:
+    """See ``PageStore.append``; states are bfloat16 and checked."""
+    num_new, config = keys.shape[1], pool.config
+    if state.next_position[layer] + num_new > MAX_POSITION:
+        raise ValueError(f"{num_new} tokens pass the last position {MAX_POSITION}")
+    if num_new == 0:
+        return
+    tail, extra = state.tails[layer], 0
+    if tail is None:
+        tail = OpenTail.blank(config, state.next_position[layer])
+        extra = tail.nbytes
+    changes = [LayerChange(state.tables[layer])]
+    open_tokens = tail.num_tokens + num_new - config.recent_tokens
+    num_sealed = max(0, open_tokens // config.seal_tokens) * config.seal_tokens
+    if num_sealed:
+        live = tail.view()
+        keys = torch.cat([live.keys, keys], dim=1)
+        values = torch.cat([live.values, values], dim=1)
+        plans = [_seal_pages(pool, num_sealed)]
+        first = [tail.first_position]
+        changes = plan_spans(pool, [state], layer, plans, (keys[None], values[None]), first)
+    if num_sealed or extra:
+        pool.commit(changes, extra)
+    if num_sealed:
+        tail.restart(tail.first_position + num_sealed)
+    tail.append(keys[:, num_sealed:], values[:, num_sealed:])
+    state.tails[layer] = tail
+    state.next_position[layer] += num_new
+
+
+def _seal_pages(pool: PagePool, num_tokens: int) -> SpanPages:
+    tier_id = pool.config.tiers.id_of(pool.config.seal_tier)
+    return SpanPages.plan(pool, Span(tier_id, 0, num_tokens))
+
+
+def seal_full_tails(pool: PagePool, states: Sequence[SequenceState]) -> bool:
+    """See ``PageStore.make_room``."""
+    tokens, capacity = pool.config.seal_tokens, pool.config.tail_capacity
+    plans: list[SpanPages] = []
+    changes: list[LayerChange] = []
+    sealed: list[OpenTail] = []
+    for layer in range(pool.config.geometry.num_layers):
+        full = [
+            (state, tail)
+            for state in states
+            if (tail := state.tails[layer]) is not None and tail.num_tokens + 1 >= capacity
+        ]
+        if not full:
+            continue
+        tails = [tail for _, tail in full]
+        if min(tail.num_tokens for tail in tails) < tokens:
+            raise ValueError("a page cannot seal ahead of its last token: recent_tokens is 0")
+        # layers are alike, so what their pages have in common is made once
+        plans = plans or [_seal_pages(pool, tokens)]
+        oldest = torch.stack([tail.states[:, :, :tokens] for tail in tails], 1)
+        first = [tail.first_position for tail in tails]
+        owners = [state for state, _ in full]
+        changes += plan_spans(pool, owners, layer, plans, (oldest[0], oldest[1]), first)
+        sealed += tails
+    if changes:
+        pool.commit(changes)
+    for tail in sealed:
+        tail.forget_oldest(tokens)
+    return bool(changes)

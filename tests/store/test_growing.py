@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts and full tails written for many sequences at once, against one at a time."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sphkv.core.contract import LayerContract
+from sphkv.core.errors import BudgetExceeded
+from sphkv.store.spans import Span
+from sphkv.store.store import PageStore
+
+StoreMaker = Callable[..., PageStore]
+Unchanged = Callable[[PageStore], AbstractContextManager[None]]
+CODED, DENSE = 1, 3
+NUM_TOKENS, SINKS = 150, 21
+# a partly filled dense page, whole pages of 32 and a partly filled one, 5 tokens in the tail
+SPANS = (Span(DENSE, 0, SINKS, True), Span(CODED, SINKS, NUM_TOKENS - 5))
+
+
+def prompts(codec: Any, num_sequences: int) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[sequences, 2, NUM_TOKENS, head_dim]``."""
+    pairs = [codec.numbered(NUM_TOKENS, 1000 * index) for index in range(num_sequences)]
+    return torch.stack([keys for keys, _ in pairs]), torch.stack([values for _, values in pairs])
+
+
+def write_one_by_one(store: PageStore, keys: Tensor, values: Tensor, first: int) -> None:
+    tier_id = torch.full((2, NUM_TOKENS - 5), CODED, dtype=torch.uint8)
+    tier_id[:, :SINKS] = DENSE
+    contract = LayerContract(tier_id, tier_id == DENSE)
+    positions = first + torch.arange(NUM_TOKENS - 5)
+    for sequence, (row_keys, row_values) in enumerate(zip(keys, values, strict=True)):
+        store.create(sequence)
+        store.write(sequence, 0, contract, row_keys[:, :-5], row_values[:, :-5], positions)
+        store.append(sequence, 0, row_keys[:, -5:], row_values[:, -5:])
+
+
+def assert_equal_stores(one: PageStore, other: PageStore) -> None:
+    assert one.sequences == other.sequences
+    for sequence in one.sequences:
+        assert one.num_tokens(sequence) == other.num_tokens(sequence)
+        left, right = one.tail(sequence, 0), other.tail(sequence, 0)
+        assert left.first_position == right.first_position
+        assert torch.equal(left.keys, right.keys)
+        assert torch.equal(left.values, right.values)
+        for ours, theirs in zip(one.pages(sequence, 0), other.pages(sequence, 0), strict=True):
+            assert ours.layout == theirs.layout
+            assert torch.equal(one.view(ours).pages, other.view(theirs).pages)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("first", [0, 70])
+def test_prompts_written_together_equal_single_ones(
+    make_store: StoreMaker, codec: Any, num_sequences: int, first: int
+) -> None:
+    keys, values = prompts(codec, num_sequences)
+    one, other = make_store(), make_store()
+    write_one_by_one(one, keys, values, first)
+    for sequence in range(num_sequences):
+        other.create(sequence)
+    other.write_prompt(range(num_sequences), 0, SPANS, keys, values, first_position=first)
+    assert_equal_stores(one, other)
+    assert other.live_bytes == sum(tensor.nbytes for tensor in other.live_tensors())
+
+
+def test_many_pages_are_encoded_in_parts(
+    make_store: StoreMaker, codec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, values = prompts(codec, 3)
+    one, other = make_store(), make_store()
+    write_one_by_one(one, keys, values, 0)
+    monkeypatch.setattr("sphkv.store.encoding._ENCODE_PAGES", 3)
+    monkeypatch.setattr("sphkv.store.pool._JOINED_PAGES", 4)
+    for sequence in range(3):
+        other.create(sequence)
+    other.write_prompt(range(3), 0, SPANS, keys, values)
+    assert_equal_stores(one, other)
+
+
+def test_tails_of_different_age_seal_together_as_single_ones_do(
+    make_store: StoreMaker, codec: Any
+) -> None:
+    """Sequences that start apart but fill their tails in the same step."""
+    one, other = make_store(), make_store()
+    keys, values = prompts(codec, 2)
+    capacity = one.config.tail_capacity
+    for store in (one, other):
+        for sequence in range(2):
+            store.create(sequence)
+            for layer in range(2):
+                length = 32 * sequence + capacity - 1
+                part = (keys[sequence, :, :length], values[sequence, :, :length])
+                store.append(sequence, layer, *part)
+    assert other.make_room([0, 1])
+    assert not other.make_room([0, 1])
+    for sequence in range(2):
+        for layer in range(2):
+            new = (keys[sequence, :, -1:], values[sequence, :, -1:])
+            one.append(sequence, layer, *new)
+            tail = other._get(sequence).live_tails()[layer]
+            tail.keys[:, tail.num_tokens], tail.values[:, tail.num_tokens] = (
+                part[:, 0] for part in new
+            )
+    other.absorb([0, 1])
+    assert_equal_stores(one, other)
+    assert one.live_bytes == other.live_bytes
+
+
+def test_a_page_needs_a_token_beyond_it_to_seal_ahead(make_store: StoreMaker, codec: Any) -> None:
+    store = make_store(recent_tokens=0)
+    store.create(0)
+    store.append(0, 0, *codec.numbered(31))
+    with pytest.raises(ValueError, match="recent_tokens is 0"):
+        store.make_room([0])
+
+
+@pytest.mark.parametrize(
+    ("spans", "first", "message"),
+    [
+        ([Span(CODED, 1, 33)], 0, "does not begin at 0"),
+        ([Span(CODED, 0, 32), Span(CODED, 32, 32)], 0, "does not begin at 32"),
+        ([Span(CODED, 0, 200)], 0, "of 150 tokens"),
+        ([Span(CODED, 0, 32)], 0, "do not fit a tail"),
+        ([Span(CODED, 0, 128)], -1, "first is -1"),
+        ([Span(0, 0, 128)], 0, "'drop'"),
+    ],
+)
+def test_prompts_that_do_not_fit_together_are_refused(
+    make_store: StoreMaker,
+    codec: Any,
+    unchanged: Unchanged,
+    spans: list[Span],
+    first: int,
+    message: str,
+) -> None:
+    store = make_store()
+    store.create(0)
+    with unchanged(store), pytest.raises(ValueError, match=message):
+        store.write_prompt([0], 0, spans, *prompts(codec, 1), first_position=first)
+
+
+def test_bad_prompts_change_nothing(
+    make_store: StoreMaker, codec: Any, unchanged: Unchanged
+) -> None:
+    store = make_store(max_bytes=5000)
+    for sequence in range(2):
+        store.create(sequence)
+    keys, values = prompts(codec, 2)
+    spoilt = values.clone()
+    spoilt[1, 1, -1, 3] = torch.nan
+    with unchanged(store), pytest.raises(ValueError, match="values hold NaN"):
+        store.write_prompt([0, 1], 0, SPANS, keys, spoilt)
+    with unchanged(store), pytest.raises(ValueError, match="2 sequences and keys"):
+        store.write_prompt([0, 1], 0, SPANS, keys[:1], values[:1])
+    with unchanged(store), pytest.raises(BudgetExceeded):
+        store.write_prompt([0, 1], 0, SPANS, keys, values)
+    store.append(0, 0, keys[0, :, :3], values[0, :, :3])
+    with unchanged(store), pytest.raises(ValueError, match="written already"):
+        store.write_prompt([0], 0, SPANS, keys[:1], values[:1])
