@@ -101,13 +101,13 @@ def check(name):
 
 def check_graph(group=4):
     """Captured steps against eager ones on a small model, through sealing pages."""
-    from gpu_models import build_llama
+    from gpu_models import build_model
 
     from sphkv import SphericalCache
     from sphkv.integrations.transformers.graph import GraphDecoder
 
-    model = build_llama(
-        num_hidden_layers=3, hidden_size=1024, intermediate_size=2048,
+    model = build_model(
+        "Llama-3.1-8B", num_layers=3, hidden_size=1024, intermediate_size=2048,
         num_attention_heads=2 * group, num_key_value_heads=2, vocab_size=1000,
     )  # fmt: skip
     tokens = torch.randint(0, 1000, (2, 700), device="cuda")

@@ -8,19 +8,8 @@ import triton.language as tl
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-def llama_config(**changes):
-    """Llama-3.1-8B, or a smaller one of the same build."""
-    sizes = {
+SHAPES = {
+    "Llama-3.1-8B": {
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
@@ -28,19 +17,60 @@ def llama_config(**changes):
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 128256,
-        "max_position_embeddings": 131072 + 4096,
-        "tie_word_embeddings": False,
-    }
-    return LlamaConfig(**{**sizes, **changes}, rope_parameters=ROPE)
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    # without the biases of its queries, keys and values
+    "Qwen2.5-14B": {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 152064,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    # full attention in all layers, and one dense block as wide as a token's four experts
+    "gpt-oss-20b attention": {
+        "hidden_size": 2880,
+        "intermediate_size": 4 * 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    },
+}
+"""Sizes by name; all are built as a Llama is."""
+
+_MAX_POSITIONS = 131072 + 4096
 
 
-def build_llama(seed=0, **changes):
-    """The model in bfloat16 with fused norms, ready to decode."""
+def build_model(shape, *, num_layers=None, seed=0, **changes):
+    """A model in bfloat16 with fused norms, ready to decode.
+
+    Args:
+        shape: One of ``SHAPES``.
+        num_layers: Layers to build; those of the shape by default.
+        seed: Seed of the weights.
+        changes: Other sizes, by the name of their field in the config.
+    """
+    sizes = {**SHAPES[shape], "max_position_embeddings": _MAX_POSITIONS, **changes}
+    if num_layers is not None:
+        sizes["num_hidden_layers"] = num_layers
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = LlamaForCausalLM(llama_config(**changes)).eval()
+        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)).eval()
     torch.set_default_dtype(before)
     # one kernel each, as servers have them, for both caches alike
     modeling_llama.LlamaRMSNorm.forward = _fused_norm
@@ -50,25 +80,22 @@ def build_llama(seed=0, **changes):
 
 
 @triton.jit
-def _norm_kernel(x_ptr, weight_ptr, out_ptr, epsilon, WIDTH: tl.constexpr):
-    at, dim = tl.program_id(0).to(tl.int64) * WIDTH, tl.arange(0, WIDTH)
-    x = tl.load(x_ptr + at + dim).to(tl.float32)
+def _norm_kernel(x_ptr, weight_ptr, out_ptr, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    at, dim = tl.program_id(0).to(tl.int64) * WIDTH, tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at + dim, mask=dim < WIDTH, other=0.0).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
-    tl.store(out_ptr + at + dim, x.to(tl.bfloat16) * tl.load(weight_ptr + dim))
+    weight = tl.load(weight_ptr + dim, mask=dim < WIDTH, other=0.0)
+    tl.store(out_ptr + at + dim, x.to(tl.bfloat16) * weight, mask=dim < WIDTH)
 
 
 def _fused_norm(self, hidden_states):
     width = hidden_states.shape[-1]
-    if width & (width - 1):
-        shape = self.weight.shape
-        return torch.nn.functional.rms_norm(
-            hidden_states, shape, self.weight, self.variance_epsilon
-        )
     hidden_states = hidden_states.contiguous()
     out = torch.empty_like(hidden_states)
     _norm_kernel[(hidden_states.numel() // width,)](
-        hidden_states, self.weight, out, self.variance_epsilon, WIDTH=width, num_warps=8
-    )
+        hidden_states, self.weight, out, self.variance_epsilon,
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=8,
+    )  # fmt: skip
     return out
 
 
