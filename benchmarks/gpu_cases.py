@@ -145,7 +145,7 @@ def run_case(case, device):
     other = replace(other, output=torch.randn_like(other.output), lse=torch.randn_like(other.lse))
     result = decoder.empty_result(batch)
     result.output.fill_(torch.nan)
-    lists = PageLists.from_table(table, num.to(device))
+    lists = PageLists.from_table(table, num.to(device), pages)
     for _ in range(2):  # twice: counters must be back at zero
         decoder.attend(
             query, PagePool(pages, case.mode), lists, options, result=result,

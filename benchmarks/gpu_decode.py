@@ -143,7 +143,7 @@ class Workspace:
             bases = bases[:, None] + PAGE_TOKENS // words * torch.arange(words, device=DEVICE)
         set_bases(self.pages, self.layout, bases)
         counts = torch.full((heads, batch), per_row, device=DEVICE)
-        return tables, [PageLists.from_table(ids, counts) for ids in tables]
+        return tables, [PageLists.from_table(ids, counts, self.pages) for ids in tables]
 
     def expected(self, query, tables):
         """Float64 outputs of a few rows, and the largest error of a float32 reference."""

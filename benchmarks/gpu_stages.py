@@ -189,7 +189,7 @@ class Rebuild:
         space, book, worst = self.space, self.space.book, 0.0
         per_head = len(lists.page_ids) // space.model.kv_heads
         for at in (0, per_head + 1, len(lists.page_ids) - 1):
-            view = PageView(space.layout, space.pages[lists.page_ids[at].long()][None])
+            view = PageView(space.layout, space.pages[lists.page_ids[at]][None])
             head, codes = at // per_head, view.key_codes()[0].long()
             z = book.constant[head].double()[:, None].expand(-1, 128, -1).clone()
             slot = torch.arange(len(codes), device=DEVICE)[:, None]

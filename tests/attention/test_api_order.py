@@ -8,6 +8,7 @@ from sphkv.attention.api import BackendUnavailableError, decode_attention, get_b
 from sphkv.attention.cuda.pages import FragmentOrder, is_served, place_pages
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.store.layout import PageView
 from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
 
 TIERS = TierTable(
@@ -75,8 +76,11 @@ def test_page_numbers_find_every_page():
     group = next(g for g in store.pages(0, 0) if is_served(g.layout))
     served = place_pages(store.allocator, [group], torch.device("cpu"))
     size, base = group.layout.page_bytes, served.pool.address
-    found = base + served.lists.page_ids.to(torch.int64) % (1 << 32) * size
+    found = base + served.lists.page_ids * size
     assert torch.equal(found, store.allocator.addresses(group.flat_ids()))
+    starts = PageView(group.layout, store.allocator.gather(group.flat_ids())).positions()[:, 0]
+    assert torch.equal(served.lists.entries >> 32, starts)
+    assert len(starts.unique()) > 1
     assert served.lists.row_start.tolist() == [0, *group.num_pages.cumsum(0).tolist()]
 
 

@@ -260,6 +260,7 @@ def _layout_source(shape, index):
     expected = {
         "SHARED_BYTES": shape.shared_bytes,
         "STAGES": shape.num_stages,
+        "BLOCK_THREADS": shape.threads,
         "PAGE_BYTES": shape.page_bytes,
         "TABLE_BYTES": shape.table_bytes,
         "FREQUENCY_OFFSET": shape.frequency_offset,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sphkv.core.errors import BudgetExceeded
-from sphkv.store.layout import PageLayout
+from sphkv.store.layout import PageLayout, first_positions
 from sphkv.store.order import PageOrder
 from sphkv.store.paging import PositionMode
 
@@ -325,6 +325,14 @@ class PageAllocator:
             data = self._slab(slot).data
             out[_places(rows, self._device)] = data[_places(index, self._device)]
         return out if self.order is None else self.order.from_slab(first.layout, out)
+
+    def first_positions(self, page_ids: Tensor) -> Tensor:
+        """``[pages]`` int64 position of each page's first state, where the pages live."""
+        out = torch.zeros(page_ids.numel(), dtype=torch.int64, device=self._device)
+        for slot, index, rows in self._by_slab(page_ids):
+            found = first_positions(self._slab(slot).data)
+            out[_places(rows, self._device)] = found[_places(index, self._device)]
+        return out
 
     def refcounts(self, page_ids: Tensor) -> Tensor:
         """``[pages]`` int64 owners of each page."""

@@ -215,6 +215,12 @@ def blank_pages(layout: PageLayout, rows: PageRows) -> Tensor:
     return pages
 
 
+def first_positions(pages: Tensor) -> Tensor:
+    """``[rows]`` int64 position of each page's first state, as its header tells it."""
+    words = pages[:, POSITION_BASE_OFFSET : POSITION_BASE_OFFSET + torch.int32.itemsize]
+    return words.contiguous().view(torch.int32)[:, 0].to(torch.int64)
+
+
 def _put(pages: Tensor, offset: int, words: Tensor) -> None:
     """Store ``[rows, n]`` words of any width as little-endian bytes."""
     data = words.contiguous().view(torch.uint8)

@@ -135,7 +135,7 @@ def _repeat(pages: ServedPages, times: int) -> ServedPages:
     lists = pages.lists
     starts = lists.row_start.to(torch.int64)
     heads = [
-        lists.page_ids[begin:end].repeat(times)
+        lists.entries[begin:end].repeat(times)
         for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     ]
     counts = starts.diff().repeat_interleave(times)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.cuda.backend import CudaBackend
-from sphkv.attention.cuda.decode import PageLists
+from sphkv.attention.cuda.decode import PageLists, list_entries
 from sphkv.attention.cuda.dense import DenseDecode, DenseStates
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
 from sphkv.attention.cuda.page_lists import LayerLists
@@ -258,7 +258,10 @@ class BatchDecode:
         ]
         ids = torch.from_numpy(np.stack(newest)).view(len(self._layers), len(self._sequences), -1)
         addresses = self._store.allocator.addresses(ids).transpose(1, 2)
-        self._lists.append(page_numbers(addresses, self._base, self._coded))
+        # all sequences are of one length: the newest pages end where the tails begin
+        tail = self._store.tail(self._sequences[0], 0)
+        numbers = page_numbers(addresses, self._base, self._coded)
+        self._lists.append(list_entries(numbers, tail.first_position - self._tier.page_tokens))
         for held in self._layers:
             held.num_columns += 1
 

@@ -27,10 +27,12 @@ from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import AngleCodebook
 from sphkv.codec.rope import RopeSpec
+from sphkv.store.layout import first_positions
 from sphkv.store.paging import PositionMode
 
 ENTRY_POINT = "sphkv_decode"
 _LOG2E = math.log2(math.e)
+_LOWER_HALF = (1 << 32) - 1
 
 
 class _Params(ctypes.Structure):
@@ -41,7 +43,7 @@ class _Params(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 "pages",
-                "page_ids",
+                "page_list",
                 "row_start",
                 "tables",
                 "turns",
@@ -117,34 +119,46 @@ class PagePool:
             raise ValueError("pages must be contiguous uint8")
 
 
+def list_entries(numbers: Tensor, bases: Tensor | int) -> Tensor:
+    """Page numbers and bases as the kernel reads them: int64, the number in the lower half."""
+    return numbers.to(torch.int64) | (bases << 32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PageLists:
     """Which pages every sequence reads, by KV head.
 
     Attributes:
-        page_ids: ``[total]`` int32 page numbers, head by head, sequence by sequence; the kernel
-            takes them as unsigned.
-        row_start: ``[kv_heads * batch + 1]`` int32 into ``page_ids``.
+        entries: ``[total]`` int64, head by head, sequence by sequence: the page's number and its
+            base, which the kernel needs before the page arrives; see :func:`list_entries`.
+        row_start: ``[kv_heads * batch + 1]`` int32 into ``entries``.
         batch: Sequences.
     """
 
-    page_ids: Tensor
+    entries: Tensor
     row_start: Tensor
     batch: int
 
+    @property
+    def page_ids(self) -> Tensor:
+        """``[total]`` int64 page numbers."""
+        return self.entries & _LOWER_HALF
+
     @classmethod
-    def from_table(cls, block_table: Tensor, num_pages: Tensor) -> PageLists:
+    def from_table(cls, block_table: Tensor, num_pages: Tensor, pages: Tensor) -> PageLists:
         """Lists from a padded block table.
 
         Args:
             block_table: ``[kv_heads, batch, most]`` integers; entries past the end are ignored.
             num_pages: ``[kv_heads, batch]`` integers.
+            pages: ``[pages, page_bytes]`` uint8 that the table's numbers count.
         """
         heads, batch, most = block_table.shape
         live = torch.arange(most, device=block_table.device) < num_pages[..., None]
         row_start = torch.zeros(heads * batch + 1, dtype=torch.int32, device=block_table.device)
         row_start[1:] = num_pages.reshape(-1).cumsum(0)
-        return cls(block_table[live].to(torch.int32), row_start, batch)
+        ids = block_table[live].to(torch.int64)
+        return cls(list_entries(ids, first_positions(pages)[ids]), row_start, batch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,7 +303,7 @@ class CudaDecode:
         params, batch = self._params, lists.batch
         params.pages = pool.address or pool.pages.data_ptr()
         params.tables = build.tables.data_ptr()
-        params.page_ids = lists.page_ids.data_ptr()
+        params.page_list = lists.entries.data_ptr()
         params.row_start = lists.row_start.data_ptr()
         params.batch = batch
         params.query = query.data_ptr()

@@ -232,9 +232,14 @@ class KernelShape:
         return self._fixed_bytes + self.num_stages * self._stage_bytes
 
     @property
+    def has_suppliers(self) -> bool:
+        """Whether four warps more ask for pages; see ``kernels/layout.cuh``."""
+        return self.head_dim == 64 and self.teams > 1
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 4 * self.teams * LANES
+        return 4 * (self.teams + int(self.has_suppliers)) * LANES
 
     def defines(self) -> tuple[str, ...]:
         """Compiler definitions that select this shape."""

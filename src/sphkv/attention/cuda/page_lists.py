@@ -27,10 +27,10 @@ class LayerLists:
     ) -> None:
         lists = heads * batch
         self._batch = batch
-        self._ids = torch.zeros(layers, lists, most, dtype=torch.int32, device=device)
+        self._entries = torch.zeros(layers, lists, most, dtype=torch.int64, device=device)
         self._counts = torch.zeros(layers, lists, dtype=torch.int64, device=device)
         # one place more, for entries that are not in use
-        self._flat = torch.zeros(layers, lists * most + 1, dtype=torch.int32, device=device)
+        self._flat = torch.zeros(layers, lists * most + 1, dtype=torch.int64, device=device)
         self._starts = torch.zeros(layers, lists + 1, dtype=torch.int32, device=device)
 
     def layer(self, layer: int) -> PageLists:
@@ -40,29 +40,31 @@ class LayerLists:
     def replace(self, layer: int, lists: PageLists) -> None:
         """Take over the lists of a layer."""
         counts = lists.row_start.diff().to(self._counts.device, torch.int64)
-        if int(counts.max()) > self._ids.shape[2]:
-            raise ValueError(f"a list has {int(counts.max())} pages, room is {self._ids.shape[2]}")
+        if int(counts.max()) > self._entries.shape[2]:
+            raise ValueError(
+                f"a list has {int(counts.max())} pages, room is {self._entries.shape[2]}"
+            )
         self._counts[layer] = counts
-        is_used = torch.arange(self._ids.shape[2], device=counts.device) < counts[:, None]
-        self._ids[layer][is_used] = lists.page_ids.to(counts.device, torch.int32)
+        is_used = torch.arange(self._entries.shape[2], device=counts.device) < counts[:, None]
+        self._entries[layer][is_used] = lists.entries.to(counts.device)
         self._flatten()
 
     def append(self, new: Tensor) -> None:
         """Add a page to every list.
 
         Args:
-            new: ``[layers, heads, batch]`` int32.
+            new: ``[layers, heads, batch]`` int64, see ``list_entries``.
         """
-        new = new.to(self._ids.device, non_blocking=True).reshape(*self._counts.shape, 1)
-        self._ids.scatter_(2, self._counts[..., None], new)
+        new = new.to(self._entries.device, non_blocking=True).reshape(*self._counts.shape, 1)
+        self._entries.scatter_(2, self._counts[..., None], new)
         self._counts += 1
         self._flatten()
 
     def _flatten(self) -> None:
         """Put the lists of each layer one behind the other."""
         ends = self._counts.cumsum(1)
-        place = torch.arange(self._ids.shape[2], device=ends.device)
+        place = torch.arange(self._entries.shape[2], device=ends.device)
         to = (ends - self._counts)[..., None] + place
         to = torch.where(place < self._counts[..., None], to, self._flat.shape[1] - 1)
-        self._flat.scatter_(1, to.flatten(1), self._ids.flatten(1))
+        self._flat.scatter_(1, to.flatten(1), self._entries.flatten(1))
         self._starts[:, 1:] = ends

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sphkv.attention.cuda.decode import PageLists, PagePool
+from sphkv.attention.cuda.decode import PageLists, PagePool, list_entries
 from sphkv.attention.cuda.fragments import (
     to_fragment_order,
     unpack_gains,
@@ -151,7 +151,7 @@ def page_base(allocator: PageAllocator, layout: PageLayout) -> int:
 
 
 def page_numbers(addresses: Tensor, base: int, layout: PageLayout) -> Tensor:
-    """Unsigned 32-bit numbers of pages, as int32.
+    """Numbers of pages, below 2**32, as int64.
 
     Args:
         addresses: Int64 addresses of any shape; slabs lie whole pages apart.
@@ -164,7 +164,7 @@ def page_numbers(addresses: Tensor, base: int, layout: PageLayout) -> Tensor:
     number = torch.div(addresses - base, layout.page_bytes, rounding_mode="floor")
     if number.numel() and not 0 <= int(number.min()) <= int(number.max()) < 1 << 32:
         raise ValueError(f"pages at {addresses.tolist()} are too far from {base}")
-    return torch.where(number >= 1 << 31, number - (1 << 32), number).to(torch.int32)
+    return number
 
 
 def place_pages(
@@ -185,18 +185,13 @@ def place_pages(
     if base is None:
         base = page_base(allocator, layout)
     heads = groups[0].num_pages.shape[0]
-    addresses, counts = [], torch.zeros(heads, len(groups), dtype=torch.int64)
-    for sequence, group in enumerate(groups):
-        addresses.append(allocator.addresses(group.page_ids.cpu()))
-        counts[:, sequence] = group.num_pages.cpu()
-    rows = [
-        addresses[sequence][head, : counts[head, sequence]]
-        for head in range(heads)
-        for sequence in range(len(groups))
-    ]
+    counts = torch.stack([group.num_pages.cpu() for group in groups], 1)
+    tables = [group.page_ids.cpu() for group in groups]
+    ids = torch.cat([table[head][table[head] >= 0] for head in range(heads) for table in tables])
     starts = torch.zeros(heads * len(groups) + 1, dtype=torch.int32)
     starts[1:] = counts.flatten().cumsum(0)
-    numbers = page_numbers(torch.cat(rows), base, layout)
-    lists = PageLists(numbers.to(device), starts.to(device), len(groups))
+    numbers = page_numbers(allocator.addresses(ids), base, layout)
+    entries = list_entries(numbers.to(device), allocator.first_positions(ids).to(device))
+    lists = PageLists(entries, starts.to(device), len(groups))
     slab = next(slab.data for slab in allocator.slabs() if slab.layout == layout)
     return ServedPages(layout, PagePool(slab, layout.position_mode, base), lists)

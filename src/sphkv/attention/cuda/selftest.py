@@ -58,7 +58,7 @@ def self_test(
         codebook, rope, turns, value_bits=value_bits, group=group, max_batch=1, shape=shape
     )
     ids = torch.arange(len(pages), device=device).view(heads, 1, _ROW_PAGES)
-    lists = PageLists.from_table(ids, torch.full((heads, 1), _ROW_PAGES, device=device))
+    lists = PageLists.from_table(ids, torch.full((heads, 1), _ROW_PAGES, device=device), pages)
     query = torch.randn(1, heads * group, head_dim, device=device)
     result = decoder.empty_result(1)
     result.output.fill_(torch.nan)

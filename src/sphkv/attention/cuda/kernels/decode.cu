@@ -5,112 +5,9 @@
 #include "keys.cuh"
 #include "layout.cuh"
 #include "ring.cuh"
+#include "row_start.cuh"
 #include "softmax.cuh"
 #include "values.cuh"
-
-// What a warp knows about itself.
-struct WarpPlace {
-  int lane, team, quarter;  // quarter: which 32 keys of a page
-  int plain_count;          // a page with so many keys has no logit to limit or hide
-
-  INLINE WarpPlace(const Params& p, int tid)
-      : lane(tid & 31), team(tid / 32 / TEAM_WARPS), quarter(tid / 32 % TEAM_WARPS) {
-    plain_count = p.window > 0 || p.softcap > 0.f ? PAGE_TOKENS + 1 : PAGE_TOKENS;
-  }
-  // Which pages this warp asks for, of WARPS in a row.
-  INLINE int supply_order() const { return team + (quarter - team & TEAM_WARPS - 1) * TEAMS; }
-};
-
-// One thread's share of a row's queries, in the order of the head's entries (map word
-// 16 * pair + 4 * t + i belongs to entry 16 * pair + 4 * i + t), and of the turns of the eight
-// tiles of a page at position zero. Nothing touches what is loaded before `store`, so that other
-// work fits in between; the map is read from device memory because the table is on its way, and
-// before anything else.
-struct RowStart {
-  static constexpr int QUERIES = (COLUMNS * ENTRIES + THREADS - 1) / THREADS;
-  static constexpr int TURNS = IS_CONTIGUOUS ? (PAGE_TILES * ENTRIES + THREADS - 1) / THREADS : 0;
-  uint32_t a[QUERIES], b[QUERIES];  // as they are stored, bfloat16 or float
-  uint32_t turn[TURNS + 1];         // both: first the map's words
-
-  // Places past the end stand for the last one.
-  static INLINE int query_place(int k, int tid) {
-    return min(tid + k * THREADS, COLUMNS * ENTRIES - 1);
-  }
-  static INLINE int turn_place(int k, int tid) {
-    return min(tid + k * THREADS, PAGE_TILES * ENTRIES - 1);
-  }
-
-  INLINE void load_map(const uint8_t* table, int tid) {
-    const uint32_t* map = (const uint32_t*)(table + MAP_OFFSET);
-#pragma unroll
-    for (int k = 0; k < QUERIES; k++) a[k] = __ldg(map + query_place(k, tid) % ENTRIES);
-#pragma unroll
-    for (int k = 0; k < TURNS; k++) turn[k] = __ldg(map + turn_place(k, tid) % ENTRIES);
-  }
-
-  INLINE void load(const Params& p, const Row& row, int tid) {
-    const uint64_t first = (uint64_t)row.index * (p.kv_heads * p.group) + row.head * p.group;
-#pragma unroll
-    for (int k = 0; k < QUERIES; k++) {
-      const int x = query_place(k, tid), in_group = row.block * COLUMNS + x / ENTRIES;
-      const uint32_t word = a[k];
-      const uint64_t at = (first + min(in_group, p.group - 1)) * HEAD_DIM;
-      const uint64_t at_a = at + (word >> 8 & 255), at_b = at + (word >> 16 & 255);
-      if (p.query_is_bf16) {
-        a[k] = __ldg((const uint16_t*)p.query + at_a);
-        b[k] = __ldg((const uint16_t*)p.query + at_b);
-      } else {
-        a[k] = __ldg((const uint32_t*)p.query + at_a);
-        b[k] = __ldg((const uint32_t*)p.query + at_b);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < TURNS; k++) {
-      const int x = turn_place(k, tid);
-      const uint2* turns = (const uint2*)p.turns + x / ENTRIES * PLANES;
-      turn[k] = __ldg(&turns[turn[k] & 255].y);
-    }
-  }
-
-  INLINE void store(const Params& p, const Row& row, int tid) const {
-    constexpr uint32_t TO = SHARED_BASE + SCRATCH_OFFSET;
-    const int shift = p.query_is_bf16 ? 16 : 0;
-#pragma unroll
-    for (int k = 0; k < QUERIES; k++) {
-      const int x = query_place(k, tid), in_group = row.block * COLUMNS + x / ENTRIES;
-      const float scale = in_group < p.group ? p.logit_scale : 0.f;
-      const uint32_t to = TO + x / ENTRIES * QUERY_COLUMN_BYTES + x % ENTRIES * 8;
-      store_shared2(to, __float_as_uint(__uint_as_float(a[k] << shift) * scale),
-                    __float_as_uint(__uint_as_float(b[k] << shift) * scale));
-    }
-#pragma unroll
-    for (int k = 0; k < TURNS; k++)
-      store_shared(TO + QUERY_BYTES + turn_place(k, tid) * 4, turn[k]);
-  }
-};
-
-// This lane's queries. On contiguous pages they are turned to the warp's quarter, so that a page's
-// own turn does for all its tiles.
-INLINE void take_query(QueryLane& query, const WarpPlace& place) {
-  constexpr uint32_t FROM = SHARED_BASE + SCRATCH_OFFSET;
-  const int lane = place.lane, t = lane & 3, column = SHARED_COLUMNS ? lane / 4 & 3 : lane / 4;
-#pragma unroll
-  for (int set = 0; set < QUERY_SETS; set++)
-#pragma unroll
-    for (int k = 0; k < 4 * STEP_PAIRS; k++) {
-      const int entry = k / 4 * 16 + t * 4 + k % 4;
-      const uint2 v = load_shared2(FROM + column * QUERY_COLUMN_BYTES + entry * 8);
-      float x = __uint_as_float(v.x), y = __uint_as_float(v.y);
-      if constexpr (IS_CONTIGUOUS) {
-        const int tile = 2 * place.quarter + (SHARED_COLUMNS ? lane / 16 : set);
-        const uint32_t turn = load_shared(FROM + QUERY_BYTES + (tile * ENTRIES + entry) * 4);
-        const float s = low_half(turn), c = high_half(turn), a = x;
-        x = a * c + y * s;
-        y = y * c - a * s;
-      }
-      query.at[set][k] = TURNED_BY_PRODUCT ? pack_half2(y, x) : pack_half2(x, y);
-    }
-}
 
 // Radius and scale codes of keys g and g + 8 of one tile.
 struct Gains {
@@ -246,7 +143,7 @@ INLINE void attend_page(const Params& p, int row, const QueryLane& query, Runnin
   float dots[2][4];
   tile_logits(dots, query, page + KEY_OFFSET + 2 * quarter * KEY_TILE_BYTES,
               key_places(page, place), lane, constants);
-  if constexpr (SENDS_LATE) supply.send(p, number, lane);
+  if constexpr (!HAS_SUPPLIERS && SENDS_LATE) supply.send(p, number, lane);
 
   const Affine affine(page);
   Gains gains[TILE_SETS];
@@ -288,65 +185,65 @@ INLINE void write_empty_rows(const Params& p, const int* rows, Row row, int tid)
   }
 }
 
-// Index of the block whose range holds page `at` of the head.
-INLINE int owner(uint32_t at, uint32_t pages, uint32_t ctas) {
-  return (int)(((at + 1) * ctas - 1) / pages);
+// Short lists are spread until every block has two pages: teams without one leave their share of the
+// multiprocessor to the others, while every block has a table to fetch and sums to merge.
+constexpr int LEAST_PAGES = 2;
+
+// The pages of a block: places `start` ... `end` - 1 of the list.
+struct Share {
+  int cta, ctas;  // which of how many blocks of the head
+  int head_start, head_pages;
+  int start, end;
+
+  INLINE Share(const Params& p, const int* rows, int cta) : cta(cta) {
+    head_start = rows[0], head_pages = rows[p.batch] - head_start;
+    ctas = min(p.ctas, (head_pages + LEAST_PAGES - 1) / LEAST_PAGES);
+    // 32 bits: a head's pages times blocks stays far below 2^32
+    start = head_start + (uint32_t)(cta * head_pages) / max(ctas, 1);
+    end = head_start + (uint32_t)((cta + 1) * head_pages) / max(ctas, 1);
+  }
+
+  // Index of the block whose share holds page `at` of the list.
+  INLINE int owner(int at) const {
+    return (int)((uint32_t)((at - head_start + 1) * ctas - 1) / head_pages);
+  }
+};
+
+// First row with pages at or behind `start`; all lanes of a warp find it together.
+INLINE int first_row(const int* rows, int batch, int start, int lane) {
+  int index = 0;
+  for (int b = lane; b < round_up(batch, 32); b += 32)
+    index += __popc(__ballot_sync(ALL_LANES, b < batch && rows[b + 1] <= start));
+  return index;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    sphkv_decode(const __grid_constant__ Params p) {
-  extern __shared__ __align__(1024) uint8_t shared_memory[];
-  // addresses are built from constants, without adding a base register
-  if (shared_address(shared_memory) != SHARED_BASE) __trap();
-  const int tid = threadIdx.x;
+// What the teams do: attend to the block's pages, row by row.
+INLINE void attend_rows(const Params& p, const Share& share, const int* rows, Row& row,
+                        const uint8_t* table, int tid) {
   const WarpPlace place(p, tid);
-
-  Row row;
-  const int heads = p.kv_heads * p.blocks;
-  row.head = blockIdx.x % heads / p.blocks;
-  row.block = blockIdx.x % heads % p.blocks;
-  const uint8_t* table = p.tables + (uint64_t)row.head * TABLE_BYTES;
-  for (int k = tid; k < ZERO_BYTES / 4; k += THREADS)
-    store_shared(SHARED_BASE + ZERO_OFFSET + 4 * k, 0u);
-  // the table sets out first: everything else is read meanwhile
-  if (tid == 0) request_table(table);
   RowStart first;
   first.load_map(table, tid);
-  const int* rows = p.row_start + row.head * p.batch;
-  const int head_start = rows[0], head_pages = rows[p.batch] - head_start;
-  // fewer blocks than pages: every team of a block should have one
-  const int ctas = min(p.ctas, (head_pages + TEAMS - 1) / TEAMS), cta = blockIdx.x / heads;
-  __syncthreads();
-  if (cta >= ctas) {
-    barrier_wait(table_barrier(), 0);  // shared memory must outlive the copy
-    if (cta == 0) write_empty_rows(p, rows, row, tid);
-    return;
-  }
-  // 32 bits: a head's pages times blocks stays far below 2^32
-  const int start = head_start + (uint32_t)(cta * head_pages) / ctas;
-  const int end = head_start + (uint32_t)((cta + 1) * head_pages) / ctas;
-  row.index = 0;
-  for (int b = tid; b < round_up(p.batch, THREADS); b += THREADS)
-    row.index += __syncthreads_count(b < p.batch && rows[b + 1] <= start);
+  row.index = first_row(rows, p.batch, share.start, place.lane);
   // queries set out before pages are asked for, else they would queue behind them
   first.load(p, row, tid);
   Supply supply;
-  supply.start(p, table, start, end, place.supply_order(), place.lane);
+  if constexpr (!HAS_SUPPLIERS)
+    supply.start(p, table, share.start, share.end, place.supply_order(), place.lane);
   first.store(p, row, tid);
 
   Stage stage = {(uint32_t)place.team, 0u};
-  int page = start + place.team;
-  for (int at = start; at < end; row.index++) {
+  int page = share.start + place.team;
+  for (int at = share.start; at < share.end; row.index++) {
     if (rows[row.index + 1] <= at) continue;
-    const int stop = min(rows[row.index + 1], end);
-    if (at != start) {
+    const int stop = min(rows[row.index + 1], share.end);
+    if (at != share.start) {
       RowStart next;
       next.load_map(table, tid);
       next.load(p, row, tid);
       next.store(p, row, tid);
     }
     barrier_wait(table_barrier(), 0);
-    __syncthreads();
+    sync_teams();
     QueryLane query;
     take_query(query, place);
     Running run;
@@ -355,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     ConstantPoints constants;
     if constexpr (KEEPS_CONSTANTS) constants.load(place.lane);
     for (; page < stop; page += TEAMS) {
-      if constexpr (!SENDS_LATE) supply.send(p, page, place.lane);
+      if constexpr (!HAS_SUPPLIERS && !SENDS_LATE) supply.send(p, page, place.lane);
       barrier_wait(full_barrier(stage.index), stage.parity);
       attend_page(p, row.index, query, run, acc, stage_address(stage.index), place, supply, page,
                   constants);
@@ -363,12 +260,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (place.lane == 0) barrier_arrive(empty_barrier(stage.index));
       stage.advance<TEAMS>();
     }
-    const int first_owner = owner(rows[row.index] - head_start, head_pages, ctas);
-    row.num_parts = owner(rows[row.index + 1] - head_start - 1, head_pages, ctas) - first_owner + 1;
-    row.part = row.index + cta;
+    const int first_owner = share.owner(rows[row.index]);
+    row.num_parts = share.owner(rows[row.index + 1] - 1) - first_owner + 1;
+    row.part = row.index + share.cta;
     row.first_part = row.index + first_owner;
     finish_row(p, row, run, acc, tid);
     at = stop;
   }
-  if (cta == 0) write_empty_rows(p, rows, row, tid);
+  if (share.cta == 0) write_empty_rows(p, rows, row, tid);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
+    sphkv_decode(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) uint8_t shared_memory[];
+  // addresses are built from constants, without adding a base register
+  if (shared_address(shared_memory) != SHARED_BASE) __trap();
+  const int tid = threadIdx.x;
+  Row row;
+  const int heads = p.kv_heads * p.blocks;
+  row.head = blockIdx.x % heads / p.blocks;
+  row.block = blockIdx.x % heads % p.blocks;
+  const uint8_t* table = p.tables + (uint64_t)row.head * TABLE_BYTES;
+  for (int k = tid; k < ZERO_BYTES / 4; k += BLOCK_THREADS)
+    store_shared(SHARED_BASE + ZERO_OFFSET + 4 * k, 0u);
+  // the table sets out first: everything else is read meanwhile
+  if (tid == 0) request_table(table);
+  const int* rows = p.row_start + row.head * p.batch;
+  const Share share(p, rows, blockIdx.x / heads);
+  __syncthreads();
+  if (share.cta >= share.ctas) {
+    barrier_wait(table_barrier(), 0);  // shared memory must outlive the copy
+    if (share.cta == 0 && tid < THREADS) write_empty_rows(p, rows, row, tid);
+    return;
+  }
+  if constexpr (HAS_SUPPLIERS) {
+    if (tid >= THREADS) {
+      shrink_registers<SUPPLY_REGISTERS>();
+      const int team = tid / 32 - WARPS;
+      if (team < TEAMS) supply_team(p, table, share.start, share.end, team, tid & 31);
+    } else {
+      grow_registers<TEAM_REGISTERS>();
+      attend_rows(p, share, rows, row, table, tid);
+    }
+  } else {
+    attend_rows(p, share, rows, row, table, tid);
+  }
 }

@@ -23,8 +23,8 @@ CONSTANT_FUNCTION int stat_at(int kind) { return SHARED_BASE + RESULT_OFFSET + C
 // Column of a lane's logits c = 0, 1 as a query of the group.
 INLINE int lane_query(int t, int c) { return SHARED_COLUMNS ? 2 * (t & 1) + c : 2 * t + c; }
 
-// Factors that bring each warp's sums to a common maximum and divide by the total mass.
-INLINE void warp_factors(const Running& run, int tid) {
+// What every warp knows of its sums.
+INLINE void store_stats(const Running& run, int tid) {
   const int lane = tid & 31, warp = tid / 32, t = lane & 3;
 #pragma unroll
   for (int c = 0; c < 2; c++) {
@@ -36,67 +36,84 @@ INLINE void warp_factors(const Running& run, int tid) {
       store_shared_float(at + stat_at(2), scaled);
     }
   }
-  __syncthreads();
-  if (warp < COLUMNS) {
-    // this warp has one query, its lanes one warp each
-    const uint32_t at = (min(lane, WARPS - 1) * COLUMNS + warp) * 4;
-    const bool is_live = lane < WARPS;
-    const float most = is_live ? load_shared_float(at + stat_at(0)) : NO_LOGIT;
-    const float top = warp_max(most), factor = exp2_fast(most - top);
-    const float mass = warp_sum(is_live ? factor * load_shared_float(at + stat_at(1)) : 0.f);
-    const float scaled = warp_sum(is_live ? factor * load_shared_float(at + stat_at(2)) : 0.f);
-    const float inverse = mass > 0.f ? 1.f / mass : 0.f;
-    if (is_live) store_shared_float(at + stat_at(3), factor * inverse);
-    // warp 0's first two stats are not read again: they carry the row's own
-    if (lane == 0) {
-      store_shared_float(stat_at(0) + warp * 4, 
-                         mass > 0.f ? top + log2_fast(mass) : MINUS_INFINITY);
-      store_shared_float(stat_at(1) + warp * 4, MIDPOINT * scaled * inverse);
-    }
-  }
-  __syncthreads();
 }
 
-// Sum the accumulators of all warps into results[query][dim], PASS_DIMS dimensions at a time.
-INLINE void merge_warps(const Accumulator& acc, int tid) {
+// Factors that bring each warp's sums to a common maximum and divide by the total mass. Afterwards
+// warp 0's first two stats carry the row's own: log-sum-exp and what the midpoint of codes adds.
+INLINE void warp_factors(int tid) {
+  const int lane = tid & 31, query = tid / 32;
+  if (query >= COLUMNS) return;
+  // a warp has one query, its lanes one warp each
+  const uint32_t at = (min(lane, WARPS - 1) * COLUMNS + query) * 4;
+  const bool is_live = lane < WARPS;
+  const float most = is_live ? load_shared_float(at + stat_at(0)) : NO_LOGIT;
+  const float top = warp_max(most), factor = exp2_fast(most - top);
+  const float mass = warp_sum(is_live ? factor * load_shared_float(at + stat_at(1)) : 0.f);
+  const float scaled = warp_sum(is_live ? factor * load_shared_float(at + stat_at(2)) : 0.f);
+  const float inverse = mass > 0.f ? 1.f / mass : 0.f;
+  if (is_live) store_shared_float(at + stat_at(3), factor * inverse);
+  if (lane == 0) {
+    store_shared_float(stat_at(0) + query * 4, mass > 0.f ? top + log2_fast(mass) : MINUS_INFINITY);
+    store_shared_float(stat_at(1) + query * 4, MIDPOINT * scaled * inverse);
+  }
+}
+
+// A warp's sums of PASS_DIMS dimensions, from FIRST on, to scratch: [query][dim].
+template <int FIRST>
+INLINE void store_sums(const Accumulator& acc, int tid) {
   const int lane = tid & 31, warp = tid / 32, g = lane / 4, t = lane & 3;
   const uint32_t mine = SHARED_BASE + SCRATCH_OFFSET + warp * COLUMNS * PASS_ROW * 4;
 #pragma unroll
-  for (int pass = 0; pass < PASSES; pass++) {
+  for (int j = 0; j < PASS_DIMS / 16; j++) {
+    const int tile = FIRST / 16 + j;
+    float v[4];
 #pragma unroll
-    for (int j = 0; j < PASS_DIMS / 16; j++) {
-      const int tile = pass * (PASS_DIMS / 16) + j;
-      float v[4];
+    for (int k = 0; k < 4; k++) {
+      v[k] = feature_sum(acc, 2 * tile + k / 2, k % 2) * feature_unit(2 * tile + k / 2);
+      if (SHARED_COLUMNS) v[k] += __shfl_xor_sync(ALL_LANES, v[k], 2);
+    }
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
-        v[k] = feature_sum(acc, 2 * tile + k / 2, k % 2) * feature_unit(2 * tile + k / 2);
-        if (SHARED_COLUMNS) v[k] += __shfl_xor_sync(ALL_LANES, v[k], 2);
-      }
-#pragma unroll
-      for (int c = 0; c < 2; c++) {
-        const uint32_t at = mine + (lane_query(t, c) * PASS_ROW + 16 * j + g) * 4;
-        if constexpr (SHARED_COLUMNS) {
-          // both lanes of a query have the sums: each stores half of them
-          store_shared_float(at + (t < 2 ? 0 : 32), t < 2 ? v[c] : v[2 + c]);
-        } else {
-          store_shared_float(at, v[c]);
-          store_shared_float(at + 32, v[2 + c]);
-        }
+    for (int c = 0; c < 2; c++) {
+      const uint32_t at = mine + (lane_query(t, c) * PASS_ROW + 16 * j + g) * 4;
+      if constexpr (SHARED_COLUMNS) {
+        // both lanes of a query have the sums: each stores half of them
+        store_shared_float(at + (t < 2 ? 0 : 32), t < 2 ? v[c] : v[2 + c]);
+      } else {
+        store_shared_float(at, v[c]);
+        store_shared_float(at + 32, v[2 + c]);
       }
     }
-    __syncthreads();
-    for (int x = tid; x < COLUMNS * PASS_DIMS; x += THREADS) {
-      const int query = x / PASS_DIMS, dim = x % PASS_DIMS;
-      const uint32_t from = SHARED_BASE + SCRATCH_OFFSET + (query * PASS_ROW + dim) * 4;
-      float sum = -load_shared_float(stat_at(1) + query * 4);
+  }
+}
+
+// Sum of what the warps have stored, to results[query][dim].
+template <int FIRST>
+INLINE void add_warps(int tid) {
+  for (int x = tid; x < COLUMNS * PASS_DIMS; x += THREADS) {
+    const int query = x / PASS_DIMS, dim = x % PASS_DIMS;
+    const uint32_t from = SHARED_BASE + SCRATCH_OFFSET + (query * PASS_ROW + dim) * 4;
+    float sum = -load_shared_float(stat_at(1) + query * 4);
 #pragma unroll
-      for (int w = 0; w < WARPS; w++)
-        sum += load_shared_float(stat_at(3) + (w * COLUMNS + query) * 4) *
-               load_shared_float(from + w * COLUMNS * PASS_ROW * 4);
-      store_shared_float(SHARED_BASE + RESULT_OFFSET + (query * HEAD_DIM + pass * PASS_DIMS + dim) * 4,
-                         sum);
+    for (int w = 0; w < WARPS; w++)
+      sum += load_shared_float(stat_at(3) + (w * COLUMNS + query) * 4) *
+             load_shared_float(from + w * COLUMNS * PASS_ROW * 4);
+    store_shared_float(SHARED_BASE + RESULT_OFFSET + (query * HEAD_DIM + FIRST + dim) * 4, sum);
+  }
+}
+
+// Sums of all warps to results[query][dim], PASS_DIMS dimensions at a time.
+template <int FIRST = 0>
+INLINE void merge_warps(const Accumulator& acc, int tid) {
+  if constexpr (FIRST < HEAD_DIM) {
+    store_sums<FIRST>(acc, tid);
+    sync_teams();
+    if constexpr (FIRST == 0) {
+      warp_factors(tid);
+      sync_teams();
     }
-    __syncthreads();
+    add_warps<FIRST>(tid);
+    sync_teams();
+    merge_warps<FIRST + PASS_DIMS>(acc, tid);
   }
 }
 
@@ -212,8 +229,8 @@ INLINE float merge_parts(const Params& p, const Row& row, int query, float (&v)[
 INLINE void finish_row(const Params& p, const Row& row, const Running& run,
                        const Accumulator& acc, int tid) {
   const int lane = tid & 31, warp = tid / 32;
-  __syncthreads();
-  warp_factors(run, tid);
+  store_stats(run, tid);
+  sync_teams();  // nobody has queries to take from scratch any more
   merge_warps(acc, tid);
   float v[LANE_DIMS];
   float lse2 = 0.f;
@@ -228,7 +245,7 @@ INLINE void finish_row(const Params& p, const Row& row, const Running& run,
       write_part(p, row, warp, v, lse2, lane);
   }
   if (row.num_parts == 1) return;
-  __syncthreads();
+  sync_teams();
   if (tid == 0) {
     // the fences of one thread hold for all, which it meets before and after
     uint32_t* counter = p.arrivals + (row.head * p.blocks + row.block) * p.batch + row.index;
@@ -238,7 +255,7 @@ INLINE void finish_row(const Params& p, const Row& row, const Running& run,
     __threadfence();
     store_shared(SHARED_BASE + ARRIVED_OFFSET, arrived);
   }
-  __syncthreads();
+  sync_teams();
   if (load_shared(SHARED_BASE + ARRIVED_OFFSET) != (uint32_t)row.num_parts - 1u) return;
   if (warp < COLUMNS) {
     lse2 = merge_parts(p, row, warp, v, lane);

@@ -261,6 +261,7 @@ INLINE void tile_logits(float (&acc)[2][4], const QueryLane& query, uint32_t key
   for (int k = 0; k < 4; k++) acc[0][k] = 0.f, acc[1][k] = 0.f;
   if constexpr (TURNED_EARLY) turn_pairs<0, 1>(turned, query, places, lane);
   constant_steps<0>(acc[0], constants, turned, places, lane);
+  // with shared columns that is the same product again; to copy it was no faster
   constant_steps<1>(acc[1], constants, turned, places, lane);
   code_words<0>(acc, codes, turned, query, places, lane);
 }

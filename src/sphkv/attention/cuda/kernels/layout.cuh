@@ -26,6 +26,16 @@ CONSTANT_FUNCTION int larger(int a, int b) { return a > b ? a : b; }
 constexpr int TEAM_WARPS = 4;
 constexpr int WARPS = TEAMS * TEAM_WARPS;
 constexpr int THREADS = WARPS * 32;
+
+// With narrow heads four warps more ask for pages, on registers that the teams can spare. With wide
+// ones they can't, and a team's warps ask in turn.
+constexpr bool HAS_SUPPLIERS = HEAD_DIM == 64 && TEAMS > 1;
+constexpr int BLOCK_THREADS = THREADS + (HAS_SUPPLIERS ? 128 : 0);
+constexpr int SUPPLY_REGISTERS = 24;
+// A quarter of a multiprocessor has 512 registers per lane, and a warp of each team.
+constexpr int START_REGISTERS = 512 / (TEAMS + 1) / 8 * 8;
+constexpr int TEAM_REGISTERS =
+    ((TEAMS + 1) * START_REGISTERS - SUPPLY_REGISTERS) / TEAMS / 8 * 8;
 constexpr int PAGE_TOKENS = 128;
 constexpr int TILE_KEYS = 16;
 constexpr int PAGE_TILES = PAGE_TOKENS / TILE_KEYS;
@@ -87,7 +97,6 @@ static_assert(!SPREAD || 2 * LOOKUP_STEPS * SLOT_BYTES <= SPREAD_STRIDE, "too ma
 // Shared memory: table | ring of pages with their turns | zeros | scratch | results | barriers.
 constexpr int STAGE_BYTES = PAGE_BYTES + TURN_ROWS * TURN_BYTES;
 constexpr int PASS_DIMS = 32;
-constexpr int PASSES = HEAD_DIM / PASS_DIMS;
 // Scratch at a row's start: queries and tile turns; at its end: a pass of every warp's sums. Both
 // are padded so that the lanes of an access fall on different banks.
 constexpr int QUERY_COLUMN_BYTES = ENTRIES * 8 + 8;
@@ -124,8 +133,8 @@ constexpr int SHARED_BASE = 1024;
 
 struct Params {
   const uint8_t* pages;         // [pages][PAGE_BYTES]
-  const int* page_ids;          // head by head, sequence by sequence
-  const int* row_start;         // [kv_heads * batch + 1] into page_ids
+  const int2* page_list;        // number and base of pages, head by head, sequence by sequence
+  const int* row_start;         // [kv_heads * batch + 1] into page_list
   const uint8_t* tables;        // [kv_heads][TABLE_BYTES]
   const uint8_t* turns;         // [16 >> turn_shift][turn_rows][PLANES] (cos, -sin, sin, cos)
   const void* query;            // [batch][query_heads][HEAD_DIM] float or bfloat16
@@ -152,3 +161,6 @@ struct Params {
   float logit_scale;    // times log2(e)
   float softcap;        // times log2(e); 0 for none
 };
+
+// Joins the warps of all teams.
+INLINE void sync_teams() { sync_first<THREADS>(); }

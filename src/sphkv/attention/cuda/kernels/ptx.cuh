@@ -111,6 +111,24 @@ INLINE void publish_barriers() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// ---- warps with different work ----
+
+// Joins the first COUNT threads of a block.
+template <int COUNT>
+INLINE void sync_first() {
+  asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
+}
+
+// A group of four warps gives registers up, or waits until it gets more.
+template <int COUNT>
+INLINE void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+INLINE void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 // ---- launches that overlap ----
 
 // Lets a kernel that was launched to overlap with this one begin.

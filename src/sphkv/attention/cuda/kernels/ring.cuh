@@ -113,21 +113,22 @@ INLINE void request_turns(const Params& p, const TurnOrder& order, int base, uin
   }
 }
 
-// Lane's base position of a page.
-INLINE int load_base(const Params& p, int id, int lane) {
-  if (TURN_ROWS == 0) return 0;
-  const int* bases = (const int*)(page_pointer(p, id) + POSITION_OFFSET);
-  return __ldg(bases + (IS_RUNS ? lane % PAGE_TILES : 0));
+// A page's base; in a page of runs that of run `lane`, which only the page itself knows.
+INLINE int base_of(const Params& p, int2 entry, int lane) {
+  if (!IS_RUNS) return entry.y;
+  return __ldg((const int*)(page_pointer(p, entry.x) + POSITION_OFFSET) + lane % PAGE_TILES);
 }
 
-// Pages that a warp requests: `next`, `next + WARPS`, ... Ids are read two requests ahead, bases one
-// request ahead, so that neither latency is seen; nothing may touch a loaded value before its turn.
+// Pages that a warp of a team requests: `next`, `next + WARPS`, ... What the list says of a page is
+// read one request ahead, and two if its bases lie in the page, so that no latency is seen.
 struct Supply {
-  int next;          // place in page_ids of the page to be requested next
+  int next;        // place in the list of the page to be requested next
   int end;
-  int id, base;      // of that page
-  int following_id;  // of the warp's page after it
-  Stage stage;       // where that page goes
+  int id, base;    // of that page
+  int2 following;  // the warp's page after it, if that is needed early
+  Stage stage;     // where the next page goes
+
+  INLINE int2 entry(const Params& p, int at) const { return __ldg(p.page_list + min(at, end - 1)); }
 
   // A warp's first page is one of those that a block asks for before it begins, or none.
   INLINE void start(const Params& p, const uint8_t* table, int first, int last, int order,
@@ -135,17 +136,15 @@ struct Supply {
     const int early = first + order;
     const bool has_early = order < AHEAD && early < last;
     next = early + AHEAD, end = last;
-    const int early_id = has_early ? __ldg(p.page_ids + early) : 0;
-    id = next < end ? __ldg(p.page_ids + next) : 0;
-    following_id = next + WARPS < end ? __ldg(p.page_ids + next + WARPS) : 0;
+    const int2 now = entry(p, early), then = entry(p, next);
+    if (IS_RUNS) following = entry(p, next + WARPS);
     TurnOrder turns;
     turns.load_from_device(table, lane);
     if (has_early) {
-      request_page(p, early_id, order, lane);
-      base = load_base(p, early_id, lane);
-      request_turns(p, turns, base, order, lane);
+      request_page(p, now.x, order, lane);
+      request_turns(p, turns, base_of(p, now, lane), order, lane);
     }
-    if (next < end) base = load_base(p, id, lane);
+    id = then.x, base = base_of(p, then, lane);
     stage.index = (order + AHEAD) % STAGES, stage.parity = (order + AHEAD) / STAGES & 1;
   }
 
@@ -159,9 +158,27 @@ struct Supply {
     request_turns(p, turns, base, stage.index, lane);
     next += WARPS;
     stage.advance<WARPS>();
-    id = following_id;
-    if (next >= end) return;
-    base = load_base(p, id, lane);
-    if (next + WARPS < end) following_id = __ldg(p.page_ids + next + WARPS);
+    const int2 then = IS_RUNS ? following : entry(p, next);
+    id = then.x, base = base_of(p, then, lane);
+    if (IS_RUNS) following = entry(p, next + WARPS);
   }
 };
+
+// What a supplier does: ask for all pages of a team, each as soon as its stage is free.
+INLINE void supply_team(const Params& p, const uint8_t* table, int first, int end, int team,
+                        int lane) {
+  TurnOrder turns;
+  turns.load_from_device(table, lane);
+  Stage stage = {(uint32_t)team, 0u};
+  int page = first + team;
+  int2 next = __ldg(p.page_list + min(page, end - 1));
+  for (; page < end; page += TEAMS) {
+    const int2 entry = next;
+    next = __ldg(p.page_list + min(page + TEAMS, end - 1));
+    const int base = base_of(p, entry, lane);
+    barrier_wait(empty_barrier(stage.index), stage.parity ^ 1);
+    request_page(p, entry.x, stage.index, lane);
+    request_turns(p, turns, base, stage.index, lane);
+    stage.advance<TEAMS>();
+  }
+}
