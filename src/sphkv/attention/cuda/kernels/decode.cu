@@ -142,8 +142,9 @@ INLINE void attend_page(const Params& p, int row, const QueryLane& query, Runnin
   const int lane = place.lane, quarter = place.quarter, g = lane / 4, t = lane & 3;
   float dots[2][4];
   tile_logits(dots, query, page + KEY_OFFSET + 2 * quarter * KEY_TILE_BYTES,
-              key_places(page, place), lane, constants);
-  if constexpr (!HAS_SUPPLIERS && SENDS_LATE) supply.send(p, number, lane);
+              key_places(page, place), lane, constants, [&] {
+                if constexpr (!HAS_SUPPLIERS) supply.send(p, number, lane);
+              });
 
   const Affine affine(page);
   Gains gains[TILE_SETS];
@@ -252,7 +253,6 @@ INLINE void attend_rows(const Params& p, const Share& share, const int* rows, Ro
     ConstantPoints constants;
     if constexpr (KEEPS_CONSTANTS) constants.load(place.lane);
     for (; page < stop; page += TEAMS) {
-      if constexpr (!HAS_SUPPLIERS && !SENDS_LATE) supply.send(p, page, place.lane);
       barrier_wait(full_barrier(stage.index), stage.parity);
       attend_page(p, row.index, query, run, acc, stage_address(stage.index), place, supply, page,
                   constants);

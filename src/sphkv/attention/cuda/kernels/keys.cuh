@@ -208,20 +208,21 @@ INLINE void multiply_word(float (&acc)[4], const WordPoints& points, const Turne
   }
 }
 
-using TileCodes = uint32_t[CODE_STEPS / 2];
+using TileCodes = uint32_t[CODE_WORDS];
 
 // A product takes longer to turn queries: it is begun one word ahead of their use.
 constexpr bool TURNED_EARLY = TURNED_BY_PRODUCT;
 
-// Logits of both tiles from word WORD on.
-template <int WORD>
+// Logits of both tiles from word WORD on; `amid` is called after word SEND_WORD.
+template <int WORD, class Amid>
 INLINE void code_words(float (&acc)[2][4], const TileCodes (&codes)[2], Turned& turned,
-                       const QueryLane& query, const KeyPlaces& places, int lane) {
-  if constexpr (WORD < CODE_STEPS / 2) {
+                       const QueryLane& query, const KeyPlaces& places, int lane,
+                       const Amid& amid) {
+  if constexpr (WORD < CODE_WORDS) {
     if constexpr (TURNED_EARLY) {
       const WordPoints one = look_up_word<WORD>(codes[0][WORD], lane);
       const WordPoints two = look_up_word<WORD>(codes[1][WORD], lane);
-      turn_pairs<WORD + 1, smaller(WORD + 2, CODE_STEPS / 2)>(turned, query, places, lane);
+      turn_pairs<WORD + 1, smaller(WORD + 2, CODE_WORDS)>(turned, query, places, lane);
       multiply_word<0, WORD>(acc[0], one, turned, places, lane);
       multiply_word<1, WORD>(acc[1], two, turned, places, lane);
     } else {
@@ -231,37 +232,40 @@ INLINE void code_words(float (&acc)[2][4], const TileCodes (&codes)[2], Turned& 
       const WordPoints two = look_up_word<WORD>(codes[1][WORD], lane);
       multiply_word<1, WORD>(acc[1], two, turned, places, lane);
     }
-    code_words<WORD + 1>(acc, codes, turned, query, places, lane);
+    if constexpr (WORD == SEND_WORD) amid();
+    code_words<WORD + 1>(acc, codes, turned, query, places, lane, amid);
   }
 }
 
 template <int CHUNK = 0>
 INLINE void load_codes(TileCodes& codes, uint32_t tile, int lane) {
-  using Words = LaneWords<CODE_STEPS / 2>;
+  using Words = LaneWords<CODE_WORDS>;
   if constexpr (CHUNK < Words::CHUNKS) {
     uint32_t x[4];
     Words::load_chunk<CHUNK>(x, tile, lane);
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      if (4 * CHUNK + i < CODE_STEPS / 2) codes[4 * CHUNK + i] = x[i];
+      if (4 * CHUNK + i < CODE_WORDS) codes[4 * CHUNK + i] = x[i];
     load_codes<CHUNK + 1>(codes, tile, lane);
   }
 }
 
 // Logits without radius of the two tiles at `key_tiles`.
+template <class Amid>
 INLINE void tile_logits(float (&acc)[2][4], const QueryLane& query, uint32_t key_tiles,
-                        const KeyPlaces& places, int lane, ConstantPoints& constants) {
+                        const KeyPlaces& places, int lane, ConstantPoints& constants,
+                        const Amid& amid) {
   TileCodes codes[2];
   load_codes(codes[0], key_tiles, lane);
   load_codes(codes[1], key_tiles + KEY_TILE_BYTES, lane);
   if constexpr (!KEEPS_CONSTANTS) constants.load(lane);
   Turned turned;
-  turn_pairs<CODE_STEPS / 2, STEP_PAIRS>(turned, query, places, lane);
+  turn_pairs<CODE_WORDS, STEP_PAIRS>(turned, query, places, lane);
 #pragma unroll
   for (int k = 0; k < 4; k++) acc[0][k] = 0.f, acc[1][k] = 0.f;
   if constexpr (TURNED_EARLY) turn_pairs<0, 1>(turned, query, places, lane);
   constant_steps<0>(acc[0], constants, turned, places, lane);
   // with shared columns that is the same product again; to copy it was no faster
   constant_steps<1>(acc[1], constants, turned, places, lane);
-  code_words<0>(acc, codes, turned, query, places, lane);
+  code_words<0>(acc, codes, turned, query, places, lane, amid);
 }

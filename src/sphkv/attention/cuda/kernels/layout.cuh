@@ -115,8 +115,11 @@ constexpr int FITTING_STAGES =
 // A stage always serves the same team, so that no warp waits for a phase two ahead of a barrier.
 constexpr int STAGES = smaller(MAX_STAGES, FITTING_STAGES / TEAMS * TEAMS);
 constexpr int AHEAD = STAGES - TEAMS;  // pages asked for ahead of the one a team begins
-// With pages to spare, the next one is asked for amid a page: then the stage it goes to is free.
-constexpr bool SENDS_LATE = STAGES >= 3 * TEAMS;
+// A team's warp asks for the next page after this word of the codes. The later it does, the surer
+// the stage is free, but with few stages and quick pages the next one must set out in time.
+constexpr int CODE_WORDS = CODE_STEPS / 2;
+constexpr bool IS_SENT_LATE = !SHARED_COLUMNS || STAGES >= 3 * TEAMS;
+constexpr int SEND_WORD = IS_SENT_LATE ? CODE_WORDS - 1 : (CODE_WORDS - 1) / 2;
 static_assert(AHEAD > 0, "shared memory holds too few pages");
 
 constexpr int RING_OFFSET = TABLE_BYTES;
