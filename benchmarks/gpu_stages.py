@@ -53,7 +53,7 @@ STAGES = {
         ("decode.cu",
          "attend_page(p, row.index, query, run, acc, stage_address(stage.index), place, supply,"
          " page,\n                  constants);",
-         "if constexpr (SENDS_LATE) supply.send(p, page, place.lane);"
+         "if constexpr (!HAS_SUPPLIERS) supply.send(p, page, place.lane);"
          "\n      acc.o[0][0] += __uint_as_float(query.at[0][0]);"),
     ),
 }  # fmt: skip

@@ -220,10 +220,8 @@ INLINE int first_row(const int* rows, int batch, int start, int lane) {
 
 // What the teams do: attend to the block's pages, row by row.
 INLINE void attend_rows(const Params& p, const Share& share, const int* rows, Row& row,
-                        const uint8_t* table, int tid) {
+                        RowStart& first, const uint8_t* table, int tid) {
   const WarpPlace place(p, tid);
-  RowStart first;
-  first.load_map(table, tid);
   row.index = first_row(rows, p.batch, share.start, place.lane);
   // queries set out before pages are asked for, else they would queue behind them
   first.load(p, row, tid);
@@ -246,13 +244,14 @@ INLINE void attend_rows(const Params& p, const Share& share, const int* rows, Ro
     barrier_wait(table_barrier(), 0);
     sync_teams();
     QueryLane query;
-    take_query(query, place);
+    if (page < stop) take_query(query, place);
     Running run;
     Accumulator acc;
     reset(run, acc);
     ConstantPoints constants;
     if constexpr (KEEPS_CONSTANTS) constants.load(place.lane);
     for (; page < stop; page += TEAMS) {
+      if constexpr (!HAS_SUPPLIERS && SEND_WORD < 0) supply.send(p, page, place.lane);
       barrier_wait(full_barrier(stage.index), stage.parity);
       attend_page(p, row.index, query, run, acc, stage_address(stage.index), place, supply, page,
                   constants);
@@ -285,6 +284,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     store_shared(SHARED_BASE + ZERO_OFFSET + 4 * k, 0u);
   // the table sets out first: everything else is read meanwhile
   if (tid == 0) request_table(table);
+  RowStart first;
+  first.load_map(table, tid);
   const int* rows = p.row_start + row.head * p.batch;
   const Share share(p, rows, blockIdx.x / heads);
   __syncthreads();
@@ -300,9 +301,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
       if (team < TEAMS) supply_team(p, table, share.start, share.end, team, tid & 31);
     } else {
       grow_registers<TEAM_REGISTERS>();
-      attend_rows(p, share, rows, row, table, tid);
+      attend_rows(p, share, rows, row, first, table, tid);
     }
   } else {
-    attend_rows(p, share, rows, row, table, tid);
+    attend_rows(p, share, rows, row, first, table, tid);
   }
 }

@@ -116,10 +116,11 @@ constexpr int FITTING_STAGES =
 constexpr int STAGES = smaller(MAX_STAGES, FITTING_STAGES / TEAMS * TEAMS);
 constexpr int AHEAD = STAGES - TEAMS;  // pages asked for ahead of the one a team begins
 // A team's warp asks for the next page after this word of the codes. The later it does, the surer
-// the stage is free, but with few stages and quick pages the next one must set out in time.
+// the stage is free, but with few stages and quick pages the next one must set out in time. The many
+// turns of runs are asked for before the first word.
 constexpr int CODE_WORDS = CODE_STEPS / 2;
 constexpr bool IS_SENT_LATE = !SHARED_COLUMNS || STAGES >= 3 * TEAMS;
-constexpr int SEND_WORD = IS_SENT_LATE ? CODE_WORDS - 1 : (CODE_WORDS - 1) / 2;
+constexpr int SEND_WORD = IS_RUNS ? -1 : IS_SENT_LATE ? CODE_WORDS - 1 : (CODE_WORDS - 1) / 2;
 static_assert(AHEAD > 0, "shared memory holds too few pages");
 
 constexpr int RING_OFFSET = TABLE_BYTES;
