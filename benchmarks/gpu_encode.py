@@ -13,6 +13,7 @@ import triton
 
 from sphkv.attention.cuda.encode import CudaEncoder
 from sphkv.attention.cuda.fragments import to_fragment_order
+from sphkv.attention.cuda.pages import FragmentOrder
 from sphkv.attention.triton.encode import PageEncoder
 from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
@@ -53,8 +54,8 @@ def measure_tier(tier, codec, limit):
     encoder, portable = CudaEncoder(), PageEncoder()
     given = (layout, 0, codec, (keys, values), rows, heads)
     pages, other = encoder.encode(*given), portable.encode(*given)
-    ordered = encoder.to_fragments(layout, pages[:256])
-    if not torch.equal(ordered, to_fragment_order(PageView(layout, pages[:256]))):
+    ordered = encoder.to_fragments(layout, other[:256])
+    if not torch.equal(ordered, to_fragment_order(PageView(layout, other[:256]))):
         raise SystemExit(f"{tier.name}: pages are reordered wrongly")
     few = PageRows(rows.positions[:256], rows.counts[:256], rows.flags[:256])
 
@@ -65,21 +66,33 @@ def measure_tier(tier, codec, limit):
         )  # fmt: skip
         return write_pages(layout, encoded, few)
 
+    one_page = PageRows(*(part[::per_head] for part in (rows.positions, rows.counts, rows.flags)))
+    newest = (keys[::per_head].contiguous(), values[::per_head].contiguous())
+    lower = PageLayout(2, coded_tier(1.0, 2), 128, PositionMode.CONTIGUOUS)
+
+    def demote():
+        view = PageView(layout, FragmentOrder().from_slab(layout, pages[:256]))
+        states = codec.decode(0, tier, view.encoded(), few.positions, head_ids=heads[:256])
+        states = tuple(part.bfloat16() for part in states)
+        return encoder.encode(lower, 0, codec, states, few, heads[:256])
+
     right = by_codec()
+    right_ordered = to_fragment_order(PageView(layout, right))
     record = {
         "tier": tier.name,
         "head_dim": 128,
-        "bytes_unlike_codec": float((right != pages[:256]).float().mean()),
+        "bytes_unlike_codec": float((right_ordered != pages[:256]).float().mean()),
         "bytes_of_triton_unlike_codec": float((right != other[:256]).float().mean()),
     }
     if record["bytes_unlike_codec"] > MOST_UNLIKE:
         raise SystemExit(f"wrong pages: {record}")
     work = {
-        "cuda": (lambda: encoder.encode(*given), PAGES),
-        "cuda_in_fragment_order": (
-            lambda: encoder.to_fragments(layout, encoder.encode(*given)), PAGES
+        "cuda_in_fragment_order": (lambda: encoder.encode(*given), PAGES),
+        "fragment_order": (lambda: encoder.to_fragments(layout, other), PAGES),
+        "seal_of_8_heads": (
+            lambda: encoder.encode(layout, 0, codec, newest, one_page, heads[::per_head]), 8
         ),
-        "fragment_order": (lambda: encoder.to_fragments(layout, pages), PAGES),
+        "demotion_to_k1v2": (demote, 256),
         "triton": (lambda: portable.encode(*given), PAGES),
         "torch_codec": (by_codec, 256),
     }  # fmt: skip

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA encoder without a GPU: which kernel a page gets, and what it takes."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -11,7 +13,9 @@ from sphkv.store.paging import PositionMode
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
 from sphkv.attention.cuda import encode
+from sphkv.attention.cuda.compiler import compile_with_nvcc
 from sphkv.attention.cuda.encode import CudaEncoder
+from sphkv.attention.cuda.pages import is_served
 
 
 def layout(mode, *, value_bits=4, page_tokens=128, head_dim=128):
@@ -37,7 +41,21 @@ def test_it_takes_bfloat16_pages_of_128_states_on_a_gpu_only():
     assert not CudaEncoder.takes(layout(PositionMode.CONTIGUOUS), states)
     pages = torch.zeros(1, layout(PositionMode.RUNS).page_bytes, dtype=torch.uint8)
     assert CudaEncoder().to_fragments(layout(PositionMode.RUNS), pages) is None
-    assert not encode._is_plain(layout(PositionMode.RUNS, page_tokens=64))
-    assert not encode._is_plain(layout(PositionMode.RUNS, value_bits=16))
-    assert not encode._is_plain(layout(PositionMode.RUNS, head_dim=80))
-    assert encode._is_plain(layout(PositionMode.TOKENS))
+    assert not is_served(layout(PositionMode.RUNS, page_tokens=64))
+    assert not is_served(layout(PositionMode.RUNS, head_dim=80))
+    assert is_served(layout(PositionMode.TOKENS))
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("name", ["sphkv_encode_keys", "sphkv_encode_values"])
+def test_sources_compile_and_ask_for_the_memory_they_use(name, monkeypatch):
+    asked = []
+    monkeypatch.setattr(encode, "load_cubin", lambda *given: asked.append(given))
+    monkeypatch.setattr(encode, "architecture", lambda device: "sm_90a")
+    monkeypatch.setattr(encode, "Kernel", lambda *given, **sizes: None)
+    kind = layout(PositionMode.CONTIGUOUS, value_bits=3, head_dim=64)
+    CudaEncoder()._encode_kernels(kind, torch.device("cuda"))
+    given = {kernel: rest for kernel, *rest in asked}
+    image = compile_with_nvcc(name, *given[name])
+    assert image is not None
+    assert image[:4] == b"\x7fELF"

@@ -241,7 +241,7 @@ class PageAllocator:
 
         Args:
             page_ids: ``[pages]`` int64 ids of one pool, none sealed yet.
-            pages: ``[pages, page_bytes]`` uint8.
+            pages: ``[pages, page_bytes]`` uint8 as slabs keep them.
             counts: ``[pages]`` int64 live states.
 
         Raises:
@@ -258,7 +258,7 @@ class PageAllocator:
 
         Args:
             page_ids: ``[pages]`` int64 ids of one pool.
-            pages: ``[pages, page_bytes]`` uint8.
+            pages: ``[pages, page_bytes]`` uint8 as slabs keep them.
             counts: ``[pages]`` int64 live states, fewer than before.
 
         Raises:
@@ -270,12 +270,14 @@ class PageAllocator:
                 raise ValueError(f"shared pages of slab {slot} cannot be truncated")
             self._fill(slab, index, pages, rows, counts)
 
+    def to_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
+        """Bytes that slabs keep for pages as ``store/layout.py`` orders them."""
+        return pages if self.order is None else self.order.to_slab(layout, pages.to(self._device))
+
     def _fill(self, slab: Slab, index: Tensor, pages: Tensor, rows: Tensor, counts: Tensor) -> None:
         """Write ``pages[rows]`` to the places ``index`` of a slab."""
-        pages = pages[_places(rows, pages.device)].to(self._device)
-        if self.order is not None:
-            pages = self.order.to_slab(slab.layout, pages)
-        slab.data[_places(index, self._device)] = pages
+        chosen = pages[_places(rows, pages.device)]
+        slab.data[_places(index, self._device)] = chosen.to(self._device)
         slab.counts[index] = counts.cpu()[rows].to(torch.int32)
 
     def share(self, page_ids: Tensor) -> None:

@@ -141,11 +141,12 @@ def plan_crop(pool: PagePool, table: PointerTable, num_tokens: int) -> LayerChan
             if index.numel() == 0:
                 continue
             short = PageView(view.layout, shorten_pages(view.select(index), kept[index]))
+            pages = pool.allocator.to_slab(view.layout, short.pages)
             if is_copy:
                 removed.append(ids[index].cpu())
-                copies.append(EncodedPages.of_view(short, heads[index]))
+                copies.append(EncodedPages.of_view(short, heads[index], pages))
             else:
-                change.truncated.append((ids[index], short.pages, kept[index]))
+                change.truncated.append((ids[index], pages, kept[index]))
     change.removed = torch.cat(removed)
     change.pending = copies
     return change

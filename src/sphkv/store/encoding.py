@@ -42,7 +42,7 @@ class EncodedPages:
         key: Their tier id and position mode.
         head_ids: ``[rows]`` int64 on the CPU, KV head of each page, not decreasing.
         counts: ``[rows]`` int64 on the CPU, live states of each page.
-        pages: ``[rows, page_bytes]`` uint8.
+        pages: ``[rows, page_bytes]`` uint8, as slabs keep them.
     """
 
     key: PoolKey
@@ -51,10 +51,10 @@ class EncodedPages:
     pages: Tensor
 
     @classmethod
-    def of_view(cls, view: PageView, head_ids: Tensor) -> "EncodedPages":
-        """Finished pages of the given heads."""
+    def of_view(cls, view: PageView, head_ids: Tensor, pages: Tensor) -> "EncodedPages":
+        """Finished pages of the given heads; ``pages`` as slabs keep them."""
         key = (view.layout.tier_id, view.layout.position_mode)
-        return cls(key, head_ids.cpu(), view.counts().cpu(), view.pages)
+        return cls(key, head_ids.cpu(), view.counts().cpu(), pages)
 
 
 def check_states(keys: Tensor, values: Tensor, geometry: KVGeometry) -> None:
@@ -113,7 +113,7 @@ class PageEncoder:
     Attributes:
         layer: Layer of the states.
         codec: Encoder of coded tiers; may be missing if all pages are dense.
-        order: What may encode instead of the codec.
+        order: What may encode instead of the codec, and how slabs keep pages.
     """
 
     layer: int
@@ -132,7 +132,7 @@ class PageEncoder:
         rows: PageRows,
         head_ids: Tensor,
     ) -> Tensor:
-        """Pages ``[rows, page_bytes]`` of keys and values that lie page by page.
+        """Pages ``[rows, page_bytes]``, as slabs keep them, of states that lie page by page.
 
         Args:
             layout: Layout of the pages.
@@ -141,20 +141,22 @@ class PageEncoder:
             head_ids: ``[rows]`` int64 KV head of each page.
         """
         if not layout.tier.is_coded:
-            return write_dense_pages(layout, *states, rows)
-        if self.order is not None:
-            pages = self.order.encode(layout, self.layer, self.codec, states, rows, head_ids)
-            if pages is not None:
-                return pages
-        encoded = _require(self.codec, layout).encode(
-            self.layer,
-            layout.tier,
-            *states,
-            rows.positions,
-            head_ids=head_ids,
-            counts=rows.counts,
-        )
-        return write_pages(layout, encoded, rows)
+            pages = write_dense_pages(layout, *states, rows)
+        else:
+            if self.order is not None:
+                found = self.order.encode(layout, self.layer, self.codec, states, rows, head_ids)
+                if found is not None:
+                    return found
+            encoded = _require(self.codec, layout).encode(
+                self.layer,
+                layout.tier,
+                *states,
+                rows.positions,
+                head_ids=head_ids,
+                counts=rows.counts,
+            )
+            pages = write_pages(layout, encoded, rows)
+        return pages if self.order is None else self.order.to_slab(layout, pages)
 
 
 def encode_pages(

@@ -25,7 +25,10 @@ class PageOrder(Protocol):
         rows: PageRows,
         head_ids: Tensor,
     ) -> Tensor | None:
-        """Pages of keys and values ``[rows, tokens, head_dim]``; None leaves it to the codec."""
+        """Pages of keys and values ``[rows, tokens, head_dim]``, as ``to_slab`` orders them.
+
+        None leaves it to the codec.
+        """
         ...
 
     def to_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ def _pages_of_layer(pool: PagePool, saved: SavedSequence, layer: int) -> list[En
             continue
         heads = owners[mine, 1].to(torch.int64)
         order = heads.argsort(stable=True)
-        chosen = pages[mine[order]].to(pool.device)
-        found.append(EncodedPages.of_view(PageView(pool.layout(key), chosen), heads[order]))
+        view = PageView(pool.layout(key), pages[mine[order]].to(pool.device))
+        kept = pool.allocator.to_slab(view.layout, view.pages)
+        found.append(EncodedPages.of_view(view, heads[order], kept))
     return found

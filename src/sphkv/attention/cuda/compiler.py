@@ -23,7 +23,8 @@ from sphkv.attention.cuda.driver import CudaUnavailableError
 _MAIN = {
     "sphkv_decode": "decode.cu",
     "sphkv_dense": "dense.cu",
-    "sphkv_encode": "encode.cu",
+    "sphkv_encode_keys": "encode_keys.cu",
+    "sphkv_encode_values": "encode_values.cu",
     "sphkv_reorder": "reorder.cu",
 }
 _ARCHITECTURES = {(9, 0): "sm_90a"}

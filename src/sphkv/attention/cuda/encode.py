@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense states to page bytes, and pages to fragment order, each in one launch."""
+"""Dense states, or token-transposed pages, to pages in fragment order, each in one launch."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,29 +12,38 @@ from torch import Tensor
 
 from sphkv.attention.cuda.compiler import architecture, load_cubin
 from sphkv.attention.cuda.driver import Kernel
-from sphkv.attention.cuda.geometry import HEAD_DIMS, PAGE_TOKENS
-from sphkv.attention.cuda.search_grid import SearchGrid, build_search_grid
-from sphkv.attention.triton.search import SearchTable, SearchTables
+from sphkv.attention.cuda.geometry import PAGE_TOKENS
+from sphkv.attention.cuda.pages import is_served
+from sphkv.attention.cuda.search_tables import (
+    BINNED_BITS,
+    PLANE_WORDS,
+    SLOT_WORDS,
+    ClipCells,
+    EncodeTables,
+    build_encode_tables,
+)
+from sphkv.attention.triton.search import SearchTables
 from sphkv.codec.states import SphericalCodec
-from sphkv.codec.values import CLIP_GRID, NUM_REFINEMENTS, READ_GAIN
+from sphkv.codec.values import NUM_REFINEMENTS, READ_GAIN
 from sphkv.store.layout import PAGE_VERSION, PageLayout
 from sphkv.store.paging import PageRows
 
 _THREADS = 256
+_RANGE_BYTES = 2 * _THREADS // 32 * 4
 _POINTERS = (
     *("keys", "values", "positions", "counts", "heads", "flags", "pages"),
-    *("kinds", "planes", "roots", "seen", "points", "constants", "turns", "grid", "boxes"),
+    *("kinds", "planes", "slots", "grid", "bins", "weights"),
 )
 
 
 class _EncodeParams(ctypes.Structure):
-    """Mirror of ``EncodeParams`` in ``kernels/encode.cu``."""
+    """Mirror of ``EncodeParams`` in ``kernels/encode_layout.cuh``."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("header", ctypes.c_uint32 * 16),
+        ("header", ctypes.c_uint32 * 12),
         ("most_joint", ctypes.c_int),
-        *((name, ctypes.c_float) for name in ("first_ratio", "last_ratio", "read_gain")),
+        ("read_gain", ctypes.c_float),
     )
 
 
@@ -45,14 +53,11 @@ class _ReorderParams(ctypes.Structure):
     _fields_ = (("source", ctypes.c_void_p), ("to", ctypes.c_void_p), ("page_bytes", ctypes.c_int))
 
 
-def _launch(kernel: Kernel, blocks: int, params: ctypes.Structure) -> None:
-    kernel.launch(blocks, (ctypes.c_void_p * 1)(ctypes.addressof(params)))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Tables:
-    search: SearchTable
-    grid: SearchGrid
+def _launch(
+    kernel: Kernel, blocks: int, params: ctypes.Structure, *, overlaps: bool = False
+) -> None:
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+    kernel.launch(blocks, arguments, overlaps=overlaps)
 
 
 class CudaEncoder:
@@ -61,14 +66,15 @@ class CudaEncoder:
     def __init__(self) -> None:
         self._kernels: dict[tuple[str, ...], Kernel] = {}
         self._search = SearchTables()
-        self._tables: WeakKeyDictionary[SphericalCodec, dict[tuple[int, int], _Tables]]
+        self._tables: WeakKeyDictionary[SphericalCodec, dict[tuple[int, int], EncodeTables]]
         self._tables = WeakKeyDictionary()
+        self._clips: dict[int, tuple[Tensor, Tensor]] = {}
 
     @staticmethod
     def takes(layout: PageLayout, states: Sequence[Tensor]) -> bool:
         """Whether the kernel encodes such states to such pages."""
         is_bfloat = all(part.is_cuda and part.dtype == torch.bfloat16 for part in states)
-        return is_bfloat and _is_plain(layout)
+        return is_bfloat and is_served(layout) and layout.tier.has_value_codes
 
     def _kernel(
         self, name: str, layout: PageLayout, shared_bytes: int, *more: str, device: torch.device
@@ -86,14 +92,46 @@ class CudaEncoder:
             self._kernels[key] = Kernel(image, name, shared_bytes=shared_bytes, threads=_THREADS)
         return self._kernels[key]
 
-    def _table(self, codec: SphericalCodec, layer: int, layout: PageLayout) -> _Tables:
+    def _encode_kernels(self, layout: PageLayout, device: torch.device) -> tuple[Kernel, Kernel]:
+        """The kernel of the keys and that of the values."""
+        clips = ClipCells.of_bits(layout.tier.value_bits)
+        mode = f"-DSPHKV_POSITIONS={int(layout.position_mode)}"
+        defines = (
+            f"-DSPHKV_RATIOS={clips.num_ratios}",
+            f"-DSPHKV_FIRST_RATIO={clips.first}",
+            f"-DSPHKV_RATIO_STEP={clips.step}",
+            f"-DSPHKV_CELLS={clips.cells}",
+            f"-DSPHKV_REFINEMENTS={NUM_REFINEMENTS}",
+        )
+        kernels = (
+            ("sphkv_encode_keys", _key_memory(layout)),
+            ("sphkv_encode_values", _value_memory(layout)),
+        )
+        keys, values = (
+            self._kernel(
+                name, layout, size, f"-DSPHKV_SHARED_BYTES={size}", mode, *defines, device=device
+            )
+            for name, size in kernels
+        )
+        return keys, values
+
+    def _table(self, codec: SphericalCodec, layer: int, layout: PageLayout) -> EncodeTables:
         held = self._tables.setdefault(codec, {})
         key = (layer, layout.num_nibbles)
         if key not in held:
             device = torch.device("cuda", torch.cuda.current_device())
-            search = self._search.get(codec, layer, layout.tier, device)
-            held[key] = _Tables(search, build_search_grid(search))
+            held[key] = build_encode_tables(self._search.get(codec, layer, layout.tier, device))
         return held[key]
+
+    def _clip_tables(self, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Bins of cells and weights of bins; empty for a width that has none."""
+        if bits not in self._clips:
+            clips = ClipCells.of_bits(bits)
+            found = (
+                (clips.bins(), clips.weights()) if bits in BINNED_BITS else (torch.empty(0),) * 2
+            )
+            self._clips[bits] = (found[0].to(device), found[1].to(device))
+        return self._clips[bits]
 
     def encode(
         self,
@@ -104,43 +142,32 @@ class CudaEncoder:
         rows: PageRows,
         head_ids: Tensor,
     ) -> Tensor:
-        """Pages as ``write_pages`` orders them; see ``PageOrder.encode``."""
+        """Pages in fragment order; see ``PageOrder.encode``."""
         keys, values = (part.contiguous() for part in states)
         device, bits = keys.device, layout.tier.value_bits
-        first, last, ratios = CLIP_GRID[bits]
-        # transposed keys, points, codes, partial sums and extremes: ``Memory`` of the kernel
-        shared = 256 * layout.head_dim + 384 * layout.num_nibbles + 3072 + 512 + 32
-        kernel = self._kernel(
-            "sphkv_encode",
-            layout,
-            shared,
-            f"-DSPHKV_POSITIONS={int(layout.position_mode)}",
-            f"-DSPHKV_RATIOS={ratios}",
-            f"-DSPHKV_REFINEMENTS={NUM_REFINEMENTS}",
-            device=device,
-        )
+        key_kernel, value_kernel = self._encode_kernels(layout, device)
         tables = self._table(codec, layer, layout)
         positions, counts, flags = (
             part.to(device).contiguous() for part in (rows.positions, rows.counts, rows.flags)
         )
         heads = head_ids.to(device).contiguous()
         pages = torch.empty(len(heads), layout.page_bytes, dtype=torch.uint8, device=device)
-        search, grid = tables.search, tables.grid
         inputs = (keys, values, positions, counts, heads, flags, pages)
-        held = (search.counts, search.planes, search.roots, search.seen, search.points)
-        more = (search.constants, search.turns, grid.candidates, grid.boxes)
-        params = _EncodeParams(*(part.data_ptr() for part in (*inputs, *held, *more)))
+        held = (tables.kinds, tables.planes, tables.slots, tables.grid)
+        parts = (*inputs, *held, *self._clip_tables(bits, device))
+        params = _EncodeParams(*(part.data_ptr() for part in parts))
         params.header[0] = PAGE_VERSION | layout.tier_id << 8 | int(layout.position_mode) << 16
         params.header[1] = layout.page_tokens << 16
         params.header[7:12] = layout.offsets()
-        params.most_joint = grid.boxes.shape[1]
-        params.first_ratio, params.last_ratio, params.read_gain = first, last, READ_GAIN[bits]
-        _launch(kernel, len(heads), params)
+        params.most_joint = tables.grid.shape[1]
+        params.read_gain = READ_GAIN[bits]
+        _launch(key_kernel, len(heads), params)
+        _launch(value_kernel, len(heads), params, overlaps=True)
         return pages
 
     def to_fragments(self, layout: PageLayout, pages: Tensor) -> Tensor | None:
         """Pages ``[rows, page_bytes]`` in fragment order; None if the kernel cannot do it."""
-        if not pages.is_cuda or not _is_plain(layout) or layout.num_nibbles % 16:
+        if not pages.is_cuda or not is_served(layout) or not layout.tier.has_value_codes:
             return None
         pages = pages.contiguous()
         kernel = self._kernel("sphkv_reorder", layout, layout.page_bytes, device=pages.device)
@@ -151,9 +178,18 @@ class CudaEncoder:
         return out
 
 
-def _is_plain(layout: PageLayout) -> bool:
-    return (
-        layout.tier.has_value_codes
-        and layout.page_tokens == PAGE_TOKENS
-        and layout.head_dim in HEAD_DIMS
-    )
+def _key_memory(layout: PageLayout) -> int:
+    """Size of ``KeyMemory``: slots and planes, padded keys and codes, squares, ranges."""
+    tables = 4 * (layout.num_nibbles * SLOT_WORDS + layout.head_dim // 2 * PLANE_WORDS)
+    keys = layout.head_dim * 2 * (PAGE_TOKENS + 8)
+    codes = layout.num_nibbles * (PAGE_TOKENS + 4)
+    return tables + keys + codes + 4 * PAGE_TOKENS + _RANGE_BYTES + 16
+
+
+def _value_memory(layout: PageLayout) -> int:
+    """Size of ``ValueMemory``: histograms, the bins of cells, ranges."""
+    bits, num_bins, cells = layout.tier.value_bits, 1, 0
+    if bits in BINNED_BITS:
+        clips = ClipCells.of_bits(bits)
+        num_bins, cells = clips.num_bins, clips.cells
+    return num_bins * 8 * PAGE_TOKENS + (cells + 16) // 16 * 16 + _RANGE_BYTES + 8

@@ -77,7 +77,7 @@ class FragmentOrder:
         rows: PageRows,
         head_ids: Tensor,
     ) -> Tensor | None:
-        """Fused encoding of states on a GPU; the codec encodes others."""
+        """Fused encoding of states on a GPU, as slabs keep them; the codec encodes others."""
         if not states[0].is_cuda:
             return None
         is_hopper = torch.cuda.get_device_capability(states[0].device) == HOPPER
@@ -93,7 +93,8 @@ class FragmentOrder:
             from sphkv.attention.triton.encode import PageEncoder
 
             self._encoder = PageEncoder()
-        return self._encoder.encode(layout, layer, codec, states, rows, head_ids)
+        pages = self._encoder.encode(layout, layer, codec, states, rows, head_ids)
+        return None if pages is None else self.to_slab(layout, pages)
 
     def to_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
         """Bytes to keep for token-transposed pages ``[rows, page_bytes]``."""

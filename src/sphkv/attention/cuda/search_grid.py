@@ -15,13 +15,13 @@ from torch import Tensor
 
 from sphkv.attention.triton.search import SearchTable
 
-CELLS = 32
+CELLS = 48
 """Cells along each axis."""
 
-CANDIDATES = 16
-"""Sums a cell can keep; of more, those nearest to its middle."""
+CANDIDATES = 8
+"""Sums a cell can name; a cell with more of them stands for all sums."""
 
-_MARGIN = 0.25  # beyond the outermost sums, in widths of their range
+_MARGIN = 0.06  # beyond the outermost sums, in widths of their range
 _REACH = 8.0  # of cells at the edge, likewise
 
 
@@ -30,8 +30,9 @@ class SearchGrid:
     """Grids of the planes with two slots or more.
 
     Attributes:
-        candidates: ``[heads, planes, 32 * 32, 16]`` uint8 joint codes (first slot in the upper four
-            bits), nearest to the cell's middle first; unused places repeat the first.
+        candidates: ``[heads, planes, 48 * 48, 8]`` uint8 joint codes (first slot in the upper four
+            bits), nearest to the cell's middle first; unused places repeat the first. Where the
+            second place repeats it and the last does not, all sums must be searched.
         boxes: ``[heads, planes, 4]`` float32 low ends along both axes, then cells per unit.
     """
 
@@ -60,7 +61,7 @@ def build_search_grid(table: SearchTable) -> SearchGrid:
 
 
 def _plane_grids(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Candidates ``[planes, cells, 16]`` and boxes ``[planes, 4]`` of sums ``[planes, 256, 2]``."""
+    """Candidates ``[planes, cells, 8]`` and boxes ``[planes, 4]`` of sums ``[planes, 256, 2]``."""
     low, high = sums.amin(1), sums.amax(1)
     width = (high - low).clamp(min=1e-12)
     low, width = low - _MARGIN * width, (1 + 2 * _MARGIN) * width
@@ -87,11 +88,13 @@ def _plane_grids(sums: Tensor) -> tuple[Tensor, Tensor]:
     order = at_centre.masked_fill(~is_kept, torch.inf).sort(-1)
     found, distance = order.indices[..., :CANDIDATES], order.values[..., :CANDIDATES]
     found = torch.where(distance.isinf(), found[..., :1], found)
+    is_long = is_kept.sum(-1) > CANDIDATES
+    found[..., 1] = torch.where(is_long, found[..., 0], found[..., 1])
     return found.to(torch.uint8), torch.cat([low, CELLS / width], -1)
 
 
 def _cross(u: Tensor, v: Tensor) -> Tensor:
-    """Points ``[planes, cells, 2]`` of all pairs of ``u`` and ``v``, both ``[planes, 32]``."""
+    """Points ``[planes, cells, 2]`` of all pairs of ``u`` and ``v``, both ``[planes, 48]``."""
     wide = torch.broadcast_tensors(u[:, :, None], v[:, None, :])
     return torch.stack(wide, -1).flatten(1, 2)
 

@@ -1,192 +1,367 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keys to slot codes and radius codes: norm, un-rotate, snap, pack. The arithmetic is that of
-// codec/keys.py.
+// codec/keys.py. A lane has four neighbouring keys; the warps share the planes.
 #pragma once
 #include "encode_layout.cuh"
+#include "lane_words.cuh"
 
-// What one thread knows of its key.
-struct Key {
-  int token;
-  uint32_t position;
-  float inverse;  // of the norm
-  float cosine, length;
+constexpr int OWN = PAGE / 32;      // keys of a lane
+constexpr int KEY_ROW = PAGE + 8;   // rows are padded against bank conflicts
+constexpr int CODE_ROW = PAGE + 4;
+constexpr int GRID = 48;            // cells of a search grid along each axis
+constexpr float LEAST_COSINE = 0.2f;  // below it the radius only keeps the norm
+constexpr float TINY = 1.17549435e-38f;
+constexpr float RADIANS = 1.46291808e-9f;  // 2 pi / 2^32
+
+struct KeyMemory {
+  Slot slot[SLOTS];
+  Plane plane[PLANES];
+  union {
+    uint16_t key[HEAD_DIM][KEY_ROW];  // channels in the order `load_keys` leaves them in
+    float part[2][WARPS][PAGE];       // when the keys are done: cosines, squared lengths by warp
+  };
+  uint8_t code[SLOTS][CODE_ROW];
+  float square[PAGE];
+  float edge[2][WARPS];
+  uint64_t tables_arrived;
+  int next_item;
+  int unused;
 };
 
-// Smaller of two distances whose lowest bits hold their codes.
-INLINE int nearer(int best, float du, float dv, int mask, int code) {
-  return min(best, (__float_as_int(du * du + dv * dv) & mask) | code);
-}
-
-struct Plane {
-  float x, y;  // of the unit key before rotation
-  float u, v;  // as queries see them
-
-  INLINE Plane(const EncodeParams& p, const Memory& m, const Key& key, int head, int at) {
-    const int* plane = p.planes + (head * PLANES + at) * 3;
-    const uint64_t turn = __ldg(p.turns + __ldg(plane));
-    const float a = bfloat(m.key[__ldg(plane + 1)][key.token]);
-    const float b = bfloat(m.key[__ldg(plane + 2)][key.token]);
-    // the product wraps as the angle does
-    const uint32_t phase =
-        (uint32_t)(turn >> 32) * key.position + __umulhi((uint32_t)turn, key.position);
-    const float angle = (float)(int)phase * RADIANS;
-    const float c = cos_fast(angle), s = sin_fast(angle);
-    x = (a * c + b * s) * key.inverse;
-    y = (b * c - a * s) * key.inverse;
-    const float4 root = __ldg((const float4*)p.roots + head * PLANES + at);
-    u = root.x * x + root.y * y;
-    v = root.z * x + root.w * y;
-  }
+// What a lane knows of its keys.
+struct Keys {
+  uint32_t position[OWN];
+  float inverse[OWN];  // of the norm
+  float cosine[OWN], length[OWN];
+  uint32_t live;  // a byte of ones for each live key
+  int lane;
 };
 
-// Nearest of LEVELS points of a slot, STRIDE apart.
-template <int COUNT, int STRIDE>
-INLINE int nearest(const float2* seen, float u, float v) {
-  int best = 0x7fffffff;
-#pragma unroll
-  for (int level = 0; level < COUNT; level++) {
-    const float2 s = seen[level * STRIDE];
-    best = nearer(best, u - s.x, v - s.y, -COUNT, level);
-  }
-  return best & (COUNT - 1);
-}
+// A plane of a lane's keys.
+struct Directions {
+  float x[OWN], y[OWN];  // of the unit keys before rotation
+  float u[OWN], v[OWN];  // as queries see them
 
-// Nearest sum of a point of each of two slots, among the candidates of the grid cell.
-INLINE int nearest_sum(const EncodeParams& p, const Memory& m, int head, int at, int slot, float u,
-                       float v) {
-  const float4 box = __ldg(p.boxes + head * p.most_joint + at);
-  const float cu = fminf(fmaxf((u - box.x) * box.z, 0.f), GRID - 1.f);
-  const float cv = fminf(fmaxf((v - box.y) * box.w, 0.f), GRID - 1.f);
-  const uint64_t cell = ((uint64_t)head * p.most_joint + at) * (GRID * GRID) + (int)cu * GRID + (int)cv;
-  const uint4 list = __ldg(p.grid + cell);
-  const uint32_t word[4] = {list.x, list.y, list.z, list.w};
-  // places without a candidate repeat the first one
-  const uint32_t none = __byte_perm(list.x, 0, 0x0000);
-  int best = 0x7fffffff;
+  INLINE Directions(const KeyMemory& m, const Keys& keys, const Plane& plane) {
+    const uint2 a = *(const uint2*)&m.key[plane.row[0]][OWN * keys.lane];
+    const uint2 b = *(const uint2*)&m.key[plane.row[1]][OWN * keys.lane];
+    const float first[OWN] = {bfloat_low(a.x), bfloat_high(a.x), bfloat_low(a.y), bfloat_high(a.y)};
+    const float second[OWN] = {bfloat_low(b.x), bfloat_high(b.x), bfloat_low(b.y), bfloat_high(b.y)};
 #pragma unroll
-  for (int w = 0; w < 4; w++) {
-    if (w > 0 && __all_sync(ALL_LANES, word[w] == none)) break;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const int code = word[w] >> (8 * k) & 255;
-      const float2 one = m.seen[slot][0][code >> 4], two = m.seen[slot + 1][0][code & 15];
-      best = nearer(best, u - one.x - two.x, v - one.y - two.y, -256, code);
+    for (int i = 0; i < OWN; i++) {
+      // the product wraps as the angle does
+      const uint32_t phase =
+          plane.turn_high * keys.position[i] + __umulhi(plane.turn_low, keys.position[i]);
+      const float angle = (float)(int)phase * RADIANS;
+      const float c = cos_fast(angle) * keys.inverse[i], s = sin_fast(angle) * keys.inverse[i];
+      x[i] = first[i] * c + second[i] * s;
+      y[i] = second[i] * c - first[i] * s;
     }
   }
-  return best & 255;
+
+  INLINE void see(const Plane& plane, float u0, float v0) {
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+      u[i] = fmaf(plane.root.x, x[i], fmaf(plane.root.y, y[i], u0));
+      v[i] = fmaf(plane.root.z, x[i], fmaf(plane.root.w, y[i], v0));
+    }
+  }
+
+  INLINE void count_in(Keys& keys, int i, float2 point) const {
+    keys.cosine[i] = fmaf(x[i], point.x, fmaf(y[i], point.y, keys.cosine[i]));
+    keys.length[i] = fmaf(point.x, point.x, fmaf(point.y, point.y, keys.length[i]));
+  }
+};
+
+INLINE void store_codes(KeyMemory& m, const Keys& keys, int slot, const int (&code)[OWN]) {
+  const uint32_t word = code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24;
+  ((uint32_t*)m.code[slot])[keys.lane] = word & keys.live;
 }
 
-INLINE void count_in(Key& key, const Plane& plane, float x, float y) {
-  key.cosine += plane.x * x + plane.y * y;
-  key.length += x * x + y * y;
+// Bits of a number, the lowest of them replaced.
+INLINE int with_level(float x, int mask, int level) {
+  int bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(__float_as_int(x)), "r"(mask), "r"(level));
+  return bits;
 }
 
-INLINE float2 stored_point(const EncodeParams& p, int head, int slot, int second, int code) {
-  return __ldg(p.points + ((head * SLOTS + slot) * 2 + second) * LEVELS + code);
+// Nearest of COUNT points. Of |w - s|^2 only s.w - |s|^2 / 2 depends on s; a bias makes the largest
+// of these positive, so that its bits compare as an integer. The lowest bits hold the level.
+template <int COUNT>
+INLINE void nearest(const float* table, const float (&u)[OWN], const float (&v)[OWN], int mask,
+                    int (&code)[OWN]) {
+  int best[OWN] = {-0x7fffffff, -0x7fffffff, -0x7fffffff, -0x7fffffff};
+#pragma unroll
+  for (int first = 0; first < COUNT; first += 4) {
+    const float4 x = *(const float4*)(table + first), y = *(const float4*)(table + COUNT + first);
+    const float4 bias = *(const float4*)(table + 2 * COUNT + first);
+    const float sx[4] = {x.x, x.y, x.z, x.w}, sy[4] = {y.x, y.y, y.z, y.w};
+    const float h[4] = {bias.x, bias.y, bias.z, bias.w};
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const float score = fmaf(v[i], sy[k], fmaf(u[i], sx[k], h[k]));
+        best[i] = max(best[i], with_level(score, mask, COUNT - 1 - first - k));
+      }
+  }
+#pragma unroll
+  for (int i = 0; i < OWN; i++) code[i] = COUNT - 1 - (best[i] & (COUNT - 1));
+}
+
+// Squared distance from the sum of a point of each of two slots.
+INLINE float distance(uint32_t one, uint32_t two, uint32_t shifted_code, float u, float v) {
+  const uint2 a = load_shared2(one | (shifted_code >> 1 & 0x78));
+  const uint2 b = load_shared2(two | (shifted_code << 3 & 0x78));
+  const float du = u - __uint_as_float(a.x) - __uint_as_float(b.x);
+  const float dv = v - __uint_as_float(a.y) - __uint_as_float(b.y);
+  return du * du + dv * dv;
+}
+
+// Nearest of all sums of two slots to the point of one lane, by all lanes.
+INLINE int nearest_of_all(uint32_t one, uint32_t two, float u, float v, int lane) {
+  int best = 0x7fffffff;
+#pragma unroll
+  for (int code = lane; code < LEVELS * LEVELS; code += 32)
+    best = min(best, (__float_as_int(distance(one, two, code, u, v)) & -256) | code);
+  return __reduce_min_sync(ALL_LANES, best) & 255;
+}
+
+// Nearest sum of a point of each of two slots, among the candidates of a grid cell: up to eight,
+// unused places repeat the first. A list whose second place alone repeats it stands for all sums.
+INLINE int nearest_sum(uint32_t one, uint32_t two, uint2 list, int mask, float u, float v, int lane) {
+  constexpr int USUAL = 6;
+  int best = 0x7fffffff;
+#pragma unroll
+  for (int k = 0; k < USUAL; k++) {
+    const uint32_t word = k < 4 ? list.x : list.y;
+    best = min(best, with_level(distance(one, two, word >> (8 * (k % 4)), u, v), mask, k));
+  }
+  const uint64_t both = (uint64_t)list.y << 32 | list.x;
+  const bool is_last_used = list.y >> 24 != (list.x & 255);
+  bool is_long = false;
+  if (__any_sync(ALL_LANES, is_last_used || (list.y >> 16 & 255) != (list.x & 255))) {
+#pragma unroll
+    for (int k = USUAL; k < 8; k++)
+      best = min(best, with_level(distance(one, two, list.y >> (8 * (k % 4)), u, v), mask, k));
+    is_long = is_last_used && (list.x & 255) == (list.x >> 8 & 255);
+  }
+  int code = (int)(both >> (8 * (best & 7))) & 255;
+  for (uint32_t left = __ballot_sync(ALL_LANES, is_long); left; left &= left - 1) {
+    const int at = __ffs(left) - 1;
+    const float his_u = __shfl_sync(ALL_LANES, u, at), his_v = __shfl_sync(ALL_LANES, v, at);
+    const int found = nearest_of_all(one, two, his_u, his_v, lane);
+    if (lane == at) code = found;
+  }
+  return code;
 }
 
 // A plane of 8 or 12 bits: two or three slots whose points add.
-INLINE void encode_joint(const EncodeParams& p, Memory& m, Key& key, int head, int at, int num_12,
-                         bool is_live) {
+INLINE void encode_joint(const EncodeParams& p, KeyMemory& m, Keys& keys, int head, int at, int num_12,
+                         int mask) {
+  const Plane& plane = m.plane[at];
   const int slot = at < num_12 ? 3 * at : 2 * at + num_12;
-  const Plane plane(p, m, key, head, at);
-  const int joint = nearest_sum(p, m, head, at, slot, plane.u, plane.v);
-  const int one = joint >> 4, two = joint & 15;
-  const float2 a = stored_point(p, head, slot, 0, one), b = stored_point(p, head, slot + 1, 0, two);
-  float x = a.x + b.x, y = a.y + b.y;
-  m.code[slot][key.token] = is_live ? one : 0;
-  m.code[slot + 1][key.token] = is_live ? two : 0;
+  Directions w(m, keys, plane);
+  w.see(plane, 0.f, 0.f);
+  const uint2* grid = p.grid + ((uint64_t)head * p.most_joint + at) * (GRID * GRID);
+  const uint32_t first = shared_address(&m.slot[slot]), second = shared_address(&m.slot[slot + 1]);
+  uint2 list[OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const float cu = fminf(fmaxf((w.u[i] - plane.place.x) * plane.place.z, 0.f), GRID - 1.f);
+    const float cv = fminf(fmaxf((w.v[i] - plane.place.y) * plane.place.w, 0.f), GRID - 1.f);
+    list[i] = __ldg(grid + (int)cu * GRID + (int)cv);
+  }
+  int one[OWN], two[OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const int code = nearest_sum(first, second, list[i], mask | 8, w.u[i], w.v[i], keys.lane);
+    one[i] = code >> 4, two[i] = code & 15;
+  }
+  store_codes(m, keys, slot, one);
+  store_codes(m, keys, slot + 1, two);
+  float2 point[OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const float2 a = m.slot[slot].point[one[i]], b = m.slot[slot + 1].point[two[i]];
+    point[i] = {a.x + b.x, a.y + b.y};
+  }
   if (at < num_12) {
-    const float2 s = m.seen[slot][0][one], t = m.seen[slot + 1][0][two];
-    const int three =
-        nearest<LEVELS, 1>(m.seen[slot + 2][0], plane.u - s.x - t.x, plane.v - s.y - t.y);
-    const float2 c = stored_point(p, head, slot + 2, 0, three);
-    x += c.x, y += c.y;
-    m.code[slot + 2][key.token] = is_live ? three : 0;
+    const Slot& last = m.slot[slot + 2];
+    int three[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+      const float2 a = ((const float2*)m.slot[slot].table)[one[i]];
+      const float2 b = ((const float2*)m.slot[slot + 1].table)[two[i]];
+      w.u[i] -= a.x + b.x + last.centre.x, w.v[i] -= a.y + b.y + last.centre.y;
+    }
+    nearest<LEVELS>(last.table, w.u, w.v, mask, three);
+    store_codes(m, keys, slot + 2, three);
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+      point[i].x += last.point[three[i]].x, point[i].y += last.point[three[i]].y;
   }
-  count_in(key, plane, x, y);
+#pragma unroll
+  for (int i = 0; i < OWN; i++) w.count_in(keys, i, point[i]);
 }
 
-// All slots of a key; two threads share its planes.
-INLINE void encode_slots(const EncodeParams& p, Memory& m, Key& key, int head, int half,
-                         bool is_live) {
-  const int* kinds = p.kinds + head * 5;
-  const int num_12 = __ldg(kinds), joint = num_12 + __ldg(kinds + 1), num_4 = __ldg(kinds + 2);
-  const int pairs = __ldg(kinds + 3), bare = __ldg(kinds + 4);
-  for (int at = half; at < joint; at += 2) encode_joint(p, m, key, head, at, num_12, is_live);
-  const int first_4 = 2 * joint + num_12;
-  for (int k = half; k < num_4; k += 2) {
-    const Plane plane(p, m, key, head, joint + k);
-    const int code = nearest<LEVELS, 1>(m.seen[first_4 + k][0], plane.u, plane.v);
-    const float2 point = stored_point(p, head, first_4 + k, 0, code);
-    m.code[first_4 + k][key.token] = is_live ? code : 0;
-    count_in(key, plane, point.x, point.y);
-  }
-  const int first_pair = first_4 + num_4;
-  for (int k = half; k < pairs; k += 2) {
-    const int slot = first_pair + k, at = joint + num_4 + 2 * k;
-    const Plane one(p, m, key, head, at), two(p, m, key, head, at + 1);
-    const int low = nearest<4, 1>(m.seen[slot][0], one.u, one.v);
-    const int high = nearest<4, 4>(m.seen[slot][1], two.u, two.v);
-    const float2 a = stored_point(p, head, slot, 0, low), b = stored_point(p, head, slot, 1, 4 * high);
-    count_in(key, one, a.x, a.y);
-    count_in(key, two, b.x, b.y);
-    m.code[slot][key.token] = is_live ? low + 4 * high : 0;
-  }
-  const int first_bare = joint + num_4 + 2 * pairs;
-  for (int at = first_bare + half; at < first_bare + bare; at += 2) {
-    const float2 point = __ldg(p.constants + head * PLANES + at);
-    count_in(key, Plane(p, m, key, head, at), point.x, point.y);
-  }
+// A plane of COUNT levels of its own; `table` and `point` are its part of a slot.
+template <int COUNT>
+INLINE void encode_single(const KeyMemory& m, Keys& keys, int at, const float* table,
+                          const float2* point, int mask, int (&code)[OWN]) {
+  const Plane& plane = m.plane[at];
+  Directions w(m, keys, plane);
+  w.see(plane, plane.place.x, plane.place.y);
+  nearest<COUNT>(table, w.u, w.v, mask, code);
+#pragma unroll
+  for (int i = 0; i < OWN; i++) w.count_in(keys, i, point[code[i]]);
 }
 
-// Transposed keys and the points of their head to shared memory; returns half a key's square.
-INLINE float load_keys(const EncodeParams& p, Memory& m, long long row, int head, int token, int half,
-                       int tid) {
-  const uint4* key = (const uint4*)(p.keys + (row * PAGE + token) * HEAD_DIM);
-  float square = 0.f;
+// Two planes of two bits that share a slot.
+INLINE void encode_pair(KeyMemory& m, Keys& keys, int at, int slot, int mask) {
+  const Slot& pair = m.slot[slot];
+  int low[OWN], high[OWN];
+  encode_single<4>(m, keys, at, pair.table, pair.point, mask | 12, low);
+  encode_single<4>(m, keys, at + 1, pair.table + 12, pair.point + 4, mask | 12, high);
 #pragma unroll
-  for (int c = 0; c < HEAD_DIM / 16; c++) {
-    const int at = half * (HEAD_DIM / 16) + c;
-    const uint4 v = key[at];
-    const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+  for (int i = 0; i < OWN; i++) low[i] += 4 * high[i];
+  store_codes(m, keys, slot, low);
+}
+
+// Planes of all kinds, the costly ones first; a warp that is done takes the next.
+INLINE void encode_slots(const EncodeParams& p, KeyMemory& m, Keys& keys, const int (&kinds)[5],
+                         int head, int warp) {
+  const int num_12 = kinds[0], joint = num_12 + kinds[1], num_4 = kinds[2], pairs = kinds[3];
+  const int bare = kinds[4], first_4 = 2 * joint + num_12, first_pair = first_4 + num_4;
+  // hidden from the compiler, which would need two instructions for a mask and a level it knows
+  int mask;
+  asm volatile("mov.b32 %0, %1;" : "=r"(mask) : "n"(-LEVELS));
+  int item = warp, next = 0;
+  for (; item < joint + num_4 + pairs + bare; item = __shfl_sync(ALL_LANES, next, 0)) {
+    if (keys.lane == 0) next = atomicAdd(&m.next_item, 1);
+    if (item < joint) {
+      encode_joint(p, m, keys, head, item, num_12, mask);
+    } else if (item < joint + num_4) {
+      const int slot = first_4 + item - joint;
+      int code[OWN];
+      encode_single<LEVELS>(m, keys, item, m.slot[slot].table, m.slot[slot].point, mask, code);
+      store_codes(m, keys, slot, code);
+    } else if (item < joint + num_4 + pairs) {
+      const int k = item - joint - num_4;
+      encode_pair(m, keys, item + k, first_pair + k, mask);
+    } else {
+      const Plane& plane = m.plane[item + pairs];
+      const Directions w(m, keys, plane);
 #pragma unroll
-    for (int w = 0; w < 4; w++) {
-      const float a = bfloat(word[w] & 0xffff), b = bfloat(word[w] >> 16);
-      m.key[8 * at + 2 * w][token] = (uint16_t)word[w];
-      m.key[8 * at + 2 * w + 1][token] = (uint16_t)(word[w] >> 16);
-      square += a * a + b * b;
+      for (int i = 0; i < OWN; i++) w.count_in(keys, i, {plane.place.x, plane.place.y});
     }
   }
-  constexpr int WORDS = SLOTS * 2 * LEVELS / 2;  // of 16 bytes
-  const uint4* seen = (const uint4*)(p.seen + head * SLOTS * 2 * LEVELS);
-  for (int x = tid; x < WORDS; x += THREADS) ((uint4*)m.seen)[x] = __ldg(seen + x);
-  return square;
+}
+
+// Keys of a tile, transposed, to shared memory, and their squares: the diagonals of products of
+// the keys with themselves. A lane loads keys g and g + 8. Channel 32 chunk + 8 t + 2 word + half
+// goes to row 32 chunk + 8 word + 2 t + half.
+INLINE void load_keys(const EncodeParams& p, KeyMemory& m, long long row, int count, int warp,
+                      int lane) {
+  const int g = lane / 4, t = lane % 4, first = warp * TILE;
+  const uint4* key = (const uint4*)(p.keys + (row * PAGE + first + g) * HEAD_DIM) + t;
+  float low[4] = {}, high[4] = {};
+  const uint32_t to = shared_address(&m.key[lane][first]);
+#pragma unroll
+  for (int chunk = 0; chunk < HEAD_DIM / 32; chunk++) {
+    const uint4 none = {0, 0, 0, 0};
+    const uint4 a = first + g < count ? key[4 * chunk] : none;
+    const uint4 b = first + g + 8 < count ? key[HEAD_DIM + 4 * chunk] : none;
+    mma_bf16(low, a.x, b.x, a.y, b.y, a.x, a.y);
+    mma_bf16(low, a.z, b.z, a.w, b.w, a.z, a.w);
+    mma_bf16(high, a.x, b.x, a.y, b.y, b.x, b.y);
+    mma_bf16(high, a.z, b.z, a.w, b.w, b.z, b.w);
+    store_transposed(to + chunk * 32 * KEY_ROW * 2, a);
+    store_transposed(to + chunk * 32 * KEY_ROW * 2 + 16, b);
+  }
+  if (g / 2 == t) {
+    m.square[first + g] = g % 2 ? low[1] : low[0];
+    m.square[first + g + 8] = g % 2 ? high[3] : high[2];
+  }
+}
+
+// Slot codes in fragment order: a lane of the reader holds key g in the low nibble and g + 8 in the
+// high one of each byte. A thread makes words of four lanes at a time.
+INLINE void write_codes(const KeyMemory& m, uint8_t* page, int tid) {
+  constexpr int WORDS = SLOTS / 16;
+  for (int at = tid; at < PAGE / 16 * 8 * WORDS; at += THREADS) {
+    const int tile = at / (8 * WORDS), word = at / 8 % WORDS, quad = at % 2, t = at / 2 % 4;
+    uint32_t x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t* code = (const uint32_t*)(m.code[16 * word + 4 * i + t] + tile * 16) + quad;
+      x[i] = code[0] | code[2] << 4;
+    }
+    transpose_bytes(x);
+    uint8_t* to = page + KEY_OFFSET + tile * WORDS * 128;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      *(uint32_t*)(to + LaneWords<WORDS>::offset(word, 16 * quad + 4 * i + t)) = x[i];
+  }
+}
+
+// Starts a copy of the head's tables to shared memory.
+INLINE void fetch_tables(const EncodeParams& p, KeyMemory& m, int head) {
+  const uint32_t barrier = shared_address(&m.tables_arrived);
+  barrier_init(barrier, 1);
+  publish_barriers();
+  barrier_expect(barrier, sizeof(m.slot) + sizeof(m.plane));
+  copy_bulk(shared_address(m.slot), p.slots + head * SLOTS, sizeof(m.slot), barrier);
+  copy_bulk(shared_address(m.plane), p.planes + head * PLANES, sizeof(m.plane), barrier);
+}
+
+// The norm that gives a coded key its own length along the key.
+INLINE float radius_of(const KeyMemory& m, int key) {
+  float cosine = 0.f, length = 0.f;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) cosine += m.part[0][w][key], length += m.part[1][w][key];
+  length = sqrtf(length);
+  const float gain = cosine > LEAST_COSINE * length ? cosine : fmaxf(length, 1e-6f);
+  return sqrtf(m.square[key]) / gain;
 }
 
 // Codes, radius codes; returns the range of the radii.
-INLINE Affine encode_keys(const EncodeParams& p, Memory& m, uint8_t* page, long long row, int head,
+INLINE Affine encode_keys(const EncodeParams& p, KeyMemory& m, uint8_t* page, long long row, int head,
                           int count, int tid) {
-  const int token = tid % PAGE, half = tid / PAGE;
-  m.sum[half][0][token] = load_keys(p, m, row, head, token, half, tid);
+  const int warp = tid / 32, lane = tid % 32;
+  if (tid == 0) fetch_tables(p, m, head), m.next_item = WARPS;
+  // asked for early: nothing below waits for them until the keys are there
+  Keys keys;
+  int kinds[5];
+#pragma unroll
+  for (int i = 0; i < 5; i++) kinds[i] = p.kinds[head * 5 + i];
+#pragma unroll
+  for (int i = 0; i < OWN; i++)
+    keys.position[i] = (uint32_t)p.positions[row * PAGE + OWN * lane + i];
+  load_keys(p, m, row, count, warp, lane);
   __syncthreads();
-  const float radius = sqrtf(m.sum[0][0][token] + m.sum[1][0][token]);
-  Key key = {token, (uint32_t)p.positions[row * PAGE + token], 1.f / fmaxf(radius, TINY), 0.f, 0.f};
-  const bool is_live = token < count;
-  encode_slots(p, m, key, head, half, is_live);
-  m.sum[half][1][token] = key.cosine;
-  m.sum[half][2][token] = key.length;
-  __syncthreads();
-  const float cosine = m.sum[0][1][token] + m.sum[1][1][token];
-  const float length = sqrtf(m.sum[0][2][token] + m.sum[1][2][token]);
-  const float x = radius / (cosine > LEAST_COSINE * length ? cosine : fmaxf(length, 1e-6f));
-  const Affine affine(m, x, is_live, tid);
-  if (tid < PAGE) page[RADIUS_OFFSET + token] = is_live ? (uint8_t)affine.code(x) : 0;
-  // two states half a page apart share a byte
-  for (int w = tid; w < SLOTS * PAGE / 8; w += THREADS) {
-    const uint32_t* code = (const uint32_t*)m.code[w / (PAGE / 8)];
-    const int at = w % (PAGE / 8);
-    ((uint32_t*)(page + KEY_OFFSET))[w] = code[at] | code[at + PAGE / 8] << 4;
+  keys.lane = lane, keys.live = 0;
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const int key = OWN * lane + i;
+    keys.inverse[i] = rsqrtf(fmaxf(m.square[key], TINY));
+    keys.cosine[i] = keys.length[i] = 0.f;
+    if (key < count) keys.live |= 255u << (8 * i);
   }
+  barrier_wait(shared_address(&m.tables_arrived), 0);
+  encode_slots(p, m, keys, kinds, head, warp);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    m.part[0][warp][OWN * lane + i] = keys.cosine[i];
+    m.part[1][warp][OWN * lane + i] = keys.length[i];
+  }
+  __syncthreads();
+  const bool is_live = tid < min(count, PAGE);
+  float x = 0.f;
+  if (tid < PAGE) x = radius_of(m, tid);
+  const Affine affine(m.edge, is_live ? x : INFINITE, is_live ? x : MINUS_INFINITY, tid);
+  if (tid < PAGE) page[gain_offset(tid, 0)] = is_live ? (uint8_t)affine.code(x) : 0;
+  write_codes(m, page, tid);
   return affine;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sizes, parameters and shared memory of the encoder, and bytes that are affine over a page.
+// Sizes, parameters and tables of the encoder, and bytes that are affine over a page.
 #pragma once
 #include "ptx.cuh"
 
@@ -7,79 +7,90 @@ constexpr int HEAD_DIM = SPHKV_HEAD_DIM;
 constexpr int SLOTS = SPHKV_SLOTS;
 constexpr int VALUE_BITS = SPHKV_VALUE_BITS;
 constexpr int POSITIONS = SPHKV_POSITIONS;  // 0: one base, 1: one per 16 states, 2: one per state
-constexpr int RATIOS = SPHKV_RATIOS;        // clipping ratios tried for a value
-constexpr int REFINEMENTS = SPHKV_REFINEMENTS;
 
 constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
 constexpr int PAGE = 128;
+constexpr int TILE = PAGE / WARPS;  // states of a warp
 constexpr int PLANES = HEAD_DIM / 2;
 constexpr int LEVELS = 16;
-constexpr int GRID = 32;        // cells of a search grid along each axis
 
 constexpr int KEY_OFFSET = 64;
-constexpr int RADIUS_OFFSET = KEY_OFFSET + SLOTS * PAGE / 2;
-constexpr int SCALE_OFFSET = RADIUS_OFFSET + PAGE;
-constexpr int VALUE_OFFSET = SCALE_OFFSET + PAGE;
+constexpr int GAIN_OFFSET = KEY_OFFSET + SLOTS * PAGE / 2;
+constexpr int VALUE_OFFSET = GAIN_OFFSET + 2 * PAGE;
 constexpr int POSITION_OFFSET = VALUE_OFFSET + PAGE * HEAD_DIM * VALUE_BITS / 8;
 constexpr int POSITION_WORDS = POSITIONS == 0 ? 0 : POSITIONS == 1 ? PAGE / 16 : PAGE;
 constexpr int PAYLOAD_END = POSITION_OFFSET + 4 * POSITION_WORDS;
 constexpr int PAGE_BYTES = (PAYLOAD_END + 63) / 64 * 64;
 
-constexpr float LEAST_COSINE = 0.2f;  // below it the radius only keeps the norm
-constexpr float TINY = 1.17549435e-38f;
-constexpr float RADIANS = 1.46291808e-9f;  // 2 pi / 2^32
+#define INFINITE __int_as_float(0x7f800000)
+
+struct Plane {
+  int row[2];                    // of its channels in shared memory
+  uint32_t turn_low, turn_high;  // turns per position in units of 2^-64
+  float4 root;                   // what queries make of the plane
+  float4 place;                  // one slot: minus its centre; two: low ends of the grid and cells
+                                 // per unit; none: the constant
+};
+
+// 128 bytes divide it, so that offsets of points can be OR-ed to its address.
+struct Slot {
+  // One slot of a plane: x, y and bias of every level, for `nearest`; a pair of planes: four levels
+  // of each; two slots and more: points as queries see them, x and y side by side.
+  float table[3 * LEVELS];
+  float2 centre;
+  float unused[14];
+  float2 point[LEVELS];  // as stored; a pair: four levels of each plane
+};
+static_assert(sizeof(Slot) == 384 && sizeof(Plane) == 48, "search_tables.py knows them");
 
 struct EncodeParams {
-  const uint16_t* keys;          // [rows][PAGE][HEAD_DIM] bfloat16 after rotary embedding
-  const uint16_t* values;        // the same
-  const long long* positions;    // [rows][PAGE]
-  const long long* counts;       // [rows]
-  const long long* heads;        // [rows]
-  const uint8_t* flags;          // [rows][PAGE]
-  uint8_t* pages;                // [rows][PAGE_BYTES]
-  const int* kinds;              // [heads][5] planes of 12, 8, 4 bits, pair slots, bare planes
-  const int* planes;             // [heads][PLANES][3] number and channels, by falling bits
-  const float* roots;            // [heads][PLANES][4]
-  const float2* seen;            // [heads][SLOTS][2][LEVELS] points as queries see them
-  const float2* points;          // the same as stored
-  const float2* constants;       // [heads][PLANES]
-  const uint64_t* turns;         // [PLANES] turns per position in units of 2^-64
-  const uint4* grid;             // [heads][most_joint][GRID * GRID] candidates, nearest first
-  const float4* boxes;           // [heads][most_joint] low ends and cells per unit
-  uint32_t header[16];
+  const uint16_t* keys;        // [rows][PAGE][HEAD_DIM] bfloat16 after rotary embedding
+  const uint16_t* values;      // the same
+  const long long* positions;  // [rows][PAGE]
+  const long long* counts;     // [rows]
+  const long long* heads;      // [rows]
+  const uint8_t* flags;        // [rows][PAGE]
+  uint8_t* pages;              // [rows][PAGE_BYTES]
+  const int* kinds;            // [heads][5] planes of 12, 8, 4 bits, pair slots, bare planes
+  const Plane* planes;         // [heads][PLANES] by falling bits
+  const Slot* slots;           // [heads][SLOTS]
+  const uint2* grid;           // [heads][most_joint][GRID * GRID] candidates
+  const uint8_t* bins;         // [CELLS + 1] clipping thresholds at or below a cell
+  const uint4* weights;        // [BINS / 16][32] levels of ratios, as lanes need them
+  uint32_t header[12];
   int most_joint;
-  float first_ratio, last_ratio, read_gain;
+  float read_gain;
 };
 
-struct Memory {
-  uint16_t key[HEAD_DIM][PAGE];
-  float2 seen[SLOTS][2][LEVELS];
-  uint8_t code[SLOTS][PAGE];
-  float sum[2][3][PAGE];  // by half: square, cosine, length
-  float scalar[PAGE];     // radius, then value step
-  float edge[2][4];       // extremes by warp
-};
-constexpr int VALUE_ROW = HEAD_DIM + 4;  // value codes of a state, padded against bank conflicts
-static_assert(PAGE * VALUE_ROW <= HEAD_DIM * PAGE * 2, "value codes take the place of the keys");
+INLINE float bfloat_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+INLINE float bfloat_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-INLINE float bfloat(uint32_t bits) { return __uint_as_float(bits << 16); }
+// Where a byte of a state's radius (0) or scale (1) lies.
+INLINE int gain_offset(int state, int kind) {
+  return GAIN_OFFSET + (state / 16 * 8 + state % 8) * 4 + 2 * kind + state % 16 / 8;
+}
+
+// Four words of four bytes, transposed.
+INLINE void transpose_bytes(uint32_t (&x)[4]) {
+  const uint32_t a = __byte_perm(x[0], x[1], 0x5140), b = __byte_perm(x[2], x[3], 0x5140);
+  const uint32_t c = __byte_perm(x[0], x[1], 0x7362), d = __byte_perm(x[2], x[3], 0x7362);
+  x[0] = __byte_perm(a, b, 0x5410), x[1] = __byte_perm(a, b, 0x7632);
+  x[2] = __byte_perm(c, d, 0x5410), x[3] = __byte_perm(c, d, 0x7632);
+}
 
 struct Affine {
   float low, step, inverse;
 
-  // Over the live states of the page; the first 128 threads hold one each, all threads call it.
-  INLINE Affine(Memory& m, float x, bool is_live, int tid) {
-    float least = is_live ? x : __int_as_float(0x7f800000), most = is_live ? x : MINUS_INFINITY;
+  // Over what all threads of a block give; `edge` is scratch that nobody else reads.
+  INLINE Affine(float (&edge)[2][WARPS], float least, float most, int tid) {
+    least = -warp_max(-least), most = warp_max(most);
+    if (tid % 32 == 0) edge[0][tid / 32] = least, edge[1][tid / 32] = most;
+    __syncthreads();
+    low = edge[0][0];
+    float high = edge[1][0];
 #pragma unroll
-    for (int k = 1; k < 32; k *= 2) {
-      least = fminf(least, __shfl_xor_sync(ALL_LANES, least, k));
-      most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, k));
-    }
-    __syncthreads();
-    if (tid < PAGE && tid % 32 == 0) m.edge[0][tid / 32] = least, m.edge[1][tid / 32] = most;
-    __syncthreads();
-    low = fminf(fminf(m.edge[0][0], m.edge[0][1]), fminf(m.edge[0][2], m.edge[0][3]));
-    const float high = fmaxf(fmaxf(m.edge[1][0], m.edge[1][1]), fmaxf(m.edge[1][2], m.edge[1][3]));
+    for (int w = 1; w < WARPS; w++) low = fminf(low, edge[0][w]), high = fmaxf(high, edge[1][w]);
     step = (float)(((double)high - (double)low) / 255.0);
     inverse = step > 0.f ? 1.f / step : 0.f;
   }

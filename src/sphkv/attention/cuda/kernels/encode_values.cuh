@@ -1,164 +1,357 @@
 // SPDX-License-Identifier: Apache-2.0
 // Values to codes and scale codes: rotate, fit a step per state, snap, pack. The arithmetic is that
-// of codec/values.py.
+// of codec/values.py. A warp has 16 states; lane (g, t) holds dimensions 8 f + g of states 2 t + odd
+// + 8 upper, just those whose codes make up its words of the page.
 #pragma once
-#include "encode_layout.cuh"
+#include "encode_clip.cuh"
+#include "lane_words.cuh"
 
-constexpr int OWN = HEAD_DIM / 2;  // dimensions of a thread; two threads share a value
-constexpr int HALF_LEVELS = 1 << (VALUE_BITS - 1);
+constexpr int STATES = 4;               // of a lane: 2 * upper + odd
+constexpr int FEATURES = HEAD_DIM / 8;  // components of each
+constexpr int REFINEMENTS = SPHKV_REFINEMENTS;
+constexpr int VALUE_WORDS = HEAD_DIM * VALUE_BITS / 64;
 constexpr float FLOOR = 8388608.f;  // added with rounding down, it leaves whole numbers
 
+struct ValueMemory {
+  ClipMemory clip;
+  float edge[2][WARPS];
+};
+
+// State of the tile that a lane holds as its `s`.
+INLINE int state_of(int s, int lane) { return s / 2 * 8 + lane % 4 * 2 + s % 2; }
+
 INLINE float reciprocal(float x) { return x > 1.2e-38f ? 1.f / x : 0.f; }
-INLINE float both(float x) { return x + __shfl_xor_sync(ALL_LANES, x, 1); }
+INLINE float sum(float a, float b) { return a + b; }
+INLINE float larger(float a, float b) { return fmaxf(a, b); }
+
+// What the lanes of a state hold together, to those of g / 2 == 2 * upper + odd.
+template <float (*JOIN)(float, float)>
+INLINE float collect(const float (&x)[STATES], int lane) {
+  const bool is_upper = lane & 16, is_odd = lane & 8;
+  const float even = JOIN(is_upper ? x[2] : x[0],
+                          __shfl_xor_sync(ALL_LANES, is_upper ? x[0] : x[2], 16));
+  const float odd = JOIN(is_upper ? x[3] : x[1],
+                         __shfl_xor_sync(ALL_LANES, is_upper ? x[1] : x[3], 16));
+  const float own = JOIN(is_odd ? odd : even, __shfl_xor_sync(ALL_LANES, is_odd ? even : odd, 8));
+  return JOIN(own, __shfl_xor_sync(ALL_LANES, own, 4));
+}
+
+// The other way round: what those lanes know of a state, for all its lanes.
+INLINE float spread(float own, int state, int lane) {
+  return __shfl_sync(ALL_LANES, own, 8 * state + lane % 4);
+}
+
+template <int COUNT>
+INLINE void butterfly(float (&x)[COUNT]) {
+#pragma unroll
+  for (int k = 1; k < COUNT; k *= 2)
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+      if (!(i & k)) {
+        const float a = x[i], b = x[i | k];
+        x[i] = a + b, x[i | k] = a - b;
+      }
+}
+
+// Signs of a Hadamard matrix of order 32 as the left factor of a product. Columns are channels in
+// the order lanes load them: 8 t + 4 step + 2 word + half.
+struct Signs {
+  uint32_t a[2][2][4];  // [step][row block]
+
+  INLINE explicit Signs(int lane) {
+    constexpr uint32_t FLIP = 0x80008000u;
+    const int g = lane / 4, t = lane % 4;
+    const uint32_t first = 0x3f803f80u ^ (uint32_t)(g & 1) << 31;
+#pragma unroll
+    for (int step = 0; step < 2; step++)
+#pragma unroll
+      for (int block = 0; block < 2; block++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          const int is_minus = (g >> 1 & k / 2) ^ (t & k % 2) ^ (g >> 2 & step) ^ (t >> 1 & block);
+          a[step][block][k] = first ^ FLIP * (is_minus & 1);
+        }
+  }
+};
+
+constexpr int CHUNKS = HEAD_DIM / 32;
+
+// Channels 32 chunk + 8 t ... of states g and g + 8.
+struct Raw {
+  uint4 word[2][CHUNKS];
+
+  INLINE Raw(const EncodeParams& p, long long first_state, int lane) {
+#pragma unroll
+    for (int upper = 0; upper < 2; upper++) {
+      const long long state = first_state + 8 * upper + lane / 4;
+      const uint4* value = (const uint4*)(p.values + state * HEAD_DIM) + lane % 4;
+#pragma unroll
+      for (int chunk = 0; chunk < CHUNKS; chunk++) word[upper][chunk] = value[4 * chunk];
+    }
+  }
+};
 
 struct Value {
-  float x[OWN];  // rotated, peak 1
+  float x[STATES][FEATURES];  // rotated, peak 1
+  int lane;
 
-  // Returns the peak.
-  INLINE float load(const EncodeParams& p, long long state, int half) {
-    const uint4* value = (const uint4*)(p.values + state * HEAD_DIM);
-    const float sign = half ? -1.f : 1.f;
+  // Rotated but for a factor: 32 channels at a time by products, then across these chunks.
+  INLINE void rotate(const Raw& raw, int num_live) {
+    const Signs signs(lane);
 #pragma unroll
-    for (int c = 0; c < OWN / 8; c++) {
-      const uint4 a = value[c], b = value[OWN / 8 + c];
-      const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+    for (int upper = 0; upper < 2; upper++) {
+      float sums[CHUNKS][2][4] = {};
 #pragma unroll
-      for (int w = 0; w < 4; w++) {
-        x[8 * c + 2 * w] = fmaf(sign, bfloat(right[w] & 0xffff), bfloat(left[w] & 0xffff));
-        x[8 * c + 2 * w + 1] = fmaf(sign, bfloat(right[w] >> 16), bfloat(left[w] >> 16));
+      for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        const uint4 none = {0, 0, 0, 0};
+        const uint4 v = 8 * upper + lane / 4 < num_live ? raw.word[upper][chunk] : none;
+        const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int step = 0; step < 2; step++)
+#pragma unroll
+          for (int block = 0; block < 2; block++) {
+            const uint32_t(&a)[4] = signs.a[step][block];
+            mma_bf16(sums[chunk][block], a[0], a[1], a[2], a[3], word[2 * step], word[2 * step + 1]);
+          }
+      }
+#pragma unroll
+      for (int k = 0; k < 8; k++) {
+        // block k / 4 of 16 rows, feature k % 4 / 2 in it, state k % 2
+        float sum[CHUNKS];
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk++) sum[chunk] = sums[chunk][k / 4][k % 4];
+        butterfly(sum);
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk++)
+          x[2 * upper + k % 2][4 * chunk + k / 2] = sum[chunk];
       }
     }
+  }
+
+  // Divides by the peak; returns it for the state of the lane.
+  INLINE float scale() {
+    float peaks[STATES] = {};
 #pragma unroll
-    for (int k = 1; k < OWN; k *= 2)
+    for (int s = 0; s < STATES; s++)
 #pragma unroll
-      for (int i = 0; i < OWN; i++)
-        if (!(i & k)) {
-          const float a = x[i], b = x[i | k];
-          x[i] = a + b, x[i | k] = a - b;
-        }
-    float peak = 0.f;
+      for (int f = 0; f < FEATURES; f++) peaks[s] = fmaxf(peaks[s], fabsf(x[s][f]));
+    const float norm = rsqrtf((float)HEAD_DIM), peak = collect<larger>(peaks, lane) * norm;
+    const float inverse = reciprocal(peak) * norm;
 #pragma unroll
-    for (int i = 0; i < OWN; i++) peak = fmaxf(peak, fabsf(x[i]));
-    peak = fmaxf(peak, __shfl_xor_sync(ALL_LANES, peak, 1));
-    const float norm = rsqrtf((float)HEAD_DIM);
-    const float inverse = reciprocal(peak * norm) * norm;
+    for (int s = 0; s < STATES; s++) {
+      const float factor = spread(inverse, s, lane);
 #pragma unroll
-    for (int i = 0; i < OWN; i++) x[i] *= inverse;
-    return peak * norm;
+      for (int f = 0; f < FEATURES; f++) x[s][f] *= factor;
+    }
+    // components that overflowed would find no bin
+    if (__any_sync(ALL_LANES, !(peak < INFINITE)))
+#pragma unroll
+      for (int s = 0; s < STATES; s++)
+#pragma unroll
+        for (int f = 0; f < FEATURES; f++) x[s][f] = fabsf(x[s][f]) <= 2.f ? x[s][f] : 0.f;
+    return peak;
   }
 
   // Magnitude of the nearest centred level. Levels are symmetric, so signs stay out of it.
-  INLINE float level(int i, float inverse_step) const {
-    const float whole = __fmaf_rd(fabsf(x[i]), inverse_step, FLOOR);
+  static INLINE float level(float x, float inverse_step) {
+    const float whole = __fmaf_rd(fabsf(x), inverse_step, FLOOR);
     return fminf(whole, FLOOR + HALF_LEVELS - 1) - (FLOOR - 0.5f);
   }
 
   // Best step for the levels that `step` selects, and the energy it explains.
   INLINE float least_squares(float step, float& gain) const {
-    const float inverse = reciprocal(step);
-    float along = 0.f, square = 0.f;
+    const float own_inverse = reciprocal(step);
+    float along[STATES] = {}, square[STATES] = {};
 #pragma unroll
-    for (int i = 0; i < OWN; i++) {
-      const float c = level(i, inverse);
-      along = fmaf(fabsf(x[i]), c, along);
-      square = fmaf(c, c, square);
+    for (int s = 0; s < STATES; s++) {
+      const float inverse = spread(own_inverse, s, lane);
+#pragma unroll
+      for (int f = 0; f < FEATURES; f++) {
+        const float c = level(x[s][f], inverse);
+        along[s] = fmaf(fabsf(x[s][f]), c, along[s]);
+        square[s] = fmaf(c, c, square[s]);
+      }
     }
-    along = both(along);
-    const float refined = along / both(square);
-    gain = along * refined;
+    const float own = collect<sum>(along, lane), refined = own / collect<sum>(square, lane);
+    gain = own * refined;
     return refined;
   }
 
-  INLINE float best_step(const EncodeParams& p) const {
+  // Step to begin from, ratio by ratio.
+  INLINE float search_start() const {
     float best = 0.f, most = -1.f, gain;
 #pragma unroll 1
     for (int at = 0; at < RATIOS; at++) {
-      const float ratio = p.first_ratio + (p.last_ratio - p.first_ratio) * at / (RATIOS - 1);
-      const float step = least_squares(ratio / (HALF_LEVELS - 0.5f), gain);
+      const float start = (float)(SPHKV_FIRST_RATIO + at * SPHKV_RATIO_STEP) / CELLS;
+      const float step = least_squares(start, gain);
       best = gain > most ? step : best;
       most = fmaxf(gain, most);
     }
-#pragma unroll 1
-    for (int k = 0; k < REFINEMENTS; k++) best = least_squares(best, gain);
     return best;
   }
 
-  INLINE float error(float step) const {
-    const float inverse = reciprocal(step);
-    float sum = 0.f;
+  // Step to begin from, out of the histograms of a warp.
+  INLINE float find_start(const EncodeParams& p, ClipMemory& m, int warp) const {
+    uint32_t(&tally)[BINS][COLUMNS] = m.tally[warp];
+    const Tally to = {shared_address(m.bins), shared_address(&tally[0][lane % 8 / 4 * TILE])};
+    uint32_t bin[2][FEATURES];
+    barrier_wait(shared_address(&m.bins_arrived), 0);
+    to.find(x[0], bin[0]);
 #pragma unroll
-    for (int i = 0; i < OWN; i++) {
-      const float rest = fmaf(level(i, inverse), step, -fabsf(x[i]));
-      sum = fmaf(rest, rest, sum);
+    for (int s = 0; s < STATES; s++) {
+      if (s + 1 < STATES) to.find(x[s + 1], bin[(s + 1) % 2]);
+      to.add(x[s], bin[s % 2], state_of(s, lane));
     }
-    return both(sum);
+    __syncwarp();
+    Clip lower[2], upper[2];
+    best_clips(p, tally[0], 0, lane, lower);
+    best_clips(p, tally[0], 8, lane, upper);
+    const bool is_upper = lane & 16, is_odd = lane & 8;
+    const float even = is_upper ? upper[0].step : lower[0].step;
+    return is_odd ? (is_upper ? upper[1].step : lower[1].step) : even;
   }
 
-  // Codes of four dimensions.
-  INLINE uint32_t codes(int first, float inverse_step) const {
-    uint32_t word = 0;
+  // Squared errors of three steps, the second the smallest of them. No step is larger than the
+  // smallest by more than a level: so components can be clipped for all of them at once.
+  INLINE void errors(const float (&step)[3], float (&error)[3]) const {
+    float squares[3][STATES] = {};
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const int level_number = (int)(level(first + k, inverse_step) - 0.5f);
-      const bool is_negative = x[first + k] < 0.f && inverse_step > 0.f;
-      const int code = is_negative ? HALF_LEVELS - 1 - level_number : HALF_LEVELS + level_number;
-      word |= (uint32_t)code << (8 * k);
+    for (int s = 0; s < STATES; s++) {
+      float width[3], inverse[3];
+#pragma unroll
+      for (int k = 0; k < 3; k++)
+        width[k] = spread(step[k], s, lane), inverse[k] = reciprocal_fast(width[k]);
+      const float most = width[1] * (HALF_LEVELS * (1.f - 1e-6f));
+#pragma unroll
+      for (int f = 0; f < FEATURES; f++) {
+        const float clipped = fminf(fabsf(x[s][f]), most);
+#pragma unroll
+        for (int k = 0; k < 3; k++) {
+          const float c = __fmaf_rd(clipped, inverse[k], FLOOR) - (FLOOR - 0.5f);
+          const float rest = fmaf(c, width[k], -fabsf(x[s][f]));
+          squares[k][s] = fmaf(rest, rest, squares[k][s]);
+        }
+      }
     }
-    return word;
+#pragma unroll
+    for (int k = 0; k < 3; k++) error[k] = collect<sum>(squares[k], lane);
+  }
+
+  INLINE float error(float step) const {
+    const float own_inverse = reciprocal(step);
+    float squares[STATES] = {};
+#pragma unroll
+    for (int s = 0; s < STATES; s++) {
+      const float inverse = spread(own_inverse, s, lane), width = spread(step, s, lane);
+#pragma unroll
+      for (int f = 0; f < FEATURES; f++) {
+        const float rest = fmaf(level(x[s][f], inverse), width, -fabsf(x[s][f]));
+        squares[s] = fmaf(rest, rest, squares[s]);
+      }
+    }
+    return collect<sum>(squares, lane);
   }
 };
 
-// One stream of WIDTH bits per value, taken from bit SHIFT of its code: blocks of 32 / WIDTH states,
-// a word per dimension, whose byte j holds states j, j + 4, ... of the block.
-template <int WIDTH, int SHIFT>
-INLINE void write_stream(const uint8_t* code, uint8_t* to, int tid) {
-  constexpr int PLACES = 8 / WIDTH;
-  for (int w = tid; w < PAGE * WIDTH / 32 * HEAD_DIM; w += THREADS) {
-    const uint8_t* from = code + w / HEAD_DIM * 4 * PLACES * VALUE_ROW + w % HEAD_DIM;
-    uint32_t word = 0;
+// Adds the code in the lowest bits of FLOOR + code to a word. Bits of FLOOR that are not shifted out
+// are taken off again.
+INLINE void add_code(uint32_t& word, float code, int shift) {
+  word += (__float_as_uint(code) << shift) - (0x4b000000u << shift);
+}
+
+// Puts the code of a feature where the reader expects it, see fragments.py.
+INLINE void place_code(uint32_t (&word)[VALUE_WORDS], int state, int feature, float code) {
+  const int upper = state / 2, odd = state % 2;
+  if constexpr (VALUE_BITS == 3) {
+    const int single = 2 * (feature - 2 * VALUE_WORDS) + upper;
+    if (feature < 2 * VALUE_WORDS)
+      add_code(word[feature % VALUE_WORDS], code, 16 * odd + 3 * (feature / VALUE_WORDS) + 9 * upper);
+    else if (single < VALUE_WORDS)
+      add_code(word[single], code, 16 * odd + 6);
+    else
 #pragma unroll
-    for (int k = 0; k < 4 * PLACES; k++) {
-      const uint32_t field = from[k * VALUE_ROW] >> SHIFT & ((1 << WIDTH) - 1);
-      word |= field << (8 * (k % 4) + k / 4 * WIDTH);
-    }
-    ((uint32_t*)to)[w] = word;
+      for (int bit = 0; bit < 3; bit++)
+        word[3 * (single - VALUE_WORDS) + bit] |= (__float_as_uint(code) >> bit & 1)
+                                                  << (16 * odd + 15);
+  } else {
+    constexpr int PER_BYTE = 8 / VALUE_BITS;
+    add_code(word[feature / PER_BYTE], code,
+             8 * (2 * odd + upper) + feature % PER_BYTE * VALUE_BITS);
   }
 }
 
-// Codes, scale codes; returns the range of the steps.
-INLINE Affine encode_values(const EncodeParams& p, Memory& m, uint8_t* page, long long row, int count,
-                            int tid) {
-  const int token = tid / 2, half = tid % 2;
-  Value value;
-  const float peak = value.load(p, row * PAGE + token, half);
-  const float step = value.best_step(p) * peak;
-  __syncthreads();
-  if (half == 0) m.scalar[token] = step;
-  __syncthreads();
-  const Affine affine(m, tid < PAGE ? m.scalar[tid] : 0.f, tid < min(count, PAGE), tid);
-  const float to_unit = reciprocal(peak), nearest_code = affine.code(step);
-  float best = nearest_code, least = __int_as_float(0x7f800000);
-#pragma unroll 1
-  for (int turn = 0; turn < 3; turn++) {
-    const float offset = turn == 0 ? 0.f : turn == 1 ? -1.f : 1.f;
-    const float code = fminf(fmaxf(nearest_code + offset, 0.f), 255.f);
-    const float error = value.error((affine.low + affine.step * code) * to_unit);
-    best = error < least ? code : best;
-    least = fminf(error, least);
-  }
-  const bool is_live = token < count;
-  const float inverse = reciprocal((affine.low + affine.step * best) * to_unit);
-  uint8_t* codes = (uint8_t*)m.key;
+// Codes at the step of each state, as words of the page.
+INLINE void write_values(const Value& value, float step, uint8_t* tile, int num_live) {
+  const float own_inverse = reciprocal(step) * (0.5f / HALF_LEVELS);
+  uint32_t word[VALUE_WORDS] = {};
 #pragma unroll
-  for (int i = 0; i < OWN; i += 4)
-    *(uint32_t*)(codes + token * VALUE_ROW + half * OWN + i) = is_live ? value.codes(i, inverse) : 0;
-  if (half == 0) page[SCALE_OFFSET + token] = is_live ? (uint8_t)best : 0;
-  __syncthreads();
-  if constexpr (VALUE_BITS == 3) {
-    write_stream<2, 0>(codes, page + VALUE_OFFSET, tid);
-    write_stream<1, 2>(codes, page + VALUE_OFFSET + PAGE * HEAD_DIM / 4, tid);
-  } else {
-    write_stream<VALUE_BITS, 0>(codes, page + VALUE_OFFSET, tid);
+  for (int s = 0; s < STATES; s++) {
+    const float inverse = spread(own_inverse, s, value.lane);
+    // a little above one half, so that zero stays the lowest level above it
+    const float most = state_of(s, value.lane) < num_live ? 2 * HALF_LEVELS * (1.f - 6e-8f) : 0.f;
+#pragma unroll
+    for (int f = 0; f < FEATURES; f++) {
+      const float part = __saturatef(fmaf(value.x[s][f], inverse, 0.5f + 6e-8f));
+      place_code(word, s, f, __fmaf_rd(part, most, FLOOR));
+    }
   }
+  LaneWords<VALUE_WORDS>::store(word, tile, value.lane);
+}
+
+// Scale code, the one below and the one above: that of least error.
+INLINE float best_code(const Value& value, const Affine& affine, float nearest_code, float to_unit) {
+  float code[3], step[3], error[3];
+#pragma unroll
+  for (int k = 0; k < 3; k++) {
+    const float offset = k == 0 ? 0.f : k == 1 ? -1.f : 1.f;
+    code[k] = fminf(fmaxf(nearest_code + offset, 0.f), 255.f);
+    step[k] = (affine.low + affine.step * code[k]) * to_unit;
+  }
+  const bool is_close = step[1] > 1e-30f && step[2] * (HALF_LEVELS - 1) < step[1] * (HALF_LEVELS - 1e-3f);
+  if (__all_sync(ALL_LANES, is_close)) {
+    value.errors(step, error);
+  } else {
+#pragma unroll 1
+    for (int k = 0; k < 3; k++) {
+      const float found = value.error(k == 0 ? step[0] : k == 1 ? step[1] : step[2]);
+      error[0] = k == 0 ? found : error[0], error[1] = k == 1 ? found : error[1], error[2] = found;
+    }
+  }
+  const float best = error[1] < error[0] ? code[1] : code[0];
+  return error[2] < fminf(error[0], error[1]) ? code[2] : best;
+}
+
+// Codes, scale codes; returns the range of the steps.
+INLINE Affine encode_values(const EncodeParams& p, ValueMemory& m, uint8_t* page, long long row,
+                            int tid) {
+  const int warp = tid / 32, lane = tid % 32, first = warp * TILE;
+  const Raw raw(p, row * PAGE + first, lane);
+  const int count = (int)p.counts[row];
+  if (IS_BINNED && tid == 0) fetch_bins(p, m.clip);
+  if constexpr (IS_BINNED)
+    for (int x = lane; x < (int)sizeof(m.clip.tally[0]) / 16; x += 32)
+      ((uint4*)m.clip.tally[warp])[x] = {0, 0, 0, 0};
+  __syncthreads();
+  Value value;
+  value.lane = lane;
+  value.rotate(raw, count - first);
+  const float peak = value.scale();
+  float step, gain;
+  if constexpr (IS_BINNED)
+    step = value.find_start(p, m.clip, warp);
+  else
+    step = value.search_start();
+#pragma unroll 1
+  for (int k = 0; k < REFINEMENTS; k++) step = value.least_squares(step, gain);
+  step *= peak;
+  // the state whose sums `collect` leaves in this lane
+  const int state = first + state_of(lane / 8, lane);
+  const bool is_live = state < count;
+  const Affine affine(m.edge, is_live ? step : INFINITE, is_live ? step : MINUS_INFINITY, tid);
+  const float to_unit = reciprocal(peak);
+  const float code = best_code(value, affine, affine.code(step), to_unit);
+  if (lane % 8 < 4) page[gain_offset(state, 1)] = is_live ? (uint8_t)code : 0;
+  write_values(value, (affine.low + affine.step * code) * to_unit,
+               page + VALUE_OFFSET + warp * VALUE_WORDS * 128, count - first);
   return affine;
 }

@@ -27,4 +27,20 @@ struct LaneWords {
   }
 
   static constexpr int CHUNKS = (COUNT + 3) / 4;
+
+  // Byte of a tile where a word of a lane lies.
+  static INLINE int offset(int word, int lane) {
+    if (word < FULL) return word / 4 * 512 + lane * 16 + word % 4 * 4;
+    if (COUNT - FULL >= 2 && word < FULL + 2) return FULL * 128 + lane * 8 + word % 2 * 4;
+    return (COUNT - 1) * 128 + lane * 4;
+  }
+
+  static INLINE void store(const uint32_t (&x)[COUNT], uint8_t* tile, int lane) {
+    constexpr int LEFT = COUNT - FULL;
+#pragma unroll
+    for (int w = 0; w < FULL; w += 4)
+      *(uint4*)(tile + offset(w, lane)) = {x[w], x[w + 1], x[w + 2], x[w + 3]};
+    if constexpr (LEFT >= 2) *(uint2*)(tile + offset(FULL, lane)) = {x[FULL], x[FULL + 1]};
+    if constexpr (LEFT % 2 == 1) *(uint32_t*)(tile + offset(COUNT - 1, lane)) = x[COUNT - 1];
+  }
 };

@@ -30,6 +30,12 @@ INLINE uint32_t load_shared_at(uint32_t address) {
   return v;
 }
 
+INLINE uint32_t load_shared_byte(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
 INLINE uint2 load_shared2(uint32_t address) {
   uint2 v;
   asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
@@ -48,8 +54,20 @@ INLINE void store_shared(uint32_t address, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
+INLINE void add_shared(uint32_t address, uint32_t v) {
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 INLINE void store_shared2(uint32_t address, uint32_t a, uint32_t b) {
   asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit words, one row per four lanes, each stored as its transpose. Lane
+// 8 i + r names where row r of the transposed matrix i begins.
+INLINE void store_transposed(uint32_t address, uint4 v) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 
 INLINE float load_shared_float(uint32_t address) { return __uint_as_float(load_shared(address)); }
@@ -158,6 +176,13 @@ INLINE void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// C[16x8] += A[16x16] * B[16x8], bytes in, integers out.
+INLINE void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+
 // D[16x8] = A[16x8] * B[8x8], all half. D is laid out as the B operand of the product above: rows
 // g in the first word, g + 8 in the second.
 INLINE uint2 mma_half(uint32_t a0, uint32_t a1, uint32_t b) {
@@ -184,6 +209,12 @@ INLINE float exp2_fast(float x) {
 INLINE float log2_fast(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+INLINE float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
