@@ -10,7 +10,7 @@ from sphkv.retention.allocate import SOLVERS, InfeasibleBudget
 from sphkv.retention.blocks import BlockShape, PageCosts
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.distortion import TierErrors, recipe_distortion, state_distortion
-from sphkv.retention.features import measure_features, window_rows
+from sphkv.retention.features import expect_surprise, measure_features, window_rows
 from sphkv.retention.options import VARIANTS, ControlOptions
 from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.pricing import LayerInput, LayerPricer
@@ -53,6 +53,22 @@ def make_layer(seed: int) -> LayerInput:
     protected[:, :16] = protected[:, -16:] = True
     features = measure_features(rows, keys, values, sinks=16, recent=16)
     return LayerInput(features, errors, rows, values, protected)
+
+
+def test_no_block_is_free_to_drop_in_a_head_that_surprises():
+    layer = make_layer(0)
+    pricer = LayerPricer(COSTS, RetentionPolicy(), ControlOptions())
+    plain = pricer.price(layer)
+    chance = torch.tensor([0.0, 0.5])
+    features = expect_surprise(layer.features, layer.rows, layer.values, chance)
+    found = pricer.price(replace(layer, features=features))
+    scale = 1 / float(features.output_energy.sum())
+    for shape in BOTH:
+        assert torch.equal(found.heads[0][shape].distortion, plain.heads[0][shape].distortion)
+        blocks = found.heads[1][shape]
+        for tokens, loss in zip(blocks.tokens, blocks.distortion[:, 0], strict=True):
+            least = scale * features.surprise[1, tokens[tokens >= 0]].sum()
+            assert float(loss) >= float(least) * (1 - 1e-5) > 0
 
 
 def used_bytes(contract: WriteContract) -> int:

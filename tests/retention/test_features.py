@@ -17,10 +17,12 @@ from sphkv.retention.distortion import TierErrors, state_distortion
 from sphkv.retention.features import (
     AttentionRows,
     drop_losses,
+    expect_surprise,
     expected_rows,
     measure_features,
     mix_rows,
     pool_runs,
+    squared_distance,
     weigh_tokens,
     window_rows,
 )
@@ -138,6 +140,23 @@ def test_blocks_of_runs_name_their_tokens():
     tokens = unit_tokens(torch.tensor([[2, 0], [1, -1]]), 16, 40)
     assert tokens[0].tolist() == [*range(32, 40), *[-1] * 8, *range(16)]
     assert tokens[1].tolist() == [*range(16, 32), *[-1] * 16]
+
+
+def test_a_surprise_is_one_query_that_asks_for_any_token():
+    _, keys, values = make_layer()
+    rows = make_rows()
+    plain = measure_features(rows, keys, values, sinks=4, recent=8)
+    found = expect_surprise(plain, rows, values, torch.tensor([0.0, 0.2]))
+    assert found.surprise is not None
+    assert torch.equal(found.shift[0], plain.shift[0])
+    output = (rows.weight @ values).mean(1)
+    apart = squared_distance(values, output)[1]
+    assert torch.allclose(found.surprise[1], 0.2 * apart / TOKENS, rtol=1e-4)
+    assert torch.allclose(found.shift - plain.shift, found.surprise, atol=1e-7)
+    assert torch.allclose((found.mass - plain.mass).sum(1), torch.tensor([0.0, 0.2]), atol=1e-5)
+    pooled = pool_runs(weigh_tokens(found, torch.full((TOKENS,), 2.0)), 16).surprise
+    assert pooled is not None
+    assert torch.allclose(pooled.sum(1), 2 * found.surprise.sum(1))
 
 
 def test_pooled_runs_lose_what_their_tokens_lose():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,11 +103,18 @@ def test_danger_is_drift_over_margin():
 
 
 def test_policy_survives_a_file(tmp_path):
-    policy = RetentionPolicy(alpha_drop=2.0, sensitivity=((1.0, 2.0),), model_id="m")
+    policy = RetentionPolicy(
+        alpha_drop=2.0, sensitivity=((1.0, 2.0),), surprise=((0.1,),), model_id="m"
+    )
     save_policy(policy, tmp_path / "p.json")
     assert load_policy(tmp_path / "p.json") == policy
+    policy.check_shape(1, 2, 1)
     with pytest.raises(ValueError, match="2 of 5 query heads"):
-        policy.check_shape(2, 5)
+        policy.check_shape(2, 5, 1)
+    with pytest.raises(ValueError, match="surprise of 1 layers, the model has 1 of 2 KV heads"):
+        policy.check_shape(1, 2, 2)
+    with pytest.raises(ValueError, match=r"surprise\[0\]\[0\] must be finite and not negative"):
+        replace(policy, surprise=((-0.1,),))
     (tmp_path / "bad.json").write_text('{"alpha_omega": 1}', encoding="utf-8")
     with pytest.raises(ValueError, match="alpha_omega"):
         load_policy(tmp_path / "bad.json")

@@ -6,12 +6,23 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from sphkv.cache.retained_config import RetainedConfig
 from sphkv.cli.main import main
+from sphkv.codec.rope import RopeSpec
+from sphkv.core.budget import ByteBudget
+from sphkv.core.geometry import KVGeometry
 from sphkv.evaluation.retention.config import StudyConfig
-from sphkv.evaluation.retention.fit import describe_fit, head_sensitivity
+from sphkv.evaluation.retention.fit import describe_fit, head_sensitivity, regress_weights
 from sphkv.evaluation.retention.probes import ChangedStates, Probe, rank_correlation
 from sphkv.evaluation.retention.study import compare, recorded_config, summarise
-from sphkv.integrations.prompt_states import attending, continue_prompt, read_prompt
+from sphkv.evaluation.retention.surprise import head_surprise
+from sphkv.integrations.prompt_states import (
+    LayerStates,
+    PromptStates,
+    attending,
+    continue_prompt,
+    read_prompt,
+)
 from sphkv.integrations.teacher_forcing import hidden_states
 
 
@@ -89,6 +100,46 @@ def test_sensitivity_foretells_the_loss_of_a_small_move(layer, head):
 def test_sensitivity_needs_some_text():
     with pytest.raises(ValueError, match="more than 128 tokens, got 100"):
         head_sensitivity(tiny_model(), tokens(100))
+
+
+def test_a_head_surprises_whose_later_queries_ask_for_what_none_asked_for():
+    geometry = KVGeometry(num_layers=1, num_kv_heads=2, num_query_heads=2, head_dim=64)
+    ropes = (RopeSpec.from_config({"rope_theta": 10_000.0}, 64),)
+    config = RetainedConfig(geometry, ropes, ByteBudget.parse("50%"))
+    generator = torch.Generator().manual_seed(0)
+    known, later = 320, 64
+    keys, values = (torch.randn(2, known + later, 64, generator=generator) for _ in range(2))
+    # both heads rest on a first token that says nothing; then one copies from anywhere
+    values[:, 0] = 0
+    asked = torch.zeros(2, known + later, dtype=torch.int64)
+    asked[0, known:] = torch.randint(16, known - 16, (later,), generator=generator)
+    query = 2 * keys.gather(1, asked[..., None].expand(-1, -1, 64))
+    states = PromptStates(
+        torch.zeros(1, known + later), torch.zeros(1, 0), [LayerStates(query, keys, values)],
+        torch.zeros(1, 1),
+    )  # fmt: skip
+    found = head_surprise(config, [states], num_later=later)
+    assert float(found[0, 0]) == pytest.approx(1, abs=0.35)
+    assert float(found[0, 1]) < 0.01
+
+
+def test_weights_are_found_again_and_ratios_count_alike():
+    terms = [(1.0, 0.2, 0.0), (0.1, 0.5, 0.0), (0.0, 0.0, 3.0), (0.0, 0.0, 0.01)]
+    weights = torch.tensor([2.0, 0.5, 0.7])
+
+    def probes(*factors: float) -> list[Probe]:
+        return [
+            Probe("p", "drop", each, 0.0, 0.0, factor * float(torch.tensor(each) @ weights))
+            for each, factor in zip(terms, factors, strict=True)
+        ]
+
+    found = regress_weights(probes(1, 1, 1, 1))
+    assert [found["alpha_theta"], found["alpha_value"], found["alpha_drop"]] == pytest.approx(
+        weights.tolist(), rel=1e-3
+    )
+    # one drop that is nine times as bad and one as foretold: three times
+    assert regress_weights(probes(1, 1, 9, 1))["alpha_drop"] == pytest.approx(2.1, rel=1e-3)
+    assert regress_weights(probes(1, 1, 1, 9))["alpha_drop"] == pytest.approx(2.1, rel=1e-3)
 
 
 def test_rank_correlation_ignores_scale_and_shares_ties():

@@ -87,7 +87,10 @@ class RetainedConfig:
             raise ValueError(f"coded pages must all hold as many states, got {sorted(sizes)}")
         if self.tiers[self.tiers.dense_id].page_tokens != RUN_TOKENS:
             raise ValueError(f"dense pages must hold {RUN_TOKENS} states")
-        self.policy.check_shape(self.geometry.num_layers, self.geometry.num_query_heads)
+        geometry = self.geometry
+        self.policy.check_shape(
+            geometry.num_layers, geometry.num_query_heads, geometry.num_kv_heads
+        )
         self.store_config()
 
     @property

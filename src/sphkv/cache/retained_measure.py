@@ -12,6 +12,7 @@ from sphkv.core.contract import StateCodec
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.features import (
     AttentionRows,
+    expect_surprise,
     expected_rows,
     measure_features,
     mix_rows,
@@ -36,24 +37,52 @@ def measure_layer(
     """
     query, keys, values = states
     tokens, scale = keys.shape[1], config.geometry.head_dim**-0.5
-    window = window_positions(config, tokens)
-    seen = query[:, window]
-    share = None
-    if config.policy.sensitivity is not None:
-        share = torch.tensor(config.policy.sensitivity[layer])
-    votes = window_rows(seen, window, keys, scale=scale, share=share)
-    rows = _with_expected(config, layer, votes, query, keys, share)
+    votes, rows = foretell_rows(config, layer, query, keys)
     features = measure_features(
         rows, keys, values, sinks=config.protection.sink_tokens, recent=RUN_TOKENS
     )
-    protected = config.protection.state_mask(features.radius)
-    # what is not paged is dense anyway, and nothing to decide about
-    protected[:, paged_tokens(tokens) :] = True
+    if config.policy.surprise is not None:
+        chance = torch.tensor(config.policy.surprise[layer])
+        features = expect_surprise(features, rows, values, chance)
+    protected = protected_states(config, features.radius)
     sample = sample_states(features.shift, ~protected, config.error_samples)
+    seen = query[:, window_positions(config, tokens)]
     errors = measure_tier_errors(
         codec, layer, config.tiers, (seen, keys, values), votes, sample, scale=scale
     )
     return LayerInput(features, errors, rows, values, protected)
+
+
+def foretell_rows(
+    config: RetainedConfig, layer: int, query: Tensor, keys: Tensor
+) -> tuple[AttentionRows, AttentionRows]:
+    """Votes of the observation window, and these with what is expected in closed form.
+
+    Args:
+        config: The cache.
+        layer: Index of the layer.
+        query: ``[query_heads, tokens, head_dim]`` after RoPE.
+        keys: ``[heads, tokens, head_dim]`` after RoPE.
+    """
+    share = row_share(config, layer)
+    window = window_positions(config, keys.shape[1])
+    scale = config.geometry.head_dim**-0.5
+    votes = window_rows(query[:, window], window, keys, scale=scale, share=share)
+    return votes, _with_expected(config, layer, votes, query, keys, share)
+
+
+def row_share(config: RetainedConfig, layer: int) -> Tensor | None:
+    """``[query_heads]`` importance of each query head's rows; None if all count alike."""
+    sensitivity = config.policy.sensitivity
+    return None if sensitivity is None else torch.tensor(sensitivity[layer])
+
+
+def protected_states(config: RetainedConfig, radius: Tensor) -> Tensor:
+    """States of a prompt that stay dense, ``[heads, tokens]`` bool, from their key norms."""
+    protected = config.protection.state_mask(radius)
+    # what is not paged is dense anyway, and nothing to decide about
+    protected[:, paged_tokens(radius.shape[1]) :] = True
+    return protected
 
 
 def _with_expected(

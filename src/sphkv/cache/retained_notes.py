@@ -10,6 +10,7 @@ from sphkv.cache.retained_config import RetainedConfig
 from sphkv.cache.retained_measure import unrotated_planes, window_positions
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.distortion import state_distortion
+from sphkv.retention.features import mean_output, squared_distance
 from sphkv.retention.notes import LayerNotes, QueryStatistics, log_runs
 from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.pricing import LayerInput
@@ -35,8 +36,7 @@ def take_notes(
     scale = 1.0
     if config.policy.sensitivity is None:
         scale = 1.0 / max(float(features.output_energy.sum()), 1e-30)
-    weight = (rows.share[..., None] * rows.weight).sum(1) / rows.share.sum(1)[:, None]
-    output = (weight[:, None] @ values.float())[:, 0]
+    output = mean_output(rows, values)
     window = window_positions(config, tokens)
     queries = QueryStatistics.of(
         unrotated_planes(config, layer, query[:, window], window), heads, output
@@ -63,8 +63,3 @@ def _ratios(found: LayerInput, policy: RetentionPolicy) -> Tensor:
         loss = state_distortion(found.features, found.errors, policy, head=head)
         ratios.append(loss.sum(0) / shift.sum().clamp(min=1e-30))
     return torch.stack(ratios)
-
-
-def squared_distance(values: Tensor, output: Tensor) -> Tensor:
-    """``[heads, tokens]`` squared distance of values to the head's mean output."""
-    return (values.float() - output[:, None]).square().sum(-1)

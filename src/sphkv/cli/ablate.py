@@ -92,6 +92,8 @@ def run_fit(args: argparse.Namespace) -> int:
     ]
     print("\nrank correlation with measured KL")
     print(format_table(("score", "all probes", "drops"), rows))
+    print("\nheads whose later queries were foretold least")
+    print(format_table(("layer", "head", "surprise"), record["surprise"]))
     return 0
 
 

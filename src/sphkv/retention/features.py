@@ -52,6 +52,8 @@ class TokenFeatures:
         reuse: ``[heads]`` share of the attention that goes beyond sinks and recent tokens, u_lh.
         stability: ``[heads]`` in [0, 1): how clear the first choice of attention is, s_lh.
         output_energy: ``[heads]`` mean squared norm of the head's output.
+        surprise: ``[heads, tokens]`` part of ``shift`` due to queries that no row foretells; None
+            if there are none.
     """
 
     mass: Tensor
@@ -62,6 +64,7 @@ class TokenFeatures:
     reuse: Tensor
     stability: Tensor
     output_energy: Tensor
+    surprise: Tensor | None = None
 
 
 def weigh_tokens(features: TokenFeatures, weight: Tensor) -> TokenFeatures:
@@ -71,6 +74,7 @@ def weigh_tokens(features: TokenFeatures, weight: Tensor) -> TokenFeatures:
         mass=features.mass * weight,
         energy=features.energy * weight,
         shift=features.shift * weight,
+        surprise=None if features.surprise is None else features.surprise * weight,
     )
 
 
@@ -98,6 +102,7 @@ def pool_runs(features: TokenFeatures, run: int) -> TokenFeatures:
         shift=shift,
         radius=radius.sqrt(),
         value_norm=norm.sqrt(),
+        surprise=None if features.surprise is None else total(features.surprise),
     )
 
 
@@ -229,6 +234,53 @@ def measure_features(
         reuse=(rows.share * far).sum(1) / total,
         stability=(rows.share * (margin / (1 + margin))).sum(1) / total,
         output_energy=(rows.share * output.square().sum(-1)).sum(1) / total,
+    )
+
+
+def mean_output(rows: AttentionRows, values: Tensor) -> Tensor:
+    """``[heads, head_dim]`` float32 output of a head, averaged over its rows."""
+    weight = (rows.share[..., None] * rows.weight).sum(1) / rows.share.sum(1)[:, None]
+    return (weight[:, None] @ values.float())[:, 0]
+
+
+def squared_distance(values: Tensor, output: Tensor) -> Tensor:
+    """``[heads, tokens]`` squared distance of values to the head's mean output."""
+    return (values.float() - output[:, None]).square().sum(-1)
+
+
+def surprise_shift(rows: AttentionRows, values: Tensor) -> Tensor:
+    """Expected squared move if every query turned to one token, any of them, which is gone.
+
+    Args:
+        rows: Foretold attention.
+        values: ``[heads, tokens, head_dim]``.
+
+    Returns:
+        ``[heads, tokens]`` float32 share of every token in it.
+    """
+    each = rows.share.sum(1) / values.shape[1]
+    return each[:, None] * squared_distance(values, mean_output(rows, values))
+
+
+def expect_surprise(
+    features: TokenFeatures, rows: AttentionRows, values: Tensor, chance: Tensor
+) -> TokenFeatures:
+    """The same features if some later queries turn to a token that no row gives weight to.
+
+    Args:
+        features: What the rows foretell.
+        rows: Foretold attention.
+        values: ``[heads, tokens, head_dim]``.
+        chance: ``[heads]`` part of the later queries that do.
+    """
+    surprise = chance[:, None] * surprise_shift(rows, values)
+    each = (chance * rows.share.sum(1) / values.shape[1])[:, None]
+    return replace(
+        features,
+        mass=features.mass + each,
+        energy=features.energy + each,
+        shift=features.shift + surprise,
+        surprise=surprise,
     )
 
 

@@ -26,6 +26,8 @@ class RetentionPolicy:
         window_stride: Every how manyth of the newest queries belongs to it.
         sensitivity: Loss per squared move of a head's output, ``[layers][query heads]``; None
             takes every layer's outputs relative to their own energy.
+        surprise: Part of later queries that turn to a token which the prompt's queries did not
+            ask for, ``[layers][KV heads]``; None expects none.
         model_id: Model the weights were fitted on; empty for the fixed recipe.
     """
 
@@ -38,6 +40,7 @@ class RetentionPolicy:
     window: int = 64
     window_stride: int = 4
     sensitivity: tuple[tuple[float, ...], ...] | None = None
+    surprise: tuple[tuple[float, ...], ...] | None = None
     model_id: str = ""
 
     def __post_init__(self) -> None:
@@ -48,8 +51,9 @@ class RetentionPolicy:
         }
         for at, value in enumerate(self.segment_weights):
             weights[f"segment_weights[{at}]"] = value
-        for layer, row in enumerate(self.sensitivity or ()):
-            weights |= {f"sensitivity[{layer}][{head}]": value for head, value in enumerate(row)}
+        for name in ("sensitivity", "surprise"):
+            for layer, row in enumerate(getattr(self, name) or ()):
+                weights |= {f"{name}[{layer}][{head}]": value for head, value in enumerate(row)}
         for name, value in weights.items():
             if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be finite and not negative, got {value!r}")
@@ -60,17 +64,20 @@ class RetentionPolicy:
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} must be a positive integer, got {count!r}")
 
-    def check_shape(self, num_layers: int, num_query_heads: int) -> None:
-        """Raise if the sensitivities belong to another model."""
-        if self.sensitivity is None:
-            return
-        if len(self.sensitivity) != num_layers or any(
-            len(row) != num_query_heads for row in self.sensitivity
+    def check_shape(self, num_layers: int, num_query_heads: int, num_kv_heads: int) -> None:
+        """Raise if the sensitivities or surprises belong to another model."""
+        for name, heads, kind in (
+            ("sensitivity", num_query_heads, "query"),
+            ("surprise", num_kv_heads, "KV"),
         ):
-            raise ValueError(
-                f"policy of {self.model_id!r} has sensitivities for {len(self.sensitivity)} "
-                f"layers, the model has {num_layers} of {num_query_heads} query heads"
-            )
+            rows = getattr(self, name)
+            if rows is None:
+                continue
+            if len(rows) != num_layers or any(len(row) != heads for row in rows):
+                raise ValueError(
+                    f"policy of {self.model_id!r} has a {name} of {len(rows)} layers, "
+                    f"the model has {num_layers} of {heads} {kind} heads"
+                )
 
 
 def save_policy(policy: RetentionPolicy, path: Path | str) -> None:
@@ -92,8 +99,9 @@ def load_policy(path: Path | str) -> RetentionPolicy:
     known = {field.name for field in fields(RetentionPolicy)}
     if not isinstance(data, dict) or set(data) - known:
         raise ValueError(f"{path} is no policy file: unknown keys {sorted(set(data) - known)}")
-    if data.get("sensitivity") is not None:
-        data["sensitivity"] = tuple(tuple(map(float, row)) for row in data["sensitivity"])
+    for name in ("sensitivity", "surprise"):
+        if data.get(name) is not None:
+            data[name] = tuple(tuple(map(float, row)) for row in data[name])
     if "segment_weights" in data:
         data["segment_weights"] = tuple(map(float, data["segment_weights"]))
     try:

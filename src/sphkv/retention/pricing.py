@@ -132,6 +132,9 @@ class LayerPricer:
                 drops *= self.policy.alpha_drop * scale
                 distortion = sum_blocks(loss, units)
                 distortion[:, 0] = _drop_steps(drops, tokens, weight[head])
+                if source.surprise is not None:
+                    unforeseen = sum_blocks(source.surprise[head][:, None], units)[:, 0]
+                    distortion[:, 0] += self.policy.alpha_drop * scale * unforeseen
                 shapes[shape] = HeadBlocks(shape, tokens, distortion, self._bytes(tokens, shape))
             heads.append(shapes)
         return PricedLayer(protected, tuple(heads))

@@ -3,20 +3,24 @@
 
 Sensitivities are the diagonal of the Fisher information of attention outputs: half its trace per
 channel is the KL that a unit squared move of a head's output causes. One backward pass of a short
-text gives them. The weights of angle, radius, value and drop terms are then regressed on measured
-KL of probes. Derivation: docs/math/retention.md, section 5.
+text gives them. What heads do that no prompt foretells is measured on other stretches of the texts.
+The weights of angle, radius, value and drop terms are then regressed on measured KL of probes.
+Derivation: docs/math/retention.md, section 5.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
+from sphkv.cache.retained_config import RetainedConfig
+from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.retention.config import StudyConfig
 from sphkv.evaluation.retention.probes import Probe, measure_probes, rank_correlation
@@ -25,6 +29,7 @@ from sphkv.evaluation.retention.study import (
     calibration_books,
     recorded_config,
 )
+from sphkv.evaluation.retention.surprise import head_surprise
 from sphkv.evaluation.text import read_tokens
 from sphkv.integrations.prompt_states import PromptStates, attending, read_prompt
 from sphkv.retention.policy import RetentionPolicy, save_policy
@@ -33,6 +38,11 @@ from sphkv.retention.policy import RetentionPolicy, save_policy
 _SKIPPED_TOKENS = 64
 _TEXT_OFFSET = 60_000
 _PROMPT_OFFSET = 140_000
+# Heads that copy do so seldom, so it takes many places to see how often.
+_STRETCHES = 6
+_LATER_TOKENS = 128
+_GAUSS_NEWTON_STEPS = 100
+_DAMPING = 1e-3
 
 
 class _GradientProbe:
@@ -107,12 +117,8 @@ def head_sensitivity(model: Any, input_ids: Tensor, *, seed: int = 0) -> Tensor:
     return torch.stack(rows)
 
 
-def with_sensitivity(
-    policy: RetentionPolicy, sensitivity: Tensor, model_id: str
-) -> RetentionPolicy:
-    """The policy with measured sensitivities ``[layers, query_heads]``."""
-    rows = tuple(tuple(float(value) for value in row) for row in sensitivity.tolist())
-    return replace(policy, sensitivity=rows, model_id=model_id)
+def _rows(table: Tensor) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row) for row in table.tolist())
 
 
 def fit_on_books(
@@ -135,14 +141,25 @@ def fit_on_books(
         offset=_PROMPT_OFFSET,
     )
     prompt = read_prompt(runner.model, ids, num_following=config.num_following)
-    policy, record = fit_policy(runner, texts, prompt, report)
+    stretches = [ids for book in books for ids in _stretches(runner, book, text_tokens)]
+    policy, record = fit_policy(runner, texts, stretches, prompt, report)
     save_policy(policy, policy_out)
     return {**record, "config": recorded_config(config), "environment": describe_environment()}
+
+
+def _stretches(runner: StudyRunner, book: Path, num_tokens: int) -> list[Tensor]:
+    """Evenly spaced stretches of a book: a prompt and what comes later."""
+    gap = len(book.read_text(encoding="utf-8")) // (_STRETCHES + 1)
+    return [
+        read_tokens(runner.tokenizer, str(book), num_tokens + _LATER_TOKENS, offset=at * gap)
+        for at in range(1, _STRETCHES + 1)
+    ]
 
 
 def fit_policy(
     runner: StudyRunner,
     texts: Sequence[Tensor],
+    stretches: Sequence[Tensor],
     prompt: PromptStates,
     report: Callable[[str], None] = lambda _: None,
 ) -> tuple[RetentionPolicy, dict[str, Any]]:
@@ -151,6 +168,7 @@ def fit_policy(
     Args:
         runner: Model and codebooks.
         texts: Token ids ``[1, tokens]`` for the sensitivities.
+        stretches: The same for surprise; the last ``_LATER_TOKENS`` of each come after a prompt.
         prompt: A prompt with following tokens, on which probes are measured.
         report: Told about progress.
 
@@ -160,10 +178,17 @@ def fit_policy(
     found = torch.stack(
         [head_sensitivity(runner.model, ids, seed=at) for at, ids in enumerate(texts)]
     )
-    policy = with_sensitivity(runner.policy, found.mean(0), runner.config.model)
+    model_id = runner.config.model
+    policy = replace(runner.policy, sensitivity=_rows(found.mean(0)), model_id=model_id)
     report("sensitivities measured")
+    cache = RetainedConfig(runner.geometry, runner.ropes, ByteBudget.parse("100%"), policy=policy)
+    surprise = head_surprise(
+        cache, (read_prompt(runner.model, ids) for ids in stretches), num_later=_LATER_TOKENS
+    )
+    policy = replace(policy, surprise=_rows(surprise))
+    report("surprise measured")
     probes = measure_probes(runner, policy, prompt, report)
-    alphas = _regress(probes)
+    alphas = regress_weights(probes)
     policy = replace(
         policy,
         alpha_theta=alphas["alpha_theta"],
@@ -171,25 +196,37 @@ def fit_policy(
         alpha_value=alphas["alpha_value"],
         alpha_drop=alphas["alpha_drop"],
     )
-    return policy, describe_fit(probes, alphas)
+    return policy, {**describe_fit(probes, alphas), "surprise": describe_surprise(surprise)}
 
 
-def _regress(probes: Sequence[Probe]) -> dict[str, float]:
-    """Non-negative weights of the distortion's terms that predict measured KL best.
+def regress_weights(probes: Sequence[Probe]) -> dict[str, float]:
+    """Positive weights of the distortion's terms that predict measured KL best.
 
-    Errors are relative, so that small and large probes count alike.
+    Errors are ratios, so that small and large probes count alike, and half as much is as wrong as
+    twice as much; of relative errors, those of guesses that are too low never exceed one.
     """
     names = ("alpha_theta", "alpha_value", "alpha_drop")
     terms = torch.tensor([probe.terms for probe in probes], dtype=torch.float64)
     measured = torch.tensor([probe.kl for probe in probes], dtype=torch.float64)
-    scaled = terms / measured[:, None]
     weights = torch.ones(len(names), dtype=torch.float64)
-    # multiplicative updates keep weights positive and converge on so small a problem
-    gram, target = scaled.T @ scaled, scaled.sum(0)
-    for _ in range(2000):
-        weights = weights * target / (gram @ weights).clamp(min=1e-300)
+    for _ in range(_GAUSS_NEWTON_STEPS):
+        part = terms * weights
+        guess = part.sum(1, keepdim=True)
+        # in logarithms of the weights, which keeps these positive; damped where terms say nothing
+        slope, wrong = part / guess, (measured[:, None] / guess).log()
+        gram = slope.T @ slope + _DAMPING * torch.eye(len(names), dtype=torch.float64)
+        weights = weights * torch.linalg.solve(gram, slope.T @ wrong)[:, 0].clamp(-1, 1).exp()
     found = dict(zip(names, weights.tolist(), strict=True))
     return {**found, "alpha_r": found["alpha_theta"]}
+
+
+def describe_surprise(surprise: Tensor, count: int = 8) -> list[dict[str, Any]]:
+    """The heads ``[layers, heads]`` that surprise most."""
+    most = surprise.flatten().topk(min(count, surprise.numel()))
+    return [
+        {"layer": at // surprise.shape[1], "head": at % surprise.shape[1], "surprise": value}
+        for value, at in zip(most.values.tolist(), most.indices.tolist(), strict=True)
+    ]
 
 
 def describe_fit(probes: Sequence[Probe], alphas: dict[str, float]) -> dict[str, Any]:

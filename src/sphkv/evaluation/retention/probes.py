@@ -208,6 +208,8 @@ def _drop_probe(
             gone = middle[order[: middle.numel() // 3]]
             kept[head, gone] = False
             drop += float(drop_losses(found.rows, part.values, gone[None], head)[-1])
+            if found.features.surprise is not None:
+                drop += float(found.features.surprise[head, gone].sum())
             votes += float(found.features.mass[head, gone].sum())
             age += float((1 / (tokens - gone).float()).sum())
         method.layers[layer] = (part.keys, part.values, kept)

@@ -142,7 +142,7 @@ class StudyRunner:
             self._measured.clear()
         return {
             "config": recorded_config(self.config),
-            "policy": asdict(replace(self.policy, sensitivity=None)),
+            "policy": asdict(replace(self.policy, sensitivity=None, surprise=None)),
             "is_fitted": self.policy.sensitivity is not None,
             "backend": self._backend.name,
             "environment": describe_environment(),
