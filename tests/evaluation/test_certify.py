@@ -3,7 +3,10 @@ import json
 
 import pytest
 
+from sphkv.cache.retained_refresh import Refresher
 from sphkv.cli.main import main
+from sphkv.core.errors import BudgetExceeded
+from sphkv.evaluation.report.studies import certificate_part
 from sphkv.evaluation.runner.decoding import StopRule, decode_greedily
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.witness.bounds import Witness
@@ -32,8 +35,8 @@ def test_an_impossible_bound_breaks_its_witness_only(run):
     assert not certificate["is_safe"]
     names = [witness["name"] for witness in certificate["witnesses"]]
     assert names == [
-        "drift", "drift tail", "retrieval", "json", "tool", "refusal", "termination", "length",
-        "seeds", "kernel realisation",
+        "budget", "drift", "drift tail", "retrieval", "json", "tool", "refusal", "termination",
+        "length", "seeds", "kernel realisation",
     ]  # fmt: skip
     assert [w["name"] for w in certificate["witnesses"] if not w["is_held"]] == ["drift"]
     assert certificate["memory"]["b_kv"] >= certificate["dense_bytes_per_token"]
@@ -50,6 +53,41 @@ def test_joint_is_examined_with_its_safeguards(run):
     assert set(certificate["stability"]) == {"delta_t", "disagree", "r_fail", "failures"}
     (drift,) = [w for w in certificate["witnesses"] if w["name"] == "drift"]
     assert 0.0 < drift["value"] < 0.05
+
+
+def test_a_budget_that_breaks_while_decoding_is_recorded(run, monkeypatch, capsys):
+    settle, steps = Refresher.settle, iter(range(10_000))
+
+    def grow(self):
+        # the third token of the second prompt is one too many
+        if next(steps) == 6:
+            raise BudgetExceeded(96, 0, 1000)
+        settle(self)
+
+    monkeypatch.setattr(Refresher, "settle", grow)
+    code, certificate = run("--method", "joint", "--per-witness", "1", "--no-gate")
+    assert code == 1
+    assert not certificate["is_safe"]
+    (budget,) = [w for w in certificate["witnesses"] if w["name"] == "budget"]
+    assert (budget["value"], budget["is_held"]) == (1.0, False)
+    assert "request needs 96 bytes but 0 of the 1000 byte limit are free" in budget["exemplar"]
+    assert "the budget did not hold: " + budget["exemplar"] in capsys.readouterr().out
+    # the others were examined all the same
+    assert any(w["name"] == "drift" and w["value"] > 0 for w in certificate["witnesses"])
+    assert certificate["stability"]["delta_t"] >= 0
+
+
+def test_a_budget_that_holds_nothing_is_recorded(run, capsys):
+    code, certificate = run("--method", "joint", "--per-witness", "1", "--budget", "1%")
+    assert code == 1
+    assert certificate["memory"] is None
+    assert certificate["stability"] is None
+    (budget,) = [w for w in certificate["witnesses"] if not w["is_held"]]
+    assert budget["name"] == "budget"
+    assert budget["value"] == 6
+    assert "exceed the budget of" in budget["exemplar"]
+    assert "nothing could be stored" in capsys.readouterr().out
+    assert "nothing could be stored" in certificate_part(certificate)
 
 
 @pytest.mark.parametrize("is_safe", [True, False])

@@ -86,13 +86,27 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result, indent=2))
     else:
-        print(format_table(("name", "value", "bound", "dense", "is_held"), result["witnesses"]))
-        if "failures" in result:
-            print(format_table(_FAILURE_COLUMNS, result["failures"]))
-        mute = [witness["name"] for witness in result["witnesses"] if witness["is_mute"]]
-        if mute:
-            print(f"dense itself fails these, so they show nothing: {', '.join(mute)}")
-        share = result["memory"]["b_kv"] / result["dense_bytes_per_token"]
-        verdict = "SAFE" if result["is_safe"] else "NOT SAFE"
-        print(f"{args.method} at {args.budget} ({100 * share:.1f}% of dense bytes): {verdict}")
+        _print(result, f"{args.method} at {args.budget}")
     return 0 if result["is_safe"] else 1
+
+
+def _print(result: dict[str, Any], point: str) -> None:
+    """The witnesses, what they leave open, and the verdict."""
+    print(format_table(("name", "value", "bound", "dense", "is_held"), result["witnesses"]))
+    if "failures" in result:
+        print(format_table(_FAILURE_COLUMNS, result["failures"]))
+    mute = [witness["name"] for witness in result["witnesses"] if witness["is_mute"]]
+    if mute:
+        print(f"dense itself fails these, so they show nothing: {', '.join(mute)}")
+    for witness in result["witnesses"]:
+        if witness["name"] == "budget" and not witness["is_held"]:
+            print(f"the budget did not hold: {witness['exemplar']}")
+    verdict = "SAFE" if result["is_safe"] else "NOT SAFE"
+    print(f"{point} ({_share(result)}): {verdict}")
+
+
+def _share(result: dict[str, Any]) -> str:
+    if result["memory"] is None:
+        return "nothing could be stored"
+    share = result["memory"]["b_kv"] / result["dense_bytes_per_token"]
+    return f"{100 * share:.1f}% of dense bytes"

@@ -112,7 +112,10 @@ def ablation_part(study: Mapping[str, Any], *, beta: float = BETA) -> str:
 def certificate_part(certificate: Mapping[str, Any]) -> str:
     """The witnesses of a certificate."""
     config, verdict = certificate["config"], "SAFE" if certificate["is_safe"] else "NOT SAFE"
-    share = certificate["memory"]["b_kv"] / certificate["dense_bytes_per_token"]
+    share = "nothing could be stored"
+    if certificate["memory"] is not None:
+        part = certificate["memory"]["b_kv"] / certificate["dense_bytes_per_token"]
+        share = f"{100 * part:.1f}% of dense bytes"
     rows = [
         [
             witness["name"],
@@ -126,7 +129,7 @@ def certificate_part(certificate: Mapping[str, Any]) -> str:
     ]
     return (
         f"<p><b>{verdict}</b>: {html.escape(str(config['method']))} at "
-        f"{html.escape(str(config['budget']))}, {100 * share:.1f}% of dense bytes, "
+        f"{html.escape(str(config['budget']))}, {share}, "
         f"{config['context']:,} tokens, {html.escape(str(config['model']))}.</p>"
         + table(("witness", "figure", "bound", "dense", "verdict", "worst example"), rows)
     )

@@ -178,6 +178,15 @@ def judge_seeds(
     return Witness("seeds", after - before, bounds.s_traj, before)
 
 
+def judge_budget(broken: Sequence[str]) -> Witness:
+    """No prompt may need more than the budget, at any step of its answer.
+
+    Args:
+        broken: Each prompt that did, with the reason.
+    """
+    return Witness("budget", float(len(broken)), 0.0, exemplar=broken[0] if broken else "")
+
+
 def judge_realisation(realisation: str) -> Witness:
     """A point is safe only if decode reads the stored form."""
     return Witness("kernel realisation", float(realisation != "kernel-realized"), 0.0)

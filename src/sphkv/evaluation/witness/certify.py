@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sphkv.cache.method import CacheMethod
+from sphkv.core.errors import BudgetExceeded
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.metrics.stability import Reply
@@ -30,6 +32,7 @@ from sphkv.evaluation.witness.bounds import (
     Witness,
     WitnessBounds,
     judge_answers,
+    judge_budget,
     judge_drift,
     judge_realisation,
     judge_seeds,
@@ -40,6 +43,7 @@ from sphkv.evaluation.witness.suite import WitnessPrompt, build_suite, first_of_
 from sphkv.evaluation.workloads.case import check_context
 from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.integrations.prompt_states import continue_prompt, store_prompt
+from sphkv.retention.allocate import InfeasibleBudget
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule
 
@@ -116,28 +120,12 @@ def certify(
         session.tokenizer, data=config.data, context=config.context, seed=config.seed
     )
     prompts = first_of_each(prompts, config.per_witness)
-    examiner = _Examiner(session, config)
-    witnesses = examiner.drift()
-    tell(f"drift: {witnesses[0].value:.4f} nats per token")
-    pairs = []
-    seeded: list[tuple[dict[str, list[float]], dict[str, list[float]]]] = []
+    examiner = _Examiner(session, config, tell)
+    examiner.watch_drift()
     for prompt in prompts:
-        read = session.reader.read(prompt.case)
-        pair = examiner.answers(prompt, read)
-        pairs.append(pair)
-        tell(
-            f"{pair.case_id}: dense {pair.dense.text[:40]!r}, "
-            f"{config.method} {pair.ours.text[:40]!r}"
-        )
-        if prompt.kind == "retrieval":
-            seeded.append(examiner.samples(prompt, read))
-    witnesses += judge_answers(pairs, config.bounds)
-    own_scores = {name: scores for first, _ in seeded for name, scores in first.items()}
-    dense_scores = {name: scores for _, second in seeded for name, scores in second.items()}
-    witnesses.append(judge_seeds(own_scores, dense_scores, config.bounds))
-    witnesses.append(judge_realisation(examiner.memory["realisation"]))
-    result = _certificate(config, session, prompts, witnesses, examiner.memory)
-    result["stability"] = summarise_pairs(pairs)
+        examiner.ask(prompt)
+    result = _certificate(config, session, prompts, examiner.judge(), examiner.memory)
+    result["stability"] = summarise_pairs(examiner.pairs) if examiner.pairs else None
     if config.failure_budget is not None:
         result["failures"] = diagnose(session, prompts, config.failure_budget, tell)
     return result
@@ -147,12 +135,55 @@ class _Examiner:
     """Measures one method on prompts that were read.
 
     Attributes:
-        memory: Bytes and realisation of the last cache it made.
+        memory: Bytes and realisation of the last cache it made; None before one.
+        pairs: Answers to the prompts that the method could finish in its budget.
     """
 
-    def __init__(self, session: Session, config: CertifyConfig) -> None:
-        self._session, self._config = session, config
-        self.memory: dict[str, Any] = {}
+    def __init__(
+        self, session: Session, config: CertifyConfig, tell: Callable[[str], None]
+    ) -> None:
+        self._session, self._config, self._tell = session, config, tell
+        self.memory: dict[str, Any] | None = None
+        self.pairs: list[AnswerPair] = []
+        self._divergences: list[float] = []
+        self._scores: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
+        self._broken: list[str] = []
+
+    @contextmanager
+    def _budgeted(self, case_id: str) -> Iterator[None]:
+        """Notes what does not fit the budget, be it while storing or many tokens later."""
+        try:
+            yield
+        except (BudgetExceeded, InfeasibleBudget) as error:
+            self._broken.append(f"{case_id}: {error}")
+            self._tell(self._broken[-1])
+
+    def judge(self) -> list[Witness]:
+        """The witnesses of all that was examined."""
+        bounds = self._config.bounds
+        found = [judge_budget(self._broken)]
+        if self._divergences:
+            found += judge_drift(self._divergences, bounds)
+        found += judge_answers(self.pairs, bounds)
+        if self._scores[0]:
+            found.append(judge_seeds(*self._scores, bounds))
+        if self.memory is not None:
+            found.append(judge_realisation(self.memory["realisation"]))
+        return found
+
+    def ask(self, prompt: WitnessPrompt) -> None:
+        """Answers to a prompt, of a retrieval prompt also sampled ones."""
+        read = self._session.reader.read(prompt.case)
+        with self._budgeted(prompt.case.case_id):
+            pair = self._answers(prompt, read)
+            self.pairs.append(pair)
+            self._tell(
+                f"{pair.case_id}: dense {pair.dense.text[:40]!r}, "
+                f"{self._config.method} {pair.ours.text[:40]!r}"
+            )
+            if prompt.kind == "retrieval":
+                ours, dense = self._samples(prompt, read)
+                self._scores[0][pair.case_id], self._scores[1][pair.case_id] = ours, dense
 
     def _stored(self, read: ReadCase, extra: int) -> CacheMethod:
         config = self._config
@@ -179,7 +210,7 @@ class _Examiner:
         }
         return method
 
-    def drift(self) -> list[Witness]:
+    def watch_drift(self) -> None:
         """Divergence from dense over a text."""
         config, session = self._config, self._session
         (case,) = lm_cases(
@@ -190,12 +221,14 @@ class _Examiner:
             num_prompts=1,
         )
         read = session.reader.read(case)
-        method = self._stored(read, config.num_following)
-        hidden = continue_prompt(session.model, method, read.states.following)
-        divergences = token_drift(session.model, read.reference, hidden).kl.tolist()
-        return judge_drift(divergences, config.bounds)
+        with self._budgeted(case.case_id):
+            method = self._stored(read, config.num_following)
+            hidden = continue_prompt(session.model, method, read.states.following)
+            self._divergences = token_drift(session.model, read.reference, hidden).kl.tolist()
+            mean = sum(self._divergences) / len(self._divergences)
+            self._tell(f"drift: {mean:.4f} nats per token")
 
-    def answers(self, prompt: WitnessPrompt, read: ReadCase) -> AnswerPair:
+    def _answers(self, prompt: WitnessPrompt, read: ReadCase) -> AnswerPair:
         """Greedy answers of dense and of the method."""
         case = prompt.case
         stops = stop_rule(self._session.tokenizer, at_line_end=case.stops_at_newline)
@@ -215,9 +248,7 @@ class _Examiner:
         text = self._text(token_ids)
         return Reply(text, token_ids, is_ended, prompt.judge(text))
 
-    def samples(
-        self, prompt: WitnessPrompt, read: ReadCase
-    ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    def _samples(self, prompt: WitnessPrompt, read: ReadCase) -> tuple[list[float], list[float]]:
         """Scores of sampled answers, the same random numbers for both caches."""
         case = prompt.case
         scores: tuple[list[float], list[float]] = ([], [])
@@ -229,7 +260,7 @@ class _Examiner:
             for held, cache in zip(scores, caches, strict=True):
                 got = self._sample(cache, read, self._config.seed + number)
                 held.append(float(prompt.judge(self._text(got.token_ids))))
-        return {case.case_id: scores[0]}, {case.case_id: scores[1]}
+        return scores
 
     def _sample(self, cache: CacheMethod, read: ReadCase, seed: int) -> DecodedAnswer:
         session = self._session
@@ -246,7 +277,7 @@ def _certificate(
     session: Session,
     prompts: list[WitnessPrompt],
     witnesses: list[Witness],
-    memory: dict[str, Any],
+    memory: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Everything that is needed to repeat and to trust the verdict."""
     settings = asdict(config)
