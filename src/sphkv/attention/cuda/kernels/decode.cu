@@ -220,8 +220,10 @@ INLINE int first_row(const int* rows, int batch, int start, int lane) {
 
 // What the teams do: attend to the block's pages, row by row.
 INLINE void attend_rows(const Params& p, const Share& share, const int* rows, Row& row,
-                        RowStart& first, const uint8_t* table, int tid) {
+                        const uint8_t* table, int tid) {
   const WarpPlace place(p, tid);
+  RowStart first;
+  first.load_map(table, tid);
   row.index = first_row(rows, p.batch, share.start, place.lane);
   // queries set out before pages are asked for, else they would queue behind them
   first.load(p, row, tid);
@@ -244,7 +246,7 @@ INLINE void attend_rows(const Params& p, const Share& share, const int* rows, Ro
     barrier_wait(table_barrier(), 0);
     sync_teams();
     QueryLane query;
-    if (page < stop) take_query(query, place);
+    take_query(query, place);
     Running run;
     Accumulator acc;
     reset(run, acc);
@@ -284,8 +286,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     store_shared(SHARED_BASE + ZERO_OFFSET + 4 * k, 0u);
   // the table sets out first: everything else is read meanwhile
   if (tid == 0) request_table(table);
-  RowStart first;
-  first.load_map(table, tid);
   const int* rows = p.row_start + row.head * p.batch;
   const Share share(p, rows, blockIdx.x / heads);
   __syncthreads();
@@ -301,9 +301,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
       if (team < TEAMS) supply_team(p, table, share.start, share.end, team, tid & 31);
     } else {
       grow_registers<TEAM_REGISTERS>();
-      attend_rows(p, share, rows, row, first, table, tid);
+      attend_rows(p, share, rows, row, table, tid);
     }
   } else {
-    attend_rows(p, share, rows, row, first, table, tid);
+    attend_rows(p, share, rows, row, table, tid);
   }
 }

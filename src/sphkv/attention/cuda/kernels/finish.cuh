@@ -178,82 +178,87 @@ INLINE uint64_t part_slot(const Params& p, const Row& row, int part) {
   return ((uint64_t)(row.head * p.blocks + row.block) * (p.batch + p.ctas) + part) * COLUMNS;
 }
 
-// This block's share of a row, for the block that arrives last.
-INLINE void write_part(const Params& p, const Row& row, int tid) {
-  const uint64_t at = part_slot(p, row, row.part);
-  for (int x = tid; x < COLUMNS * HEAD_DIM; x += THREADS)
-    p.part_out[at * HEAD_DIM + x] = load_shared_float(SHARED_BASE + RESULT_OFFSET + x * 4);
-  if (tid < COLUMNS) p.part_lse[at + tid] = load_shared_float(stat_at(0) + tid * 4);
+INLINE void write_part(const Params& p, const Row& row, int query, const float (&v)[LANE_DIMS],
+                       float lse2, int lane) {
+  const uint64_t at = part_slot(p, row, row.part) + query;
+#pragma unroll
+  for (int i = 0; i < LANE_DIMS; i++) p.part_out[at * HEAD_DIM + lane + 32 * i] = v[i];
+  if (lane == 0) p.part_lse[at] = lse2;
 }
 
-// Whether all other blocks of the row have written theirs.
-INLINE bool is_last_part(const Params& p, const Row& row, int tid) {
-  const uint32_t others = row.num_parts - 1;
+// The block that arrives last merges what all have written, MERGED parts at a time so that the
+// loads of many are on their way together.
+INLINE float merge_parts(const Params& p, const Row& row, int query, float (&v)[LANE_DIMS],
+                         int lane) {
+  constexpr int MERGED = 16;
+  const uint64_t first = part_slot(p, row, row.first_part) + query;
+  float most = NO_LOGIT, mass = 0.f;
+#pragma unroll
+  for (int i = 0; i < LANE_DIMS; i++) v[i] = 0.f;
+  for (int s = 0; s < row.num_parts; s += MERGED) {
+    float lse[MERGED], x[MERGED][LANE_DIMS], top = most;
+#pragma unroll
+    for (int k = 0; k < MERGED; k++) {
+      const uint64_t at = first + (uint64_t)min(s + k, row.num_parts - 1) * COLUMNS;
+      lse[k] = __ldcg(p.part_lse + at);
+#pragma unroll
+      for (int i = 0; i < LANE_DIMS; i++) x[k][i] = __ldcg(p.part_out + at * HEAD_DIM + lane + 32 * i);
+    }
+#pragma unroll
+    for (int k = 0; k < MERGED; k++) top = fmaxf(top, lse[k]);
+    const float shrink = exp2_fast(most - top);
+    most = top;
+    mass *= shrink;
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; i++) v[i] *= shrink;
+#pragma unroll
+    for (int k = 0; k < MERGED; k++) {
+      const float f = s + k < row.num_parts ? exp2_fast(lse[k] - top) : 0.f;
+      mass += f;
+#pragma unroll
+      for (int i = 0; i < LANE_DIMS; i++) v[i] += f * x[k][i];
+    }
+  }
+  const float inverse = mass > 0.f ? 1.f / mass : 0.f;
+#pragma unroll
+  for (int i = 0; i < LANE_DIMS; i++) v[i] *= inverse;
+  return mass > 0.f ? most + log2_fast(mass) : MINUS_INFINITY;
+}
+
+// All threads of the block call this when the row's pages of this block are done.
+INLINE void finish_row(const Params& p, const Row& row, const Running& run,
+                       const Accumulator& acc, int tid) {
+  const int lane = tid & 31, warp = tid / 32;
+  store_stats(run, tid);
+  sync_teams();  // nobody has queries to take from scratch any more
+  merge_warps(acc, tid);
+  float v[LANE_DIMS];
+  float lse2 = 0.f;
+  if (warp < COLUMNS) {
+    lse2 = load_shared_float(stat_at(0) + warp * 4);
+#pragma unroll
+    for (int i = 0; i < LANE_DIMS; i++)
+      v[i] = load_shared_float(SHARED_BASE + RESULT_OFFSET + (warp * HEAD_DIM + lane + 32 * i) * 4);
+    if (row.num_parts == 1)
+      write_query(p, row, warp, v, lse2, lane);
+    else
+      write_part(p, row, warp, v, lse2, lane);
+  }
+  if (row.num_parts == 1) return;
   sync_teams();
   if (tid == 0) {
     // the fences of one thread hold for all, which it meets before and after
     uint32_t* counter = p.arrivals + (row.head * p.blocks + row.block) * p.batch + row.index;
     __threadfence();
     const uint32_t arrived = atomicAdd(counter, 1u);
-    if (arrived == others) *counter = 0u;
+    if (arrived == (uint32_t)row.num_parts - 1u) *counter = 0u;
     __threadfence();
     store_shared(SHARED_BASE + ARRIVED_OFFSET, arrived);
   }
   sync_teams();
-  return load_shared(SHARED_BASE + ARRIVED_OFFSET) == others;
-}
-
-// Merge what all blocks have written to results[query][dim], a thread per element. MERGED parts at a
-// time, so that the loads of many are on their way together.
-INLINE void merge_parts(const Params& p, const Row& row, int tid) {
-  constexpr int MERGED = 16;
-  const uint64_t first = part_slot(p, row, row.first_part);
-  for (int x = tid; x < COLUMNS * HEAD_DIM; x += THREADS) {
-    const float* part_lse = p.part_lse + first + x / HEAD_DIM;
-    const float* part_out = p.part_out + first * HEAD_DIM + x;
-    float most = NO_LOGIT, mass = 0.f, sum = 0.f;
-    for (int s = 0; s < row.num_parts; s += MERGED) {
-      float lse[MERGED], v[MERGED], top = most;
-#pragma unroll
-      for (int k = 0; k < MERGED; k++) {
-        const int part = min(s + k, row.num_parts - 1) * COLUMNS;
-        lse[k] = __ldcg(part_lse + part);
-        v[k] = __ldcg(part_out + part * HEAD_DIM);
-      }
-#pragma unroll
-      for (int k = 0; k < MERGED; k++) top = fmaxf(top, lse[k]);
-      const float shrink = exp2_fast(most - top);
-      most = top, mass *= shrink, sum *= shrink;
-#pragma unroll
-      for (int k = 0; k < MERGED; k++) {
-        const float f = s + k < row.num_parts ? exp2_fast(lse[k] - top) : 0.f;
-        mass += f, sum += f * v[k];
-      }
-    }
-    store_shared_float(SHARED_BASE + RESULT_OFFSET + x * 4, mass > 0.f ? sum / mass : 0.f);
-    if (x % HEAD_DIM == 0)
-      store_shared_float(stat_at(0) + x / HEAD_DIM * 4,
-                         mass > 0.f ? most + log2_fast(mass) : MINUS_INFINITY);
+  if (load_shared(SHARED_BASE + ARRIVED_OFFSET) != (uint32_t)row.num_parts - 1u) return;
+  if (warp < COLUMNS) {
+    lse2 = merge_parts(p, row, warp, v, lane);
+    write_query(p, row, warp, v, lse2, lane);
   }
-}
-
-// All threads of the teams call this when the row's pages of this block are done.
-INLINE void finish_row(const Params& p, const Row& row, const Running& run,
-                       const Accumulator& acc, int tid) {
-  const int lane = tid & 31, query = tid / 32;
-  store_stats(run, tid);
-  sync_teams();  // nobody has queries to take from scratch any more
-  merge_warps(acc, tid);
-  if (row.num_parts > 1) {
-    write_part(p, row, tid);
-    if (!is_last_part(p, row, tid)) return;
-    merge_parts(p, row, tid);
-    sync_teams();
-  }
-  if (query >= COLUMNS) return;
-  float v[LANE_DIMS];
-#pragma unroll
-  for (int i = 0; i < LANE_DIMS; i++)
-    v[i] = load_shared_float(SHARED_BASE + RESULT_OFFSET + (query * HEAD_DIM + lane + 32 * i) * 4);
-  write_query(p, row, query, v, load_shared_float(stat_at(0) + query * 4), lane);
 }
