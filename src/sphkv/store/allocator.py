@@ -276,8 +276,8 @@ class PageAllocator:
 
     def _fill(self, slab: Slab, index: Tensor, pages: Tensor, rows: Tensor, counts: Tensor) -> None:
         """Write ``pages[rows]`` to the places ``index`` of a slab."""
-        chosen = pages[_places(rows, pages.device)]
-        slab.data[_places(index, self._device)] = chosen.to(self._device)
+        place = _places(index, self._device)
+        slab.data[place] = pages[_places(rows, pages.device)].to(self._device)
         slab.counts[index] = counts.cpu()[rows].to(torch.int32)
 
     def share(self, page_ids: Tensor) -> None:
@@ -363,8 +363,7 @@ class PageAllocator:
         Returns:
             Int64 addresses of the same shape on the CPU; 0 where the id is -1.
         """
-        flat = page_ids.cpu().flatten()
-        out = torch.zeros_like(flat)
+        out = torch.zeros_like(flat := page_ids.cpu().flatten())
         used = (flat >= 0).nonzero()[:, 0]
         for slot, index, rows in self._by_slab(flat[used]):
             data = self._slab(slot).data

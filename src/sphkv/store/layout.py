@@ -186,18 +186,15 @@ def blank_pages(layout: PageLayout, rows: PageRows) -> Tensor:
     num_rows, tokens = rows.counts.shape[0], layout.page_tokens
     for name, tensor in (("positions", rows.positions), ("flags", rows.flags)):
         if tuple(tensor.shape) != (num_rows, tokens):
-            raise ValueError(
-                f"{name} must have shape {(num_rows, tokens)}, got {tuple(tensor.shape)}"
-            )
+            expected = (num_rows, tokens)
+            raise ValueError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
     live = rows.live()
     if num_rows and not 0 < int(rows.counts.min()) <= int(rows.counts.max()) <= tokens:
         raise ValueError(f"counts of a page must be in 1..{tokens}, got {rows.counts.tolist()}")
     positions = rows.positions.masked_fill(~live, 0)
     if num_rows and not 0 <= int(positions.min()) <= int(positions.max()) <= MAX_POSITION:
         raise ValueError(f"positions must be in 0..{MAX_POSITION}")
-    pages = torch.zeros(
-        (num_rows, layout.page_bytes), dtype=torch.uint8, device=rows.positions.device
-    )
+    pages = torch.zeros(num_rows, layout.page_bytes, dtype=torch.uint8, device=positions.device)
     pages[:, _VERSION] = PAGE_VERSION
     pages[:, _TIER] = layout.tier_id
     pages[:, _MODE] = int(layout.position_mode)

@@ -65,6 +65,7 @@ class CudaEncoder:
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[str, ...], Kernel] = {}
+        self._encode: dict[PageLayout, tuple[Kernel, Kernel]] = {}
         self._search = SearchTables()
         self._tables: WeakKeyDictionary[SphericalCodec, dict[tuple[int, int], EncodeTables]]
         self._tables = WeakKeyDictionary()
@@ -93,27 +94,29 @@ class CudaEncoder:
         return self._kernels[key]
 
     def _encode_kernels(self, layout: PageLayout, device: torch.device) -> tuple[Kernel, Kernel]:
-        """The kernel of the keys and that of the values."""
-        clips = ClipCells.of_bits(layout.tier.value_bits)
-        mode = f"-DSPHKV_POSITIONS={int(layout.position_mode)}"
-        defines = (
-            f"-DSPHKV_RATIOS={clips.num_ratios}",
-            f"-DSPHKV_FIRST_RATIO={clips.first}",
-            f"-DSPHKV_RATIO_STEP={clips.step}",
-            f"-DSPHKV_CELLS={clips.cells}",
-            f"-DSPHKV_REFINEMENTS={NUM_REFINEMENTS}",
-        )
-        kernels = (
-            ("sphkv_encode_keys", _key_memory(layout)),
-            ("sphkv_encode_values", _value_memory(layout)),
-        )
-        keys, values = (
-            self._kernel(
-                name, layout, size, f"-DSPHKV_SHARED_BYTES={size}", mode, *defines, device=device
+        """The kernel of the keys and that of the values, looked up once per layout."""
+        if layout not in self._encode:
+            clips = ClipCells.of_bits(layout.tier.value_bits)
+            sizes = {
+                "sphkv_encode_keys": _key_memory(layout),
+                "sphkv_encode_values": _value_memory(layout),
+            }
+            defines = (
+                f"-DSPHKV_POSITIONS={int(layout.position_mode)}",
+                f"-DSPHKV_RATIOS={clips.num_ratios}",
+                f"-DSPHKV_FIRST_RATIO={clips.first}",
+                f"-DSPHKV_RATIO_STEP={clips.step}",
+                f"-DSPHKV_CELLS={clips.cells}",
+                f"-DSPHKV_REFINEMENTS={NUM_REFINEMENTS}",
             )
-            for name, size in kernels
-        )
-        return keys, values
+            keys, values = (
+                self._kernel(
+                    name, layout, size, f"-DSPHKV_SHARED_BYTES={size}", *defines, device=device
+                )
+                for name, size in sizes.items()
+            )
+            self._encode[layout] = (keys, values)
+        return self._encode[layout]
 
     def _table(self, codec: SphericalCodec, layer: int, layout: PageLayout) -> EncodeTables:
         held = self._tables.setdefault(codec, {})
