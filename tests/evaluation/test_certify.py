@@ -7,7 +7,7 @@ from sphkv.cache.retained_refresh import Refresher
 from sphkv.cli.main import main
 from sphkv.core.errors import BudgetExceeded
 from sphkv.evaluation.report.studies import certificate_part
-from sphkv.evaluation.runner.decoding import StopRule, decode_greedily
+from sphkv.evaluation.runner.decoding import StopRule, decode_tokens
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.witness.bounds import Witness
 from sphkv.evaluation.witness.failures import FAILURE_CLASSES, diagnose
@@ -141,7 +141,7 @@ def test_the_gate_is_told_every_margin(tiny_model_folder):
     )
     cache = session.factory.controlled("60%", gate=GateOptions())
     store_prompt(cache, read.states)
-    got = decode_greedily(session.model, cache, read.states.hidden[-1:], 3, StopRule(frozenset()))
+    got = decode_tokens(session.model, cache, read.states.hidden[-1:], 3, StopRule(frozenset()))
     assert len(got.token_ids) == 3
     # three tokens, and the one after them that the limit cut off
     assert cache.refresher.gate is not None

@@ -25,7 +25,7 @@ from sphkv.evaluation.metrics.answers import (
 )
 from sphkv.evaluation.metrics.stability import Reply, reply_failures
 from sphkv.evaluation.metrics.throughput import DecodeTimes
-from sphkv.evaluation.runner.decoding import AttendClock, decode_greedily, stop_rule, stop_timing
+from sphkv.evaluation.runner.decoding import AttendClock, decode_tokens, stop_rule, stop_timing
 from sphkv.evaluation.runner.drift import answer_drift, token_drift
 from sphkv.evaluation.runner.mechanism import describe_allocation, describe_margins
 from sphkv.evaluation.runner.methods import decode_bytes, realisation_of, setting_of
@@ -126,7 +126,7 @@ def _answer(
     """The method's own greedy answer, scored against the truth and the exact model's answer."""
     case = read.case
     stops = stop_rule(tokenizer, at_line_end=case.stops_at_newline)
-    got = decode_greedily(
+    got = decode_tokens(
         model, method, read.states.hidden[-1:], case.max_new_tokens, stops,
         num_timed=window.num_warm + window.num_measured,
     )  # fmt: skip

@@ -67,28 +67,21 @@ class AttendClock:
         return output
 
 
-def decode_greedily(
-    model: Any,
-    method: CacheMethod,
-    last: Tensor,
-    limit: int,
-    stops: StopRule,
-    *,
-    num_timed: int | None = None,
-) -> DecodedAnswer:
-    """Most likely tokens after a stored prompt.
+def most_likely(row: Tensor) -> Tensor:
+    """Scores under which greedy decoding is the choice of the highest."""
+    return row
 
-    Args:
-        model: The model.
-        method: Holds the prompt.
-        last: ``[1, width]`` final hidden state of the prompt's last token.
-        limit: Most tokens.
-        stops: What ends the answer.
-        num_timed: As ``decode_tokens``.
-    """
-    return decode_tokens(
-        model, method, last, limit, stops, choose=lambda row: row, num_timed=num_timed
-    )
+
+def drawn(seed: int) -> Callable[[Tensor], Tensor]:
+    """Scores whose highest is a draw at ``TEMPERATURE``; a seed draws alike for all caches."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(row: Tensor) -> Tensor:
+        noise = torch.rand(row.shape, generator=generator).clamp(min=1e-12).to(row.device)
+        # the largest of log p / T plus Gumbel noise is a sample at temperature T
+        return row / TEMPERATURE - (-noise.log()).log()
+
+    return choose
 
 
 def decode_tokens(
@@ -98,7 +91,7 @@ def decode_tokens(
     limit: int,
     stops: StopRule,
     *,
-    choose: Callable[[Tensor], Tensor],
+    choose: Callable[[Tensor], Tensor] = most_likely,
     num_timed: int | None = None,
 ) -> DecodedAnswer:
     """Tokens after a stored prompt, each the one that ``choose`` scores highest.
@@ -135,29 +128,6 @@ def decode_tokens(
             seconds.append(time.perf_counter() - began)
             inside.append(clock.seconds - before)
     return DecodedAnswer(tuple(ids), torch.cat(rows), tuple(seconds), tuple(inside), is_ended)
-
-
-def decode_sampled(
-    model: Any, method: CacheMethod, last: Tensor, limit: int, stops: StopRule, *, seed: int
-) -> DecodedAnswer:
-    """Tokens after a stored prompt, drawn at ``TEMPERATURE``; a seed draws alike for all caches.
-
-    Args:
-        model: The model.
-        method: Holds the prompt.
-        last: ``[1, width]`` final hidden state of the prompt's last token.
-        limit: Most tokens.
-        stops: What ends the answer.
-        seed: Of the random numbers.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def choose(row: Tensor) -> Tensor:
-        noise = torch.rand(row.shape, generator=generator).clamp(min=1e-12).to(row.device)
-        # the largest of log p / T plus Gumbel noise is a sample at temperature T
-        return row / TEMPERATURE - (-noise.log()).log()
-
-    return decode_tokens(model, method, last, limit, stops, choose=choose)
 
 
 def _tell_gate(method: CacheMethod, row: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sphkv.baselines.attention_scores import SharedAttention
 from sphkv.core.ranges import gpu_range
-from sphkv.evaluation.runner.decoding import decode_greedily, stop_rule
+from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
 from sphkv.evaluation.runner.dense_reference import DenseReference
 from sphkv.evaluation.runner.rollout import Episode, run_episode
 from sphkv.evaluation.runner.shared_work import SharedWork
@@ -130,7 +130,7 @@ class PromptReader:
 
     def _exact_answer(self, states: PromptStates, case: Case) -> tuple[Tensor, tuple[int, ...]]:
         exact = DenseReference(states, capacity=case.max_new_tokens)
-        steps = decode_greedily(
+        steps = decode_tokens(
             self._model,
             exact,
             states.hidden[-1:],

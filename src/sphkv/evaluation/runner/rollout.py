@@ -20,7 +20,7 @@ from sphkv.evaluation.metrics.stability import (
     is_refusal,
     length_drift,
 )
-from sphkv.evaluation.runner.decoding import decode_greedily, stop_rule
+from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
 from sphkv.evaluation.workloads.toolbench import ApiTask
 from sphkv.evaluation.workloads.tools import MAX_STEPS, ToolTask
 from sphkv.integrations.prompt_states import continue_prompt
@@ -80,7 +80,7 @@ def run_episode(
     steps: list[float] = []
     inside: list[float] = []
     for _ in range(max_steps):
-        got = decode_greedily(model, method, last, max_new_tokens, stops)
+        got = decode_tokens(model, method, last, max_new_tokens, stops)
         text = str(tokenizer.decode(got.token_ids, skip_special_tokens=True)).strip()
         actions.append(text)
         tokens += len(got.token_ids)

@@ -9,7 +9,7 @@ from typing import Any
 from sphkv.cache.method import CacheMethod
 from sphkv.evaluation.metrics.answers import begins_with_answer, best_f1
 from sphkv.evaluation.metrics.stability import trajectory_sensitivity
-from sphkv.evaluation.runner.decoding import decode_sampled, stop_rule
+from sphkv.evaluation.runner.decoding import decode_tokens, drawn, stop_rule
 from sphkv.evaluation.runner.dense_reference import DenseReference
 from sphkv.evaluation.runner.reading import ReadCase
 from sphkv.integrations.prompt_states import store_prompt
@@ -32,7 +32,7 @@ def sampled_quality(
 
     def score(cache: CacheMethod, seed: int) -> float:
         last = read.states.hidden[-1:]
-        got = decode_sampled(model, cache, last, case.max_new_tokens, stops, seed=seed)
+        got = decode_tokens(model, cache, last, case.max_new_tokens, stops, choose=drawn(seed))
         text = tokenizer.decode(got.token_ids, skip_special_tokens=True).strip()
         judge = begins_with_answer if case.workload == "needle" else best_f1
         return judge(text, case.answers)

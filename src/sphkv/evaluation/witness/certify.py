@@ -18,8 +18,8 @@ from sphkv.evaluation.metrics.stability import Reply
 from sphkv.evaluation.records import content_id
 from sphkv.evaluation.runner.decoding import (
     DecodedAnswer,
-    decode_greedily,
-    decode_sampled,
+    decode_tokens,
+    drawn,
     stop_rule,
 )
 from sphkv.evaluation.runner.dense_reference import DenseReference
@@ -233,7 +233,7 @@ class _Examiner:
         case = prompt.case
         stops = stop_rule(self._session.tokenizer, at_line_end=case.stops_at_newline)
         method = self._stored(read, case.max_new_tokens)
-        got = decode_greedily(
+        got = decode_tokens(
             self._session.model, method, read.states.hidden[-1:], case.max_new_tokens, stops
         )
         is_ended = len(read.answer_ids) < case.max_new_tokens
@@ -266,7 +266,7 @@ class _Examiner:
         session = self._session
         stops = stop_rule(session.tokenizer, at_line_end=read.case.stops_at_newline)
         last = read.states.hidden[-1:]
-        return decode_sampled(session.model, cache, last, _SAMPLED_TOKENS, stops, seed=seed)
+        return decode_tokens(session.model, cache, last, _SAMPLED_TOKENS, stops, choose=drawn(seed))
 
     def _text(self, token_ids: tuple[int, ...]) -> str:
         return str(self._session.tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sphkv.evaluation.runner.decoding import decode_greedily, stop_rule
+from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
 from sphkv.evaluation.runner.drift import answer_drift
 from sphkv.evaluation.runner.reading import ReadCase
 from sphkv.evaluation.runner.session import Session
@@ -184,7 +184,7 @@ def _examine(
     geometry = session.shape.geometry
     assert cache.contract is not None
     held = int(cache.contract.protected.sum())
-    got = decode_greedily(
+    got = decode_tokens(
         session.model,
         cache,
         read.states.hidden[-1:],
