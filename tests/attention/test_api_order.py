@@ -8,7 +8,7 @@ from sphkv.attention.api import BackendUnavailableError, decode_attention, get_b
 from sphkv.attention.cuda.pages import FragmentOrder, is_served, place_pages
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
-from sphkv.store.layout import PageView
+from sphkv.store.layout import PageView, write_pages
 from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
 
 TIERS = TierTable(
@@ -41,6 +41,28 @@ def test_pages_read_back_as_they_were_written():
     assert kept
     different = sum(not torch.equal(a.data[0], b.data[0]) for a, b in _same_slabs(plain, ordered))
     assert different == len(kept)
+
+
+class EncodingOrder(FragmentOrder):
+    """Encodes itself, as kernels do: its pages are ordered already."""
+
+    num_encoded = 0
+
+    def encode(self, layout, layer, codec, states, rows, head_ids):
+        keys, values = states
+        encoded = codec.encode(
+            layer, layout.tier, keys, values, rows.positions, head_ids=head_ids, counts=rows.counts
+        )
+        self.num_encoded += len(head_ids)
+        return self.to_slab(layout, write_pages(layout, encoded, rows))
+
+
+def test_pages_that_were_encoded_in_order_are_not_ordered_again():
+    order = EncodingOrder()
+    before, after = states_of(build_store(CASE)), states_of(build_store(CASE, order=order))
+    assert order.num_encoded > 0
+    for key, pages in before.items():
+        assert torch.equal(pages, after[key]), key
 
 
 def _same_slabs(one, other):
