@@ -24,8 +24,6 @@ struct KeyMemory {
   float square[PAGE];
   float edge[2][WARPS];
   uint64_t tables_arrived;
-  int next_item;
-  int unused;
 };
 
 // What a lane knows of its keys.
@@ -228,7 +226,7 @@ INLINE void encode_pair(KeyMemory& m, Keys& keys, int at, int slot, int mask) {
   store_codes(m, keys, slot, low);
 }
 
-// Planes of all kinds, the costly ones first; a warp that is done takes the next.
+// Planes of all kinds, in turn by the warps; the costly ones come first.
 INLINE void encode_slots(const EncodeParams& p, KeyMemory& m, Keys& keys, const int (&kinds)[5],
                          int head, int warp) {
   const int num_12 = kinds[0], joint = num_12 + kinds[1], num_4 = kinds[2], pairs = kinds[3];
@@ -236,9 +234,7 @@ INLINE void encode_slots(const EncodeParams& p, KeyMemory& m, Keys& keys, const 
   // hidden from the compiler, which would need two instructions for a mask and a level it knows
   int mask;
   asm volatile("mov.b32 %0, %1;" : "=r"(mask) : "n"(-LEVELS));
-  int item = warp, next = 0;
-  for (; item < joint + num_4 + pairs + bare; item = __shfl_sync(ALL_LANES, next, 0)) {
-    if (keys.lane == 0) next = atomicAdd(&m.next_item, 1);
+  for (int item = warp; item < joint + num_4 + pairs + bare; item += WARPS) {
     if (item < joint) {
       encode_joint(p, m, keys, head, item, num_12, mask);
     } else if (item < joint + num_4) {
@@ -329,7 +325,7 @@ INLINE float radius_of(const KeyMemory& m, int key) {
 INLINE Affine encode_keys(const EncodeParams& p, KeyMemory& m, uint8_t* page, long long row, int head,
                           int count, int tid) {
   const int warp = tid / 32, lane = tid % 32;
-  if (tid == 0) fetch_tables(p, m, head), m.next_item = WARPS;
+  if (tid == 0) fetch_tables(p, m, head);
   // asked for early: nothing below waits for them until the keys are there
   Keys keys;
   int kinds[5];
