@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sphkv.attention.cuda.decode import CudaDecode, PageLists, PagePool, TurnTable
+from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import PAGE_TOKENS
+from sphkv.attention.cuda.page_lists import PageLists, PagePool
 from sphkv.attention.cuda.synthetic import (
     Oracle,
     random_pages,

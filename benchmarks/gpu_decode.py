@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_baselines import CONFIGS, PAGE_TOKENS, SPLITS, DensePaged
 from gpu_cases import ERROR_FLOOR, case_rope, relative_error, run_cases
 
-from sphkv.attention.cuda.decode import CudaDecode, PageLists, PagePool, TurnTable
+from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import KernelShape
+from sphkv.attention.cuda.page_lists import PageLists, PagePool
 from sphkv.attention.cuda.selftest import self_test
 from sphkv.attention.cuda.synthetic import (
     Oracle,

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from sphkv.attention.api import BackendUnavailableError, decode_attention, get_backend
-from sphkv.attention.cuda.pages import FragmentOrder, is_served, place_pages
+from sphkv.attention.cuda.geometry import is_served
+from sphkv.attention.cuda.pages import FragmentOrder, place_pages
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.store.layout import PageView, write_pages

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[g
 from sphkv.attention.cuda import encode
 from sphkv.attention.cuda.compiler import compile_with_nvcc
 from sphkv.attention.cuda.encode import CudaEncoder
-from sphkv.attention.cuda.pages import is_served
+from sphkv.attention.cuda.geometry import is_served
 
 
 def layout(mode, *, value_bits=4, page_tokens=128, head_dim=128):

@@ -9,14 +9,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from sphkv.attention.cuda.decode import PageLists
 from sphkv.attention.cuda.driver import CudaUnavailableError
+from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
+from sphkv.attention.cuda.page_lists import PageLists
 from sphkv.attention.cuda.pages import (
     HOPPER,
     FragmentOrder,
     ServedPages,
-    is_served,
     place_pages,
 )
 from sphkv.attention.partial import PartialAttention

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.cuda.backend import CudaBackend
-from sphkv.attention.cuda.decode import PageLists, list_entries
 from sphkv.attention.cuda.dense import DenseDecode, DenseStates
+from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
-from sphkv.attention.cuda.page_lists import LayerLists
-from sphkv.attention.cuda.pages import is_served, page_base, page_numbers, place_pages
+from sphkv.attention.cuda.page_lists import LayerLists, PageLists, list_entries
+from sphkv.attention.cuda.pages import page_base, page_numbers, place_pages
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
 from sphkv.attention.triton.dense import TailList

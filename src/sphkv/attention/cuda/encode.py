@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sphkv.attention.cuda.compiler import architecture, load_cubin
 from sphkv.attention.cuda.driver import Kernel
-from sphkv.attention.cuda.geometry import PAGE_TOKENS
-from sphkv.attention.cuda.pages import is_served
+from sphkv.attention.cuda.geometry import PAGE_TOKENS, is_served
 from sphkv.attention.cuda.search_tables import (
     BINNED_BITS,
     PLANE_WORDS,

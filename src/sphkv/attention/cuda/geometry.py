@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sphkv.codec.codebook import AngleCodebook
+from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
 
 HEAD_DIMS = (64, 128)
@@ -19,6 +20,8 @@ LANES = 32
 LEVELS = 16
 MAX_COLUMNS = 8
 MAX_TEAMS = 4
+MAX_SLOTS = 128
+SLOT_MULTIPLE = 16
 
 _SLOT_WORDS = LANES
 _PAGE_TILES = PAGE_TOKENS // TILE_KEYS
@@ -33,6 +36,17 @@ _PASS_DIMS = 32
 def ceil_div(a: int, b: int) -> int:
     """Smallest integer at or above ``a / b``."""
     return -(-a // b)
+
+
+def is_served(layout: PageLayout) -> bool:
+    """Whether the kernel reads pages of this layout, so that they are kept in fragment order."""
+    return (
+        layout.tier.is_coded
+        and layout.page_tokens == PAGE_TOKENS
+        and layout.head_dim in HEAD_DIMS
+        and layout.num_nibbles % SLOT_MULTIPLE == 0
+        and layout.num_nibbles <= MAX_SLOTS
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +79,11 @@ class KernelShape:
         """Reject shapes that no kernel is written for."""
         if self.head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim must be one of {HEAD_DIMS}, got {self.head_dim}")
-        if self.nibbles < 16 or self.nibbles % 16 or self.nibbles > 128:
-            raise ValueError(f"nibbles must be a multiple of 16 up to 128, got {self.nibbles}")
+        if not 0 < self.nibbles <= MAX_SLOTS or self.nibbles % SLOT_MULTIPLE:
+            raise ValueError(
+                f"nibbles must be a multiple of {SLOT_MULTIPLE} up to {MAX_SLOTS}, "
+                f"got {self.nibbles}"
+            )
         if self.value_bits not in VALUE_BITS:
             raise ValueError(f"value_bits must be one of {VALUE_BITS}, got {self.value_bits}")
         if self.columns not in (4, MAX_COLUMNS):

@@ -1,12 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of coded pages of all layers, in tensors that keep their place while they grow."""
+"""Which coded pages the decode kernel reads: pools, lists, and lists that grow in place."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sphkv.attention.cuda.decode import PageLists
+from sphkv.store.layout import first_positions
+from sphkv.store.paging import PositionMode
+
+_LOWER_HALF = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagePool:
+    """Pages of one layout in fragment order.
+
+    Attributes:
+        pages: ``[pages, page_bytes]`` uint8, contiguous, 16-byte aligned.
+        mode: How they store positions; a position per key makes keys about three times as dear.
+        address: Where the page of number 0 lies or would lie; at the start of ``pages`` if 0.
+    """
+
+    pages: Tensor
+    mode: PositionMode
+    address: int = 0
+
+    def __post_init__(self) -> None:
+        """Reject what the kernel cannot read."""
+        if self.pages.dtype != torch.uint8 or not self.pages.is_contiguous():
+            raise ValueError("pages must be contiguous uint8")
+
+
+def list_entries(numbers: Tensor, bases: Tensor | int) -> Tensor:
+    """Page numbers and bases as the kernel reads them: int64, the number in the lower half."""
+    return numbers.to(torch.int64) | (bases << 32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageLists:
+    """Which pages every sequence reads, by KV head.
+
+    Attributes:
+        entries: ``[total]`` int64, head by head, sequence by sequence: the page's number and its
+            base, which the kernel needs before the page arrives; see :func:`list_entries`.
+        row_start: ``[kv_heads * batch + 1]`` int32 into ``entries``.
+        batch: Sequences.
+    """
+
+    entries: Tensor
+    row_start: Tensor
+    batch: int
+
+    @property
+    def page_ids(self) -> Tensor:
+        """``[total]`` int64 page numbers."""
+        return self.entries & _LOWER_HALF
+
+    @classmethod
+    def from_table(cls, block_table: Tensor, num_pages: Tensor, pages: Tensor) -> PageLists:
+        """Lists from a padded block table.
+
+        Args:
+            block_table: ``[kv_heads, batch, most]`` integers; entries past the end are ignored.
+            num_pages: ``[kv_heads, batch]`` integers.
+            pages: ``[pages, page_bytes]`` uint8 that the table's numbers count.
+        """
+        heads, batch, most = block_table.shape
+        live = torch.arange(most, device=block_table.device) < num_pages[..., None]
+        row_start = torch.zeros(heads * batch + 1, dtype=torch.int32, device=block_table.device)
+        row_start[1:] = num_pages.reshape(-1).cumsum(0)
+        ids = block_table[live].to(torch.int64)
+        return cls(list_entries(ids, first_positions(pages)[ids]), row_start, batch)
 
 
 class LayerLists:

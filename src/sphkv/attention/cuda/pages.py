@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sphkv.attention.cuda.decode import PageLists, PagePool, list_entries
 from sphkv.attention.cuda.fragments import (
     to_fragment_order,
     unpack_gains,
     unpack_keys,
     unpack_values,
 )
-from sphkv.attention.cuda.geometry import HEAD_DIMS, PAGE_TOKENS
+from sphkv.attention.cuda.geometry import is_served
+from sphkv.attention.cuda.page_lists import PageLists, PagePool, list_entries
 from sphkv.codec.packing import pack_nibbles, pack_value_codes
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import StateCodec
@@ -34,23 +34,10 @@ if TYPE_CHECKING:
     from sphkv.attention.triton.encode import PageEncoder
 
 HOPPER = (9, 0)
-_SLOT_MULTIPLE = 16
-_MAX_SLOTS = 128
 # Page numbers have 32 bits; as many lie below the lowest slab as above it.
 _NUMBERS_BELOW = 1 << 31
 # Pages reordered at once: bounds the unpacked copies.
 _CHUNK_PAGES = 4096
-
-
-def is_served(layout: PageLayout) -> bool:
-    """Whether the kernel reads pages of this layout, so that they are kept in fragment order."""
-    return (
-        layout.tier.is_coded
-        and layout.page_tokens == PAGE_TOKENS
-        and layout.head_dim in HEAD_DIMS
-        and layout.num_nibbles % _SLOT_MULTIPLE == 0
-        and layout.num_nibbles <= _MAX_SLOTS
-    )
 
 
 class FragmentOrder:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from sphkv.attention.cuda.decode import CudaDecode, PageLists, PagePool, TurnTable
+from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import PAGE_TOKENS, KernelShape
+from sphkv.attention.cuda.page_lists import PageLists, PagePool
 from sphkv.attention.cuda.synthetic import Oracle, random_pages, set_bases, set_counts, tier_layout
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import AngleCodebook
