@@ -62,14 +62,51 @@ def test_a_budget_that_holds_everything_changes_nothing(model, calibration):
 def test_bytes_stay_in_the_budget_at_every_step(model, calibration):
     with RetainedCache.for_model(model, "60%", calibration=calibration, options=REFERENCE) as cache:
         score(model, cache, make_tokens(400))
-        dense = model.config.num_hidden_layers * cache.sequence.config.geometry.num_kv_heads
-        dense *= 2 * 2 * cache.sequence.config.geometry.head_dim
+        dense = model.config.num_hidden_layers * cache.sequences[0].config.geometry.num_kv_heads
+        dense *= 2 * 2 * cache.sequences[0].config.geometry.head_dim
         for step in range(40):
             score(model, cache, make_tokens(1, seed=step))
             assert cache.ledger().total <= 0.6 * dense * cache.length
-        kept = cache.sequence.contract
+        kept = cache.sequences[0].contract
         assert kept is not None
         assert len(kept.tier_id.unique()) > 1
+
+
+def test_rows_of_a_padded_batch_are_as_they_would_be_alone(model, calibration):
+    """Each has its own budget, contract and gate; a row can leave."""
+    options = RetentionOptions(backend="reference", gate=GateOptions())
+    lengths, slots, count = (300, 220), 300, 24
+    prompts = [make_tokens(length, seed=length) for length in lengths]
+    alone, bytes_alone = [], []
+    for prompt in prompts:
+        with RetainedCache.for_model(
+            model, "60%", calibration=calibration, options=options
+        ) as cache:
+            alone.append(generate(model, prompt, cache, count))
+            bytes_alone.append(cache.ledger().total)
+    tokens = torch.zeros(2, slots, dtype=torch.int64)
+    mask = torch.zeros(2, slots, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, slots - prompt.shape[1] :] = prompt
+        mask[row, slots - prompt.shape[1] :] = 1
+    with RetainedCache.for_model(model, "60%", calibration=calibration, options=options) as cache:
+        output = model.generate(
+            tokens,
+            attention_mask=mask,
+            past_key_values=cache,
+            do_sample=False,
+            max_new_tokens=count,
+            min_new_tokens=count,
+        )
+        assert output[:, slots:].tolist() == alone
+        assert [row.ledger().total for row in cache.sequences] == bytes_alone
+        assert cache.ledger().total == sum(bytes_alone)
+        assert [row.num_tokens() for row in cache.sequences] == [n + count - 1 for n in lengths]
+        gates = [row.refresher.gate for row in cache.sequences]
+        assert all(gate is not None and gate.num_steps == count for gate in gates)
+        cache.batch_select_indices(torch.tensor([1]))
+        assert cache.batch_size == 1
+        assert cache.ledger().total == bytes_alone[1]
 
 
 def test_the_prompt_calibrates_the_cache(model):
@@ -97,14 +134,14 @@ def test_the_gate_sees_every_decision_and_only_its_own(model, calibration):
     """One margin per pass of this cache, that of the last token; none after it is detached."""
     options = RetentionOptions(backend="reference", gate=GateOptions())
     cache = RetainedCache.for_model(model, "60%", calibration=calibration, options=options)
-    gate = cache.sequence.refresher.gate
-    assert gate is not None
     score(model, cache, make_tokens(200))
+    gate = cache.sequences[0].refresher.gate
+    assert gate is not None
     logits = score(model, cache, make_tokens(1))
     score(model, DynamicCache(config=model.config), make_tokens(20))
     assert gate.num_steps == 2
     first, second = logits.flatten()[-model.config.vocab_size :].topk(2).values.tolist()
-    assert gate.trace[-1][0] == pytest.approx(cache.sequence.refresher.drift / (first - second))
+    assert gate.trace[-1][0] == pytest.approx(cache.sequences[0].refresher.drift / (first - second))
     cache.detach()
     assert not model.get_output_embeddings()._forward_hooks
 
@@ -113,16 +150,20 @@ def test_protected_spans_stay_dense(model, calibration):
     options = RetentionOptions(backend="reference", protect=[(64, 96)])
     with RetainedCache.for_model(model, "60%", calibration=calibration, options=options) as cache:
         score(model, cache, make_tokens(400))
-        contract = cache.sequence.contract
+        contract = cache.sequences[0].contract
         assert contract is not None
-        dense = cache.sequence.config.tiers.dense_id
+        dense = cache.sequences[0].config.tiers.dense_id
         assert bool((contract.tier_id[..., 64:96] == dense).all())
 
 
 def test_what_raises(model, calibration, tiny_model):
     with RetainedCache.for_model(model, "60%", calibration=calibration, options=REFERENCE) as cache:
-        with pytest.raises(ValueError, match="one sequence, the batch has 2"):
-            score(model, cache, make_tokens(100, batch=2))
+        score(model, cache, make_tokens(100))
+        with pytest.raises(ValueError, match="holds 1 sequences, the step has 2"):
+            score(model, cache, make_tokens(1, batch=2))
+        with pytest.raises(ValueError, match="cannot be copied"):
+            cache.batch_repeat_interleave(2)
+        cache.reset()
         with pytest.raises(ValueError, match="at least 48 tokens, got 20"):
             score(model, cache, make_tokens(20))
         score(model, cache, make_tokens(400))

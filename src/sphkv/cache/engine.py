@@ -12,6 +12,7 @@ from sphkv.attention.api import get_backend
 from sphkv.attention.request import AttentionOptions, DecodeBackend
 from sphkv.cache.plan import CacheConfig
 from sphkv.cache.prompt import PromptCalibrator
+from sphkv.cache.rows import attend_rows
 from sphkv.cache.sequence import SphericalSequence, open_store, prefill_rows
 from sphkv.cache.step import StepTokens
 from sphkv.codec.calibration import Calibration
@@ -88,6 +89,10 @@ class CacheEngine:
     def batch_size(self) -> int:
         """Sequences in the batch; 0 while the cache is empty."""
         return self.is_real.shape[0]
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer."""
+        return self.config.windows[layer]
 
     @property
     def num_tokens(self) -> list[int]:
@@ -244,22 +249,10 @@ class CacheEngine:
         """
         if self._step is None or layer not in self._fresh:
             raise RuntimeError(f"attend without update in layer {layer}")
-        keys, values = self._fresh.pop(layer)
-        output = torch.zeros_like(query)
-        for index, row in enumerate(self.rows):
-            real = self._step.is_real[index]
-            if not bool(real.any()):
-                continue
-            states = (query[index], keys[index], values[index])
-            if bool(real.all()):
-                seen = row.attend(layer, *states, options, sink_logits=sink_logits)
-                output[index] = seen.to(query.dtype)
-            else:
-                at = real.nonzero()[:, 0].to(query.device)
-                some = (states[0][:, at], states[1][:, at], states[2][:, at])
-                seen = row.attend(layer, *some, options, sink_logits=sink_logits)
-                output[index].index_copy_(1, at, seen.to(query.dtype))
-        return output
+        states = (query, *self._fresh.pop(layer))
+        return attend_rows(
+            self.rows, self._step.is_real, layer, states, options, sink_logits=sink_logits
+        )
 
     def finish(self, *, is_failed: bool = False) -> None:
         """End a forward pass; a failed one leaves no trace where that is possible."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
 from sphkv.cache.engine import CacheEngine
+from sphkv.cache.retained_engine import RetainedEngine
 from sphkv.cache.step import StepTokens
 from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
 
@@ -31,7 +32,7 @@ class HeldSlots(Protocol):
 class CachePass:
     """Hands the attention of every layer to the cache."""
 
-    def __init__(self, engine: CacheEngine) -> None:
+    def __init__(self, engine: CacheEngine | RetainedEngine) -> None:
         self._engine = engine
 
     @property
@@ -46,7 +47,7 @@ class CachePass:
             result = call.dense()
             engine.settle(call.layer, call.query)
             return result
-        options = read_options(call, engine.config.windows[call.layer])
+        options = read_options(call, engine.window(call.layer))
         sinks = call.options.get("s_aux")
         output = engine.attend(call.layer, call.query, options, sink_logits=sinks)
         return output.transpose(1, 2).contiguous(), None

@@ -14,14 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sphkv.attention.api import get_backend
-from sphkv.attention.request import DecodeBackend
-from sphkv.cache.plan import CacheConfig
-from sphkv.cache.prompt import PromptCalibrator
 from sphkv.cache.retained import RetainedSequence
 from sphkv.cache.retained_config import RetainedConfig
+from sphkv.cache.retained_engine import RetainedEngine
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.calibration_file import load_calibration
-from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.integrations.transformers.architecture import (
     ModelLayout,
@@ -29,11 +26,7 @@ from sphkv.integrations.transformers.architecture import (
     describe_model,
 )
 from sphkv.integrations.transformers.attached import AttachedCache
-from sphkv.integrations.transformers.attachment import (
-    AttentionCall,
-    AttentionResult,
-)
-from sphkv.integrations.transformers.forward import read_options, read_step
+from sphkv.integrations.transformers.forward import CachePass, read_step
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.policy import RetentionPolicy, load_policy
 from sphkv.retention.protection import ProtectionRule
@@ -65,32 +58,22 @@ class RetentionOptions:
 
 
 class RetainedCache(AttachedCache):
-    """One sequence under a byte budget that holds after every step.
+    """Sequences under a byte budget each, which holds after every step.
 
     The first pass is the prompt: the model's own attention runs, and when its last layer is done
     the controller decides for every token of every head at which tier it stays, if at all. Later
     passes read what is kept; new tokens are decided about as their pages fill.
 
     Attributes:
-        sequence: The cache itself, free of transformers.
+        engine: The cache itself, free of transformers.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        layout: ModelLayout,
-        config: RetainedConfig,
-        calibration: Calibration | None,
-        backend: DecodeBackend,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, layout: ModelLayout, engine: RetainedEngine) -> None:
         """Attach to a model; users call ``for_model``."""
         super().__init__(model, layout)
-        self._config = config
-        self._backend = backend
-        self._codec = None if calibration is None else SphericalCodec(calibration)
+        self.engine = engine
         self._has_new_logits = False
-        self._unwatch = None if config.gate is None else _watch_logits(self, model)
-        self.reset()
+        self._unwatch = None if engine.config.gate is None else _watch_logits(self, model)
 
     @classmethod
     def for_model(
@@ -105,7 +88,7 @@ class RetainedCache(AttachedCache):
 
         Args:
             model: A causal language model with full attention in every layer, on the CPU.
-            budget: Ceiling of the sequence at every step: ``"10%"`` of a dense bfloat16 cache,
+            budget: Ceiling of each sequence at every step: ``"10%"`` of a dense bfloat16 cache,
                 ``"512B/token"``, ``"64MiB"`` or whole bytes, everything charged.
             calibration: Codebooks or a file of them; fitted on the prompt if None.
             options: Protected spans, policy and backend.
@@ -133,41 +116,42 @@ class RetainedCache(AttachedCache):
             calibration = load_calibration(
                 calibration, geometry=layout.geometry, ropes=layout.ropes
             )
-        return cls(model, layout, config, calibration, get_backend(options.backend))
+        engine = RetainedEngine(config, get_backend(options.backend), calibration)
+        return cls(model, layout, engine)
 
     @property
     def config(self) -> RetainedConfig:
         """Tiers, policy and budget in use."""
-        return self._config
+        return self.engine.config
 
     @property
     def backend_name(self) -> str:
         """What runs decode attention."""
-        return self._backend.name
+        return self.engine.backend.name
 
     @property
     def budget(self) -> ByteBudget:
-        """The budget."""
-        return self._config.budget
+        """The budget of each sequence."""
+        return self.config.budget
+
+    @property
+    def sequences(self) -> list[RetainedSequence]:
+        """The sequences, one per batch row; none before the prompt."""
+        return self.engine.rows
 
     @property
     def length(self) -> int:
-        """Tokens the cache was given."""
-        return self._length
+        """Slots of the padded batch, as mask and positions count them."""
+        return self.engine.length
 
     @property
-    def is_real(self) -> Tensor:
-        """``[1, tokens]``: nothing is padding."""
-        return torch.ones(1, self.length, dtype=torch.bool)
-
-    @property
-    def needs_mask(self) -> bool:
-        """Only the prompt's pass runs the model's own attention, which reads a mask."""
-        return self._length == 0
+    def batch_size(self) -> int:
+        """Sequences in the batch; -1 while the cache is empty."""
+        return len(self.sequences) or -1
 
     def ledger(self) -> ByteLedger:
-        """Resident bytes by kind; the controller's notes are tags."""
-        return self.sequence.ledger()
+        """Resident bytes of the whole batch by kind; the controller's notes are tags."""
+        return self.engine.ledger()
 
     def __repr__(self) -> str:
         """Budget and how much it holds."""
@@ -176,86 +160,28 @@ class RetainedCache(AttachedCache):
             f"bytes={self.ledger().total})"
         )
 
-    def reset(self) -> None:
-        """Forget all tokens; a calibration stays."""
-        self._calibrator = None
-        codec = self._codec
-        if codec is None:
-            self._calibrator = self._start_calibrating()
-            codec = SphericalCodec(self._calibrator.calibration)
-        self.sequence = RetainedSequence(self._config, codec, self._backend)
-        self._length = 0
-        self._fresh: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def _start_calibrating(self) -> PromptCalibrator:
-        tiers = self._config.tiers
-        layout = self._layout
-        config = CacheConfig(
-            layout.geometry, layout.ropes, layout.windows, tiers, tiers[tiers.dense_id].name
-        )
-        return PromptCalibrator(config, model_id="prompt")
-
-    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetainedCache:
+    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RetainedPass:
         """Called by the hook on the decoder before each forward pass that uses this cache."""
         self._check_inference()
-        step = read_step(args, kwargs, self)
-        if step.is_real.shape[0] != 1:
-            raise ValueError(
-                f"RetainedCache holds one sequence, the batch has {step.is_real.shape[0]}: budgets "
-                "are per sequence, and beams would share one"
-            )
-        if not bool(step.is_real.all()):
-            raise ValueError("RetainedCache takes no padding: a single sequence needs none")
-        step.check_continues(self.is_real)
-        self._fresh.clear()
-        return self
+        self.engine.begin(read_step(args, kwargs, self.engine))
+        return RetainedPass(self)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take the new states of a layer; ``attend`` stores them."""
         self._check_attached()
-        self._fresh[layer_idx] = (key_states.detach(), value_states.detach())
-        return key_states, value_states
+        return self.engine.update(layer_idx, key_states, value_states)
 
-    def attend(self, call: AttentionCall) -> AttentionResult:
-        """Attention of one layer."""
-        keys, values = (states[0] for states in self._fresh.pop(call.layer))
-        query = call.query.detach()[0]
-        if self._length == 0:
-            result = call.dense()
-            if self._calibrator is not None:
-                self._fit(self._calibrator, call.layer, query, keys)
-            self.sequence.prefill(call.layer, keys, values, query=query)
-            return result
-        options = read_options(call, None)
-        sinks = call.options.get("s_aux")
-        output = self.sequence.attend(call.layer, query, keys, values, options, sink_logits=sinks)
-        return output.to(query.dtype).transpose(0, 1)[None].contiguous(), None
-
-    def _fit(self, calibrator: PromptCalibrator, layer: int, query: Tensor, keys: Tensor) -> None:
-        positions = torch.arange(keys.shape[1])
-        sinks = self._config.protection.sink_tokens
-        calibrator.observe(layer, query, positions)
-        calibrator.fit(layer, keys[:, sinks:], positions[sinks:])
-
-    def finish(self, *, is_failed: bool) -> None:
-        """The pass ended; a failed one leaves the cache as it was before."""
-        self._fresh.clear()
-        if is_failed:
-            self._crop_to(self._length)
-            return
-        if self._calibrator is not None:
-            self._codec = SphericalCodec(self._calibrator.calibration)
-            self._calibrator = None
-        self._length = self.sequence.num_tokens()
+    def expect_logits(self) -> None:
+        """A pass of this cache has ended: the next logits are its own."""
         self._has_new_logits = True
 
     def see_logits(self, logits: Tensor) -> None:
-        """Tell the gate how close the decision after a pass of this cache is."""
+        """Tell the gates how close the decisions after a pass of this cache are."""
         if self._has_new_logits:
             self._has_new_logits = False
-            self.sequence.refresher.observe_logits(logits[0, -1])
+            self.engine.see_logits(logits)
 
     def detach(self) -> None:
         """Let go of the model; the last cache to do so gives it back as it was."""
@@ -263,22 +189,40 @@ class RetainedCache(AttachedCache):
         if self._unwatch is not None:
             self._unwatch()
 
-    @property
-    def batch_size(self) -> int:
-        """One sequence; -1 while the cache is empty."""
-        return 1 if self._length else -1
+    def reset(self) -> None:
+        """Forget all tokens; a calibration stays."""
+        self.engine.reset()
 
     def _crop_to(self, length: int) -> None:
-        if length == 0:
-            self.reset()
-            return
-        self.sequence.crop(length)
-        self._length = length
+        self.engine.crop(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """One sequence stays where it is."""
-        if beam_idx.tolist() != [0]:
-            raise ValueError(f"RetainedCache holds one sequence, got rows {beam_idx.tolist()}")
+        """Give rows other places; none can be there twice, as beams would want."""
+        self.engine.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row, which only once is possible."""
+        self.engine.select_rows(torch.arange(len(self.sequences)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self.engine.select_rows(indices)
+
+
+class RetainedPass(CachePass):
+    """A pass whose logits the cache's gates want to see."""
+
+    def __init__(self, cache: RetainedCache) -> None:
+        super().__init__(cache.engine)
+        self._cache = cache
+
+    def finish(self, *, is_failed: bool) -> None:
+        """The pass ended."""
+        super().finish(is_failed=is_failed)
+        if not is_failed:
+            self._cache.expect_logits()
 
 
 def _check_layout(layout: ModelLayout) -> None:

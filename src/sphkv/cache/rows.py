@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a padded batch, one sequence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sphkv.attention.request import AttentionOptions
+
+
+class AttendingRow(Protocol):
+    """A sequence that stores its next tokens and attends with them; see ``CacheMethod``."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        options: AttentionOptions,
+        *,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Output ``[query_heads, tokens, head_dim]`` float32."""
+        ...
+
+
+def real_states(
+    is_real: Tensor, *states: Tensor
+) -> Iterator[tuple[int, slice | Tensor, tuple[Tensor, ...]]]:
+    """Each row that has tokens: its index, their slots, and their states without padding.
+
+    Args:
+        is_real: ``[rows, slots]`` bool.
+        states: ``[rows, heads, slots, head_dim]`` each.
+    """
+    for index, real in enumerate(is_real.cpu()):
+        own = tuple(part[index] for part in states)
+        if bool(real.all()):
+            yield index, slice(None), own
+        elif bool(real.any()):
+            at = real.nonzero()[:, 0].to(states[0].device)
+            yield index, at, tuple(part[:, at] for part in own)
+
+
+def attend_rows(
+    rows: Sequence[AttendingRow],
+    is_real: Tensor,
+    layer: int,
+    states: tuple[Tensor, Tensor, Tensor],
+    options: AttentionOptions,
+    *,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """Attention of every row's new tokens.
+
+    Args:
+        rows: The sequences.
+        is_real: ``[rows, tokens]`` bool, false for padding.
+        layer: The layer.
+        states: Queries, keys and values ``[rows, heads, tokens, head_dim]`` after RoPE.
+        options: Scale, soft-cap and window.
+        sink_logits: ``[query_heads]`` learned sink logits.
+
+    Returns:
+        ``[rows, query_heads, tokens, head_dim]`` in the query's dtype; zero for padding.
+    """
+    output = torch.zeros_like(states[0])
+    for index, at, own in real_states(is_real, *states):
+        query, keys, values = own
+        seen = rows[index].attend(layer, query, keys, values, options, sink_logits=sink_logits)
+        output[index][:, at] = seen.to(output.dtype)
+    return output
