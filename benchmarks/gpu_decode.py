@@ -21,7 +21,6 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_baselines import CONFIGS, PAGE_TOKENS, SPLITS, DensePaged
-from gpu_cases import ERROR_FLOOR, case_rope, relative_error, run_cases
 
 from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import KernelShape
@@ -36,6 +35,7 @@ from sphkv.attention.cuda.synthetic import (
 )
 from sphkv.attention.request import AttentionOptions
 from sphkv.store.paging import PositionMode
+from sphkv.testing.decode_cases import ERROR_FLOOR, case_rope, relative_error, run_cases
 
 DEVICE = torch.device("cuda")
 SHORT_POINTS = ((1, 4096), (8, 4096))

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small cases with every option of the CUDA decode kernel, against the float64 oracle."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import PAGE_TOKENS
@@ -18,7 +21,9 @@ from sphkv.attention.cuda.synthetic import (
 )
 from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.request import AttentionOptions
+from sphkv.codec.codebook import AngleCodebook
 from sphkv.codec.rope import RopeSpec
+from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
 
 # Relative error of the output against float64: half-precision products and weights.
@@ -28,9 +33,22 @@ HEADS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """One small problem; ``counts`` are pages per head and sequence."""
+    """One small problem.
 
-    counts: tuple = ((9, 9), (9, 9))
+    Attributes:
+        counts: Pages of each head and sequence.
+        mode: How pages store positions.
+        options: Scale, soft-cap and window; a plain scale if None.
+        sinks: Whether learned sinks take weight.
+        partial: Whether every last page is only partly filled.
+        merge: Whether attention over other keys is merged in.
+        group: Query heads per KV head.
+        head_dim: Elements of a key.
+        nibbles: Slots per key.
+        value_bits: Width of value codes.
+    """
+
+    counts: tuple[tuple[int, ...], ...] = ((9, 9), (9, 9))
     mode: PositionMode = PositionMode.CONTIGUOUS
     options: AttentionOptions | None = None
     sinks: bool = False
@@ -41,7 +59,7 @@ class Case:
     nibbles: int = 64
     value_bits: int = 4
 
-    def codebook(self, device):
+    def codebook(self, device: torch.device) -> AngleCodebook:
         """The same for every case of a shape."""
         return synthetic_codebook(HEADS, self.head_dim // 2, self.nibbles, seed=2, device=device)
 
@@ -69,30 +87,33 @@ CASES = {
 }  # fmt: skip
 
 
-def relative_error(got, right):
+def relative_error(got: Tensor, right: Tensor) -> float:
     """Norm of the difference over the norm; NaN counts as infinitely wrong."""
     gap = (got.double() - right).norm() / right.norm().clamp(min=1e-6)
-    return gap.nan_to_num(9e9).item()
+    return float(gap.nan_to_num(9e9))
 
 
-def case_rope(head_dim):
+def case_rope(head_dim: int) -> RopeSpec:
     """A rotary embedding with base 5e5."""
     return RopeSpec(
         head_dim, head_dim, tuple(5e5 ** (-2 * i / head_dim) for i in range(head_dim // 2))
     )
 
 
-def run_cases(device):
-    """Check all cases; returns their number."""
+def run_cases(device: torch.device) -> int:
+    """Check all cases; returns their number.
+
+    Raises:
+        ValueError: A result is wrong.
+    """
     for name, case in CASES.items():
         error = run_case(case, device)
-        print(f"  {name:40s} error {error:.1e}", flush=True)
         if not error < ERROR_FLOOR:
-            raise SystemExit(f"wrong result: {name}: error {error}")
+            raise ValueError(f"wrong result: {name}: error {error}")
     return len(CASES)
 
 
-def random_bases(mode, num_pages):
+def random_bases(mode: PositionMode, num_pages: int) -> Tensor:
     """Positions of consecutive pages in the form of their mode."""
     if mode is PositionMode.CONTIGUOUS:
         return torch.arange(num_pages) * PAGE_TOKENS + 4
@@ -103,20 +124,21 @@ def random_bases(mode, num_pages):
     return (gaps.cumsum(0) + 3).view(num_pages, words)
 
 
-def build_pages(case, layout, num, device):
+def build_pages(
+    case: Case, layout: PageLayout, num: Tensor, device: torch.device
+) -> tuple[Tensor, Tensor, int]:
     """Pages, block table and largest position."""
     total, batch = int(num.sum()), num.shape[1]
     pages = random_pages(layout, total, device=device)
     table = torch.zeros(HEADS, batch, int(num.max()), dtype=torch.int64)
-    order, at, last = torch.randperm(total), 0, 0
-    bases, live = None, torch.full((total,), PAGE_TOKENS)
+    order, at = torch.randperm(total), 0
+    width = random_bases(case.mode, 1).shape[1:]
+    bases, live = torch.zeros(total, *width, dtype=torch.int64), torch.full((total,), PAGE_TOKENS)
     for h, b in torch.cartesian_prod(torch.arange(HEADS), torch.arange(batch)).tolist():
         n = int(num[h, b])
         ids = table[h, b, :n] = order[at : at + n]
         at += n
-        mine = random_bases(case.mode, n)
-        bases = torch.zeros(total, *mine.shape[1:], dtype=torch.int64) if bases is None else bases
-        bases[ids] = mine
+        bases[ids] = random_bases(case.mode, n)
         if case.partial and n:
             live[ids[-1]] = int(torch.randint(1, PAGE_TOKENS, (1,)))
     last = int(bases.max()) + PAGE_TOKENS
@@ -125,7 +147,7 @@ def build_pages(case, layout, num, device):
     return pages, table.to(device), last
 
 
-def run_case(case, device):
+def run_case(case: Case, device: torch.device) -> float:
     """Largest error over the rows of one case."""
     options = case.options or AttentionOptions(scale=case.head_dim**-0.5)
     num = torch.tensor(case.counts)
