@@ -4,6 +4,7 @@
 import shutil
 
 import pytest
+import torch
 
 from sphkv.attention.cuda import build, compiler
 from sphkv.attention.cuda.driver import CudaUnavailableError
@@ -42,6 +43,29 @@ def test_missing_compiler_is_named(tmp_path, monkeypatch, capsys):
         build.build(tmp_path, TARGET)
     assert build.main(["--folder", str(tmp_path)]) == 1
     assert "nvcc" in capsys.readouterr().err
+
+
+def test_every_device_gets_code_of_its_kind(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compiler, "compile_with_nvcc", lambda *given: given[2].encode())
+    monkeypatch.setattr(compiler, "shipped_folder", lambda: tmp_path)
+    kernel, defines = builds = ("sphkv_dense", ("-DSPHKV_HEAD_DIM=64",))
+    monkeypatch.setattr(build, "usual_builds", lambda: [builds])
+    assert build.main(["--folder", str(tmp_path)]) == 0
+    assert "2 kernels" in capsys.readouterr().out
+    for capability, target in (((9, 0), "sm_90a"), ((10, 0), "sm_100f"), ((10, 3), "sm_100f")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+        chosen = compiler.architecture(torch.device("cuda"))
+        assert compiler.load_cubin(kernel, defines, chosen) == target.encode()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    with pytest.raises(CudaUnavailableError, match=r"device has \(8, 0\)"):
+        compiler.architecture(torch.device("cuda"))
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_sources_compile_for_blackwell(tmp_path):
+    shape = KernelShape(64, 32, 1, 1, 4, 8).fitted()
+    (file,) = build.build(tmp_path, "sm_100f", [("sphkv_decode", shape.defines())])
+    assert file.read_bytes()[:4] == b"\x7fELF"
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sphkv.core.errors import BudgetExceeded
 from sphkv.store.layout import PageLayout, first_positions
 from sphkv.store.order import PageOrder
 from sphkv.store.paging import PositionMode
@@ -18,34 +17,6 @@ PoolKey = tuple[int, PositionMode]
 
 # A new slab is at least this share of its pool, so that slabs stay few as a pool grows.
 _GROWTH_SHARE = 16
-
-
-class ByteMeter:
-    """Counts the bytes of all live tensors of a store against one hard limit."""
-
-    def __init__(self, limit: int | None) -> None:
-        """Start at zero bytes.
-
-        Args:
-            limit: Bytes that may be live at once; None for no limit.
-        """
-        if limit is not None and (isinstance(limit, bool) or limit < 0):
-            raise ValueError(f"byte limit must not be negative, got {limit!r}")
-        self.limit = limit
-        self.used = 0
-
-    def check(self, delta: int) -> None:
-        """Raise if ``delta`` more bytes would pass the limit.
-
-        Raises:
-            BudgetExceeded: They would.
-        """
-        if self.limit is not None and delta > 0 and self.used + delta > self.limit:
-            raise BudgetExceeded(delta, self.limit - self.used, self.limit)
-
-    def add(self, delta: int) -> None:
-        """Count bytes that are live now, or negative ones that are gone."""
-        self.used += delta
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +95,8 @@ class PageAllocator:
         self.order = order
         self._slabs: list[Slab | None] = []
         self._pools: dict[PoolKey, list[int]] = {}
+        # free pages and all pages of each pool
+        self._totals: dict[PoolKey, tuple[int, int]] = {}
 
     def slabs(self) -> Iterator[Slab]:
         """All live slabs."""
@@ -151,7 +124,7 @@ class PageAllocator:
                 emptied.add(slot)
                 delta -= self._slab_bytes(slab.layout, slab.num_pages)
         for key, wanted in requests.items():
-            free, total = self._pool_pages(key)
+            free, total = self._totals.get(key, (0, 0))
             for slot, num_freed in freed_pages.items():
                 slab = self._slab(slot)
                 if slab.key == key:
@@ -188,17 +161,18 @@ class PageAllocator:
         # Tensors first: if memory runs out here, nothing has been handed out.
         fresh = {}
         for key, wanted in requests.items():
-            free, total = self._pool_pages(key)
+            free, total = self._totals.get(key, (0, 0))
             fresh[key] = [self._new_slab(key, n) for n in self._slab_sizes(wanted - free, total)]
         for key, slabs in fresh.items():
             for slab in slabs:
                 self._pools.setdefault(key, []).append(self._place(slab))
+                self._count(key, slab.num_pages, slab.num_pages)
         return {key: self._take(key, wanted) for key, wanted in requests.items()}
 
-    def _pool_pages(self, key: PoolKey) -> tuple[int, int]:
-        """Free pages and all pages of a pool."""
-        slabs = [self._slab(slot) for slot in self._pools.get(key, [])]
-        return sum(slab.num_free for slab in slabs), sum(len(slab.counts) for slab in slabs)
+    def _count(self, key: PoolKey, free: int, pages: int = 0) -> None:
+        """Note that a pool has so many more free pages, and pages at all."""
+        held = self._totals.get(key, (0, 0))
+        self._totals[key] = (held[0] + free, held[1] + pages)
 
     def _new_slab(self, key: PoolKey, num_pages: int) -> Slab:
         layout = self._layout_of(key)
@@ -224,17 +198,19 @@ class PageAllocator:
         return len(self._slabs) - 1
 
     def _take(self, key: PoolKey, wanted: int) -> Tensor:
-        parts = [torch.empty(0, dtype=torch.int64)]
+        parts = [np.empty(0, dtype=np.int64)]
+        self._count(key, -wanted)
         for slot in self._pools.get(key, []):
             slab = self._slab(slot)
             if wanted == 0 or slab.num_free == 0:
                 continue
-            index = (slab.refcounts == 0).nonzero()[:wanted, 0]
-            slab.refcounts[index] = 1
-            slab.num_free -= index.numel()
-            wanted -= index.numel()
+            refcounts = slab.refcounts.numpy()
+            index = np.flatnonzero(refcounts == 0)[:wanted]
+            refcounts[index] = 1
+            slab.num_free -= len(index)
+            wanted -= len(index)
             parts.append(slot * self._stride + index)
-        return torch.cat(parts)
+        return torch.from_numpy(np.concatenate(parts))
 
     def write(self, page_ids: Tensor, pages: Tensor, counts: Tensor) -> None:
         """Fill fresh pages and seal them.
@@ -249,7 +225,7 @@ class PageAllocator:
         """
         for slot, index, rows in self._by_slab(page_ids):
             slab = self._slab(slot)
-            if bool((slab.counts[index] != 0).any()):
+            if slab.counts.numpy()[index.numpy()].any():
                 raise ValueError(f"sealed pages of slab {slot} cannot be written again")
             self._fill(slab, index, pages, rows, counts)
 
@@ -301,7 +277,9 @@ class PageAllocator:
             gone = index[slab.refcounts[index] == 0]
             slab.counts[gone] = 0
             slab.num_free += gone.numel()
+            self._count(slab.key, gone.numel())
             if slab.num_free == slab.num_pages:
+                self._count(slab.key, -slab.num_pages, -slab.num_pages)
                 released += self._slab_bytes(slab.layout, slab.num_pages)
                 self._pools[slab.key].remove(slot)
                 self._slabs[slot] = None
@@ -379,10 +357,14 @@ class PageAllocator:
     def _by_slab(self, page_ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Group ids by slab: slot, index in the slab, place in ``page_ids``; all on the CPU."""
         slots, index = np.divmod(page_ids.cpu().numpy(), self._stride)
-        order = slots.argsort(kind="stable")
-        bounds = np.flatnonzero(np.diff(slots[order])) + 1
+        parts = []
+        if slots.size and (slots == slots[0]).all():
+            parts = [np.arange(slots.size)]
+        elif slots.size:
+            order = slots.argsort(kind="stable")
+            parts = np.split(order, np.flatnonzero(np.diff(slots[order])) + 1)
         groups = []
-        for rows in np.split(order, bounds) if order.size else []:
+        for rows in parts:
             slab = self._slab(slot := int(slots[rows[0]]))
             in_slab = index[rows]
             if in_slab.max() >= slab.num_pages or not slab.refcounts.numpy()[in_slab].all():
@@ -393,7 +375,7 @@ class PageAllocator:
 
 def _places(index: Tensor, device: torch.device) -> slice | Tensor:
     """Places ``index [n]`` on a device; a slice where they follow one another, which is faster."""
-    first, last = int(index[0]), int(index[-1])
-    if last - first + 1 == len(index) and bool((index.diff() == 1).all()):
-        return slice(first, last + 1)
+    places = index.numpy()
+    if (np.diff(places) == 1).all():
+        return slice(int(places[0]), int(places[-1]) + 1)
     return index.to(device, non_blocking=True)

@@ -60,7 +60,7 @@ class EncodedPages:
 def check_states(keys: Tensor, values: Tensor, geometry: KVGeometry) -> None:
     """Raise unless keys and values are finite ``[heads, tokens, head_dim]`` floats."""
     check_shapes(keys, values, geometry)
-    check_finite(largest_elements(keys, values))
+    check_finite(extreme_elements(keys, values))
 
 
 def check_shapes(keys: Tensor, values: Tensor, geometry: KVGeometry) -> None:
@@ -76,17 +76,17 @@ def check_shapes(keys: Tensor, values: Tensor, geometry: KVGeometry) -> None:
             raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
 
 
-def largest_elements(keys: Tensor, values: Tensor) -> Tensor:
-    """Largest magnitude of keys and of values, ``[2]``; NaN if there is one. Waits for nothing."""
+def extreme_elements(keys: Tensor, values: Tensor) -> Tensor:
+    """Least and largest element of keys, then of values; NaN if there is one. Waits for nothing."""
     if not keys.numel():
-        return keys.new_zeros(2)
-    return torch.stack([torch.stack(part.aminmax()).abs().amax() for part in (keys, values)])
+        return keys.new_zeros(4)
+    return torch.stack([*keys.aminmax(), *values.aminmax()])
 
 
-def check_finite(largest: Tensor) -> None:
-    """Raise if ``largest_elements`` tells of NaN, infinity or what bfloat16 would make infinite."""
-    for name, most in zip(("keys", "values"), largest.tolist(), strict=True):
-        if not most <= _LARGEST:
+def check_finite(extremes: Tensor) -> None:
+    """Raise if ``extreme_elements`` tells of NaN, infinity or what bfloat16 would make infinite."""
+    for name, low, high in zip(("keys", "values"), *extremes.view(2, 2).T.tolist(), strict=True):
+        if not (low >= -_LARGEST and high <= _LARGEST):
             raise ValueError(f"{name} hold NaN, infinity or elements above {_LARGEST:.3g}")
 
 

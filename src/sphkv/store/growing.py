@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sphkv.store.encoding import check_finite, check_shapes, largest_elements
+from sphkv.store.encoding import check_finite, check_shapes, extreme_elements
 from sphkv.store.paging import MAX_POSITION
 from sphkv.store.pool import LayerChange, PagePool
 from sphkv.store.sequence import SequenceState
@@ -36,8 +36,8 @@ def write_prompt(
     if any(state.next_position[layer] or state.tails[layer] for state in states):
         raise ValueError(f"layer {layer} of a sequence has been written already")
     # asked for first and read last: the host plans while the device looks
-    largest = largest_elements(keys, values)
-    plans = [SpanPages.plan(pool, span) for span in spans]
+    extremes = extreme_elements(keys, values)
+    plans = [_plan(pool, span) for span in spans]
     first_positions = [first_position] * len(states)
     changes = plan_spans(pool, states, layer, plans, (keys, values), first_positions)
     tails: list[OpenTail] = []
@@ -46,12 +46,13 @@ def write_prompt(
             tail = OpenTail.blank(pool.config, first_position + end)
             tail.append(row_keys[:, end:], row_values[:, end:])
             tails.append(tail)
-    check_finite(largest)
+    check_finite(extremes)
     pool.commit(changes, sum(tail.nbytes for tail in tails))
     for state in states:
         state.next_position[layer] = first_position + num_tokens
     for state, tail in zip(states, tails, strict=False):
         state.tails[layer] = tail
+    _end_layer(pool, layer)
 
 
 def _check_spans(spans: Sequence[Span], num_tokens: int) -> int:
@@ -94,17 +95,32 @@ def append_states(
     tail.append(keys[:, num_sealed:], values[:, num_sealed:])
     state.tails[layer] = tail
     state.next_position[layer] += num_new
+    _end_layer(pool, layer)
+
+
+def _plan(pool: PagePool, span: Span) -> SpanPages:
+    """Pages of a span, made once for all layers."""
+    if span not in pool.span_pages:
+        pool.span_pages[span] = SpanPages(pool, span)
+    return pool.span_pages[span]
+
+
+def _end_layer(pool: PagePool, layer: int) -> None:
+    """After the last layer of a pass, forget what its layers had in common."""
+    if layer == pool.config.geometry.num_layers - 1:
+        pool.span_pages.clear()
 
 
 def _seal_pages(pool: PagePool, num_tokens: int) -> SpanPages:
     tier_id = pool.config.tiers.id_of(pool.config.seal_tier)
-    return SpanPages.plan(pool, Span(tier_id, 0, num_tokens))
+    return _plan(pool, Span(tier_id, 0, num_tokens))
 
 
 def seal_full_tails(pool: PagePool, states: Sequence[SequenceState]) -> bool:
     """See ``PageStore.make_room``."""
     tokens, capacity = pool.config.seal_tokens, pool.config.tail_capacity
-    plans: list[SpanPages] = []
+    if all(tail.num_tokens + 1 < capacity for state in states for tail in state.live_tails()):
+        return False
     changes: list[LayerChange] = []
     sealed: list[OpenTail] = []
     for layer in range(pool.config.geometry.num_layers):
@@ -118,15 +134,15 @@ def seal_full_tails(pool: PagePool, states: Sequence[SequenceState]) -> bool:
         tails = [tail for _, tail in full]
         if min(tail.num_tokens for tail in tails) < tokens:
             raise ValueError("a page cannot seal ahead of its last token: recent_tokens is 0")
-        # layers are alike, so what their pages have in common is made once
-        plans = plans or [_seal_pages(pool, tokens)]
         oldest = torch.stack([tail.states[:, :, :tokens] for tail in tails], 1)
         first = [tail.first_position for tail in tails]
         owners = [state for state, _ in full]
+        plans = [_seal_pages(pool, tokens)]
         changes += plan_spans(pool, owners, layer, plans, (oldest[0], oldest[1]), first)
         sealed += tails
     if changes:
         pool.commit(changes)
     for tail in sealed:
         tail.forget_oldest(tokens)
+    pool.span_pages.clear()
     return bool(changes)

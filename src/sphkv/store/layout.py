@@ -137,12 +137,8 @@ def write_pages(layout: PageLayout, encoded: EncodedStates, rows: PageRows) -> T
     pages = blank_pages(layout, rows)
     live = rows.live()
     affine = (encoded.radius_lo, encoded.radius_step, encoded.scale_lo, encoded.scale_step)
-    for offset, column in zip(
-        (RADIUS_LO_OFFSET, RADIUS_STEP_OFFSET, SCALE_LO_OFFSET, SCALE_STEP_OFFSET),
-        affine,
-        strict=True,
-    ):
-        _put(pages, offset, column[:, None])
+    # four words that follow one another
+    _put(pages, RADIUS_LO_OFFSET, torch.stack(affine, 1))
     codes = encoded.key_codes * live[:, None, :]
     pages[:, layout.key_offset : layout.radius_offset] = pack_nibbles(codes).flatten(1)
     pages[:, layout.radius_offset : layout.scale_offset] = encoded.radius_code * live
@@ -153,7 +149,7 @@ def write_pages(layout: PageLayout, encoded: EncodedStates, rows: PageRows) -> T
         )
         pages[:, layout.value_offset : layout.position_offset] = values
     else:
-        _put_dense(pages, layout.value_offset, encoded.value_codes, live)
+        put_dense(pages, layout.value_offset, encoded.value_codes, live)
     return pages
 
 
@@ -176,8 +172,8 @@ def write_dense_pages(layout: PageLayout, keys: Tensor, values: Tensor, rows: Pa
     # rows may be on the CPU, where checking them waits for nothing
     pages = blank_pages(layout, rows).to(keys.device, non_blocking=True)
     live = rows.live().to(keys.device, non_blocking=True)
-    _put_dense(pages, layout.key_offset, keys, live)
-    _put_dense(pages, layout.value_offset, values, live)
+    put_dense(pages, layout.key_offset, keys, live)
+    put_dense(pages, layout.value_offset, values, live)
     return pages
 
 
@@ -224,7 +220,8 @@ def _put(pages: Tensor, offset: int, words: Tensor) -> None:
     pages[:, offset : offset + data.shape[1]] = data
 
 
-def _put_dense(pages: Tensor, offset: int, states: Tensor, live: Tensor) -> None:
+def put_dense(pages: Tensor, offset: int, states: Tensor, live: Tensor) -> None:
+    """Store bfloat16 states ``[rows, tokens, head_dim]``, zeros where not ``live``."""
     dense = torch.where(live[:, :, None], states, 0).to(torch.bfloat16)
     _put(pages, offset, dense.flatten(1))
 

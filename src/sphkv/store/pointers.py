@@ -2,9 +2,11 @@
 """Pointer tables: which pages a sequence's layer and head own."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.store.allocator import PoolKey
@@ -13,6 +15,7 @@ from sphkv.store.paging import PositionMode
 UNUSED = -1
 _MIN_CAPACITY = 4
 _TAG_MODES = 4
+_Integers = NDArray[np.integer[Any]]
 _ENTRY_BYTES = torch.int64.itemsize + torch.int16.itemsize
 
 
@@ -42,10 +45,17 @@ class PointerTable:
 
     def __init__(self, num_heads: int) -> None:
         """Start empty, with no capacity; tables stay with the host, who reads them."""
-        self.page_ids = torch.empty((num_heads, 0), dtype=torch.int64)
-        self.tags = torch.empty((num_heads, 0), dtype=torch.int16)
-        self.num_pages = torch.zeros(num_heads, dtype=torch.int64)
+        self._hold(
+            np.empty((num_heads, 0), dtype=np.int64),
+            np.empty((num_heads, 0), dtype=np.int16),
+            np.zeros(num_heads, dtype=np.int64),
+        )
         self.version = 0
+
+    def _hold(self, page_ids: _Integers, tags: _Integers, num_pages: _Integers) -> None:
+        """Keep arrays, and tensors of the same memory: small steps are quicker on arrays."""
+        self._arrays = (page_ids, tags, num_pages)
+        self.page_ids, self.tags, self.num_pages = map(torch.from_numpy, self._arrays)
 
     @staticmethod
     def initial_bytes(num_heads: int) -> int:
@@ -55,7 +65,7 @@ class PointerTable:
     @property
     def capacity(self) -> int:
         """Entries each row has room for."""
-        return self.page_ids.shape[1]
+        return int(self._arrays[0].shape[1])
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +101,7 @@ class PointerTable:
             added: ``[heads]`` int64 new pages of each head.
             removed: ``[pages]`` int64 ids that go first, each in the table.
         """
-        needed = self.num_pages.numpy() + added.numpy()
+        needed = self._arrays[2] + added.numpy()
         if removed is not None and removed.numel():
             needed -= self._holds(removed).sum(dim=1).numpy()
         capacity = self._capacity_for(int(needed.max()))
@@ -118,12 +128,15 @@ class PointerTable:
         heads = head_ids.numpy()
         added = np.bincount(heads, minlength=self.page_ids.shape[0])
         self.reserve(torch.from_numpy(added))
-        num_pages = self.num_pages.numpy()
-        # pages before a page among the new ones of its own head
-        rank = np.arange(len(heads)) - (added.cumsum() - added)[heads]
-        column = num_pages[heads] + rank
-        self.page_ids.numpy()[heads, column] = page_ids.numpy()
-        self.tags.numpy()[heads, column] = tag
+        ids, tags, num_pages = self._arrays
+        if (added == added[0]).all() and (num_pages == num_pages[0]).all():
+            column = slice(num_pages[0], num_pages[0] + added[0])
+            ids[:, column], tags[:, column] = page_ids.numpy().reshape(len(ids), -1), tag
+        else:
+            # pages before a page among the new ones of its own head
+            rank = np.arange(len(heads)) - (added.cumsum() - added)[heads]
+            ids[heads, num_pages[heads] + rank] = page_ids.numpy()
+            tags[heads, num_pages[heads] + rank] = tag
         num_pages += added
         self.version += 1
 
@@ -133,12 +146,14 @@ class PointerTable:
         Args:
             added: ``[heads]`` int64 new pages of each head.
         """
-        capacity = self._capacity_for(int((self.num_pages.numpy() + added.numpy()).max()))
+        ids, tags, num_pages = self._arrays
+        capacity = self._capacity_for(int((num_pages + added.numpy()).max()))
         if capacity == self.capacity:
             return
-        extra = (self.page_ids.shape[0], capacity - self.capacity)
-        self.page_ids = torch.cat([self.page_ids, self.page_ids.new_full(extra, UNUSED)], dim=1)
-        self.tags = torch.cat([self.tags, self.tags.new_full(extra, UNUSED)], dim=1)
+        shape = (len(ids), capacity)
+        more_ids, more_tags = (np.full(shape, UNUSED, dtype=old.dtype) for old in (ids, tags))
+        more_ids[:, : self.capacity], more_tags[:, : self.capacity] = ids, tags
+        self._hold(more_ids, more_tags, num_pages)
 
     def remove(self, page_ids: Tensor) -> None:
         """Forget pages, moving the rest to the left."""
@@ -147,9 +162,11 @@ class PointerTable:
         keep = self.used() & ~self._holds(page_ids)
         order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)
         kept = keep.gather(1, order)
-        self.page_ids = self.page_ids.gather(1, order).masked_fill_(~kept, UNUSED)
-        self.tags = self.tags.gather(1, order).masked_fill_(~kept, UNUSED)
-        self.num_pages = keep.sum(dim=1)
+        self._hold(
+            self.page_ids.gather(1, order).masked_fill_(~kept, UNUSED).numpy(),
+            self.tags.gather(1, order).masked_fill_(~kept, UNUSED).numpy(),
+            keep.sum(dim=1).numpy(),
+        )
         self.version += 1
 
     def find(self, page_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +221,5 @@ class PointerTable:
     def copy(self) -> "PointerTable":
         """A table of the same pages and capacity."""
         other = PointerTable(0)
-        other.page_ids = self.page_ids.clone()
-        other.tags = self.tags.clone()
-        other.num_pages = self.num_pages.clone()
+        other._hold(*(array.copy() for array in self._arrays))
         return other

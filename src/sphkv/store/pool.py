@@ -3,17 +3,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sphkv.store.allocator import ByteMeter, PageAllocator, PoolKey
+from sphkv.store.allocator import PageAllocator, PoolKey
 from sphkv.store.config import StoreConfig
 from sphkv.store.encoding import EncodedPages
 from sphkv.store.layout import PageLayout
+from sphkv.store.meter import ByteMeter
 from sphkv.store.order import PageOrder
 from sphkv.store.pointers import PointerTable, page_tag
+
+if TYPE_CHECKING:
+    from sphkv.store.spans import Span, SpanPages
 
 # So few pages of several layers are copied together and written at once.
 _JOINED_PAGES = 8192
@@ -49,6 +54,7 @@ class PagePool:
         device: Device of the pages.
         allocator: Owner of the slabs.
         meter: Bytes of all live tensors of the store.
+        span_pages: What the layers of one pass have in common; empty between passes.
     """
 
     def __init__(self, config: StoreConfig, order: PageOrder | None = None) -> None:
@@ -62,6 +68,7 @@ class PagePool:
             device=self.device,
             order=order,
         )
+        self.span_pages: dict[Span, SpanPages] = {}
         self._layouts: dict[PoolKey, PageLayout] = {}
 
     def layout(self, key: PoolKey) -> PageLayout:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sphkv.store.encoding import EncodedPages, PageEncoder
-from sphkv.store.layout import PageLayout
+from sphkv.store.layout import PageLayout, blank_pages, put_dense
 from sphkv.store.paging import PageRows, PositionMode, live_mask
 from sphkv.store.pool import LayerChange, PagePool
 from sphkv.store.sequence import SequenceState
@@ -37,27 +37,33 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Pages of a span in one layer of some sequences.
+
+    Attributes:
+        rows: Sequence by sequence, head by head.
+        head_ids: ``[rows]`` int64.
+        blank: Pages without states, where they are dense.
+        live: ``[rows, tokens]`` bool, on the device of ``blank``.
+    """
+
+    rows: PageRows
+    head_ids: Tensor
+    blank: Tensor | None = None
+    live: Tensor | None = None
+
+
 class SpanPages:
     """Pages of a span in one layer of one sequence; alike in all layers and sequences.
 
     Attributes:
         span: The tokens.
         layout: Layout of the pages.
-        rows: Pages head by head, as if the first token at hand had position 0.
-        head_ids: ``[rows]`` int64, on the device of ``rows``.
-        host_heads: The same on the CPU.
-        host_counts: Counts of ``rows`` on the CPU.
+        host_heads: ``[rows]`` int64 on the CPU, KV head of each page.
+        host_counts: ``[rows]`` int64 on the CPU, live states of each page.
     """
 
-    span: Span
-    layout: PageLayout
-    rows: PageRows
-    head_ids: Tensor
-    host_heads: Tensor
-    host_counts: Tensor
-
-    @classmethod
-    def plan(cls, pool: PagePool, span: Span) -> "SpanPages":
+    def __init__(self, pool: PagePool, span: Span) -> None:
         """Cut a span into pages.
 
         Raises:
@@ -65,22 +71,40 @@ class SpanPages:
         """
         if span.stop <= span.start:
             raise ValueError(f"a span must hold tokens, got {span}")
-        layout = pool.layout((span.tier_id, PositionMode.CONTIGUOUS))
-        heads, tokens = pool.config.geometry.num_kv_heads, layout.page_tokens
-        num_pages = -(-(span.stop - span.start) // tokens)
-        counts = torch.full((heads, num_pages), tokens)
-        counts[:, -1] -= num_pages * tokens - (span.stop - span.start)
-        counts = counts.flatten()
-        host_heads = torch.arange(heads).repeat_interleave(num_pages)
+        self.span, self._device = span, pool.device
+        self.layout = pool.layout((span.tier_id, PositionMode.CONTIGUOUS))
+        heads, tokens = pool.config.geometry.num_kv_heads, self.layout.page_tokens
+        self._num_pages = -(-(span.stop - span.start) // tokens)
+        counts = torch.full((heads, self._num_pages), tokens)
+        counts[:, -1] -= self._num_pages * tokens - (span.stop - span.start)
+        self.host_counts = counts.flatten()
+        self.host_heads = torch.arange(heads).repeat_interleave(self._num_pages)
+        self._made: dict[tuple[int, ...], _Rows] = {}
+
+    def rows_of(self, first_positions: tuple[int, ...]) -> _Rows:
+        """Pages of sequences whose first token at hand has the given position; made once."""
+        if first_positions not in self._made:
+            self._made[first_positions] = self._make(first_positions)
+        return self._made[first_positions]
+
+    def _make(self, first_positions: tuple[int, ...]) -> _Rows:
+        num, tokens = len(first_positions), self.layout.page_tokens
         # kernels encode codes; dense pages are few, and quicker to check on the host
-        device = pool.device if layout.tier.is_coded else torch.device("cpu")
-        positions = span.start + torch.arange(num_pages * tokens, device=device)
-        on_device = counts.to(device, non_blocking=True)
-        live = live_mask(on_device, tokens)
-        flags = live if span.is_protected else torch.zeros_like(live)
-        rows = PageRows(positions.view(num_pages, tokens).repeat(heads, 1), on_device, flags)
-        head_ids = host_heads.to(device, non_blocking=True)
-        return cls(span, layout, rows, head_ids, host_heads, counts)
+        is_coded = self.layout.tier.is_coded
+        device = self._device if is_coded else torch.device("cpu")
+        counts = self.host_counts.repeat(num).to(device, non_blocking=True)
+        heads = self.host_heads.repeat(num).to(device, non_blocking=True)
+        first = torch.tensor(first_positions).to(device, non_blocking=True)
+        base = torch.arange(self._num_pages * tokens, device=device) + self.span.start
+        positions = base.view(1, 1, -1, tokens) + first.view(-1, 1, 1, 1)
+        per_head = len(self.host_heads) // self._num_pages
+        positions = positions.expand(-1, per_head, -1, -1).reshape(-1, tokens)
+        live = live_mask(counts, tokens)
+        rows = PageRows(positions, counts, live if self.span.is_protected else live & False)
+        if is_coded:
+            return _Rows(rows, heads)
+        blank = blank_pages(self.layout, rows).to(self._device, non_blocking=True)
+        return _Rows(rows, heads, blank, live.to(self._device, non_blocking=True))
 
     def cut(self, states: Tensor) -> Tensor:
         """States ``[sequences, heads, tokens, head_dim]`` of the span, page by page."""
@@ -90,16 +114,6 @@ class SpanPages:
         if slack:
             part = pad(part, (0, 0, 0, slack))
         return part.reshape(-1, tokens, part.shape[3])
-
-    def rows_of(self, first_positions: Sequence[int]) -> PageRows:
-        """Rows of sequences whose first token at hand has the given position."""
-        rows, num = self.rows, len(first_positions)
-        first = torch.tensor(first_positions).to(rows.positions.device, non_blocking=True)
-        return PageRows(
-            (rows.positions + first[:, None, None]).flatten(0, 1),
-            rows.counts.repeat(num),
-            rows.flags.repeat(num, 1),
-        )
 
 
 def plan_spans(
@@ -147,14 +161,29 @@ def _encode(
     together = max(1, most // own)
     found: list[Tensor] = []
     for at in range(0, len(first_positions), together):
-        some = slice(at, at + together)
-        keys, values = (plan.cut(part[some]) for part in dense)
-        rows, num = plan.rows_of(first_positions[some]), len(first_positions[some])
-        heads, parts = plan.head_ids.repeat(num), []
-        for begin in range(0, num * own, most):
-            now = slice(begin, begin + most)
-            states = (keys[now], values[now])
-            parts.append(encoder.encode(plan.layout, states, rows.select(now), heads[now]))
-        pages = parts[0] if len(parts) == 1 else torch.cat(parts)
+        keys, values = (plan.cut(part[at : at + together]) for part in dense)
+        made = plan.rows_of(tuple(first_positions[at : at + together]))
+        if made.blank is not None and made.live is not None:
+            pages = made.blank.clone()
+            put_dense(pages, plan.layout.key_offset, keys, made.live)
+            put_dense(pages, plan.layout.value_offset, values, made.live)
+            if encoder.order is not None:
+                pages = encoder.order.to_slab(plan.layout, pages)
+        else:
+            pages = _encode_coded(encoder, plan.layout, (keys, values), made)
         found += pages.split(own)
     return found
+
+
+def _encode_coded(
+    encoder: PageEncoder, layout: PageLayout, states: tuple[Tensor, Tensor], made: _Rows
+) -> Tensor:
+    """Pages of states that lie page by page, as many at once as the encoder takes."""
+    if len(made.head_ids) <= encoder.most_pages:
+        return encoder.encode(layout, states, made.rows, made.head_ids)
+    parts = []
+    for begin in range(0, len(made.head_ids), encoder.most_pages):
+        now = slice(begin, begin + encoder.most_pages)
+        some = (states[0][now], states[1][now])
+        parts.append(encoder.encode(layout, some, made.rows.select(now), made.head_ids[now]))
+    return torch.cat(parts)

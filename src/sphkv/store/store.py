@@ -137,9 +137,18 @@ class PageStore:
         """Pointer table of a layer, to be read only; its version rises with every change."""
         return self._get(sequence, layer).tables[layer]
 
-    def pages(self, sequence: int, layer: int) -> list[PageGroup]:
-        """Pages of a layer, grouped by tier and position mode, lowest tier first."""
-        return page_groups(self.table(sequence, layer), self._pool.layout, self._pool.device)
+    def pages(
+        self, sequence: int, layer: int, *, device: torch.device | str | None = None
+    ) -> list[PageGroup]:
+        """Pages of a layer, grouped by tier and position mode, lowest tier first.
+
+        Args:
+            sequence: Owner of the pages.
+            layer: Their layer.
+            device: Where the lists of ids go; beside the pages by default.
+        """
+        table = self.table(sequence, layer)
+        return page_groups(table, self._pool.layout, device or self._pool.device)
 
     def view(self, group: PageGroup) -> PageView:
         """Copy of the pages of a group, in the order of ``flat_ids``."""
@@ -199,9 +208,9 @@ class PageStore:
             if any(tail is None or tail.num_tokens + 1 >= capacity for tail in state.tails):
                 raise ValueError(f"a layer of {list(sequences)} has no room in its tail")
         for state in states:
-            for layer, tail in enumerate(state.live_tails()):
+            state.next_position = [position + 1 for position in state.next_position]
+            for tail in state.live_tails():
                 tail.num_tokens += 1
-                state.next_position[layer] += 1
 
     def _check_states(
         self, keys: Tensor, values: Tensor, dtype: torch.dtype | None = None

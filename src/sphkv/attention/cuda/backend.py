@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from sphkv.attention.cuda.compiler import ARCHITECTURES
 from sphkv.attention.cuda.driver import CudaUnavailableError
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
 from sphkv.attention.cuda.page_lists import PageLists
 from sphkv.attention.cuda.pages import (
-    HOPPER,
     FragmentOrder,
     ServedPages,
     place_pages,
@@ -44,11 +44,14 @@ class CudaBackend:
         """Check that the GPU is there; kernels are loaded when they are first needed.
 
         Raises:
-            CudaUnavailableError: There is no Hopper GPU.
+            CudaUnavailableError: There is no GPU that the kernels are built for.
             ImportError: Triton is not installed.
         """
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
-            raise CudaUnavailableError("the CUDA kernels need an NVIDIA Hopper GPU (sm_90)")
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() not in ARCHITECTURES:
+            raise CudaUnavailableError(
+                "the CUDA kernels need an NVIDIA GPU of Hopper or Blackwell, compute capability "
+                f"{sorted(ARCHITECTURES)}"
+            )
         self.order = FragmentOrder()
         self.kernels = DecodeKernels(
             torch.device("cuda", torch.cuda.current_device()), max_batch=_MAX_QUERIES

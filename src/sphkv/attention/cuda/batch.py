@@ -8,7 +8,7 @@ the host. Between steps the host counts along, and rewrites the lists when a pag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from sphkv.attention.cuda.dense import DenseDecode, DenseStates
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
 from sphkv.attention.cuda.page_lists import LayerLists, PageLists, list_entries
-from sphkv.attention.cuda.pages import page_base, page_numbers, place_pages
+from sphkv.attention.cuda.pages import HOPPER, page_base, page_numbers, place_pages
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
 from sphkv.attention.triton.dense import TailList
@@ -115,10 +115,10 @@ class BatchDecode:
 
     def _lay_out(self, layer: int) -> _Layer:
         """What a layer holds now."""
-        groups = self._groups(layer, self._coded)
-        if any(group is None for group in groups):
+        groups = [self._groups(sequence, layer) for sequence in self._sequences]
+        coded = [group[self._coded] for group in groups if self._coded in group]
+        if len(coded) < len(groups):
             raise UnsupportedBatchError(f"a sequence has no coded page in layer {layer} yet")
-        coded = [group for group in groups if group is not None]
         placed = place_pages(self._store.allocator, coded, self._device, self._base)
         self._pool = placed.pool
         self._lists.replace(layer, placed.lists)
@@ -126,9 +126,11 @@ class BatchDecode:
         columns = {count for table in tables for count in table.num_pages.tolist()}
         if len(columns) != 1:
             raise UnsupportedBatchError(f"heads of layer {layer} have {sorted(columns)} pages each")
-        return _Layer(self._lists.layer(layer), self._dense_states(layer), columns.pop())
+        return _Layer(self._lists.layer(layer), self._dense_states(layer, groups), columns.pop())
 
-    def _dense_states(self, layer: int) -> DenseStates:
+    def _dense_states(
+        self, layer: int, groups: Sequence[Mapping[PageLayout, PageGroup]]
+    ) -> DenseStates:
         """Tails and dense pages, sequence by sequence, head by head."""
         geometry, tiers = self._store.config.geometry, self._store.config.tiers
         tails = [self._store.tail(sequence, layer) for sequence in self._sequences]
@@ -137,13 +139,12 @@ class BatchDecode:
         layout = PageLayout(
             tiers.dense_id, tiers[tiers.dense_id], geometry.head_dim, PositionMode.CONTIGUOUS
         )
-        groups = self._groups(layer, layout)
         counts = torch.zeros(len(groups), geometry.num_kv_heads, dtype=torch.int64)
         found = [torch.zeros(1, dtype=torch.int64)]  # a kernel wants an address, used or not
-        for sequence, group in enumerate(groups):
-            if group is not None:
-                counts[sequence] = group.num_pages.cpu()
-                found.append(self._store.allocator.addresses(group.flat_ids()))
+        for sequence, each in enumerate(groups):
+            if layout in each:
+                counts[sequence] = each[layout].num_pages
+                found.append(self._store.allocator.addresses(each[layout].flat_ids()))
         starts = torch.ones(counts.numel() + 1, dtype=torch.int32)
         starts[1:] += counts.flatten().cumsum(0).to(torch.int32)
         return DenseStates(
@@ -154,21 +155,18 @@ class BatchDecode:
             layout,
         )
 
-    def _groups(self, layer: int, layout: PageLayout) -> list[PageGroup | None]:
-        """The group of a layout of every sequence."""
-        found = []
-        for sequence in self._sequences:
-            groups = self._store.pages(sequence, layer)
-            for group in groups:
-                if group.layout.position_mode is not PositionMode.CONTIGUOUS or (
-                    group.layout.tier.is_coded and group.layout != self._coded
-                ):
-                    raise UnsupportedBatchError(
-                        f"layer {layer} has pages of tier {group.layout.tier.name!r} with "
-                        f"{group.layout.position_mode.name.lower()} positions"
-                    )
-            found.append(next((group for group in groups if group.layout == layout), None))
-        return found
+    def _groups(self, sequence: int, layer: int) -> dict[PageLayout, PageGroup]:
+        """Pages of a sequence by layout, listed on the host."""
+        groups = self._store.pages(sequence, layer, device="cpu")
+        for group in groups:
+            if group.layout.position_mode is not PositionMode.CONTIGUOUS or (
+                group.layout.tier.is_coded and group.layout != self._coded
+            ):
+                raise UnsupportedBatchError(
+                    f"layer {layer} has pages of tier {group.layout.tier.name!r} with "
+                    f"{group.layout.position_mode.name.lower()} positions"
+                )
+        return {group.layout: group for group in groups}
 
     def recount(self) -> None:
         """Rewrite positions and tail lengths from the store, in place."""
@@ -268,5 +266,8 @@ class BatchDecode:
 
 def can_capture(backend: object, tier: TierSpec, head_dim: int) -> bool:
     """Whether a backend and tier allow captured steps."""
-    layout = PageLayout(1, tier, head_dim, PositionMode.CONTIGUOUS) if tier.is_coded else None
-    return isinstance(backend, CudaBackend) and layout is not None and is_served(layout)
+    if not isinstance(backend, CudaBackend) or not tier.is_coded:
+        return False
+    # no self-test watches over the kernel of dense states: it serves where it was checked
+    is_checked = torch.cuda.get_device_capability() == HOPPER
+    return is_checked and is_served(PageLayout(1, tier, head_dim, PositionMode.CONTIGUOUS))

@@ -24,6 +24,9 @@ _GROUPS = (1, 2, 3, 4, 5, 7, 8)
 # What calibrated models need: a few planes of two bits in pairs, a few without bits.
 _DOUBLE_STEPS, _CONSTANT_STEPS = 1, 1
 
+TARGETS = tuple(dict.fromkeys(compiler.ARCHITECTURES.values()))
+"""Architectures that are built for if none is named."""
+
 Build = tuple[str, tuple[str, ...]]
 
 
@@ -76,10 +79,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description="Compile the usual GPU kernels ahead of time.")
     parser.add_argument("--folder", type=Path, default=compiler.shipped_folder())
-    parser.add_argument("--target", default="sm_90a", help="architecture (default: %(default)s)")
+    parser.add_argument(
+        "--target", nargs="+", default=TARGETS, help="architectures (default: %(default)s)"
+    )
     args = parser.parse_args(arguments)
     try:
-        files = build(args.folder, args.target)
+        files = [file for target in args.target for file in build(args.folder, target)]
     except CudaUnavailableError as error:
         sys.stderr.write(f"{error}\n")
         return 1

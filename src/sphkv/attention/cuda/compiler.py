@@ -27,7 +27,9 @@ _MAIN = {
     "sphkv_encode_values": "encode_values.cu",
     "sphkv_reorder": "reorder.cu",
 }
-_ARCHITECTURES = {(9, 0): "sm_90a"}
+ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100f", (10, 3): "sm_100f"}
+"""Compiler target by compute capability; the instructions in use need a target of one family."""
+
 _LIBRARY_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 
@@ -38,12 +40,12 @@ def architecture(device: torch.device) -> str:
         CudaUnavailableError: There is no kernel for this device.
     """
     capability = torch.cuda.get_device_capability(device)
-    if capability not in _ARCHITECTURES:
+    if capability not in ARCHITECTURES:
         raise CudaUnavailableError(
-            f"decode kernels exist for compute capability {sorted(_ARCHITECTURES)}, "
+            f"decode kernels exist for compute capability {sorted(ARCHITECTURES)}, "
             f"device has {capability}"
         )
-    return _ARCHITECTURES[capability]
+    return ARCHITECTURES[capability]
 
 
 def sources() -> dict[str, str]:

@@ -67,9 +67,8 @@ class FragmentOrder:
         """Fused encoding of states on a GPU, as slabs keep them; the codec encodes others."""
         if not states[0].is_cuda:
             return None
-        is_hopper = torch.cuda.get_device_capability(states[0].device) == HOPPER
         if (
-            is_hopper
+            _is_hopper(states[0].device)
             and isinstance(codec, SphericalCodec)
             and len(head_ids)
             and self._kernels().takes(layout, states)
@@ -87,7 +86,7 @@ class FragmentOrder:
         """Bytes to keep for token-transposed pages ``[rows, page_bytes]``."""
         if not is_served(layout):
             return pages
-        if pages.is_cuda:
+        if pages.is_cuda and _is_hopper(pages.device):
             found = self._kernels().to_fragments(layout, pages)
             if found is not None:
                 return found
@@ -99,6 +98,11 @@ class FragmentOrder:
         if not is_served(layout) or not len(pages):
             return pages
         return torch.cat([_from_fragment_order(layout, part) for part in pages.split(_CHUNK_PAGES)])
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """Whether encoding kernels were checked on such a GPU: no self-test watches over them."""
+    return torch.cuda.get_device_capability(device) == HOPPER
 
 
 def _from_fragment_order(layout: PageLayout, pages: Tensor) -> Tensor:

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one byte limit of a store."""
+
+from sphkv.core.errors import BudgetExceeded
+
+
+class ByteMeter:
+    """Counts the bytes of all live tensors of a store against one hard limit."""
+
+    def __init__(self, limit: int | None) -> None:
+        """Start at zero bytes.
+
+        Args:
+            limit: Bytes that may be live at once; None for no limit.
+        """
+        if limit is not None and (isinstance(limit, bool) or limit < 0):
+            raise ValueError(f"byte limit must not be negative, got {limit!r}")
+        self.limit = limit
+        self.used = 0
+
+    def check(self, delta: int) -> None:
+        """Raise if ``delta`` more bytes would pass the limit.
+
+        Raises:
+            BudgetExceeded: They would.
+        """
+        if self.limit is not None and delta > 0 and self.used + delta > self.limit:
+            raise BudgetExceeded(delta, self.limit - self.used, self.limit)
+
+    def add(self, delta: int) -> None:
+        """Count bytes that are live now, or negative ones that are gone."""
+        self.used += delta
