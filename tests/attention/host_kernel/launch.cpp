@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A launch of the decode kernel on the CPU, one block after another.
-#include "decode.cu"
+// A launch of a kernel on the CPU, one block after another.
+#include SOURCE
 
 static char message[256];
 
 // Null, or what went wrong.
 extern "C" const char* launch(const void* params, int blocks, int threads) {
-  host::kernel = [](const void* p) { sphkv_decode(*(const Params*)p); };
+  host::kernel = [](const void* p) { ENTRY(*(const PARAMS*)p); };
   host::kernel_params = params;
   host::failure.clear();
   try {

@@ -72,8 +72,13 @@ struct int2 {
 struct uint4 {
   uint32_t x, y, z, w;
 };
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 constexpr uint32_t ALL_LANES = 0xffffffffu;
-alignas(1024) static uint8_t shared_memory[1];
 
 // ---- what the compiler provides ----
 
@@ -83,6 +88,17 @@ template <class T>
 T __ldcg(const T* at) { return *at; }
 INLINE float __uint_as_float(uint32_t x) { return host::cast<float>(x); }
 INLINE uint32_t __float_as_uint(float x) { return host::cast<uint32_t>(x); }
+INLINE float __int_as_float(int x) { return host::cast<float>(x); }
+INLINE int __float_as_int(float x) { return host::cast<int>(x); }
+INLINE float __saturatef(float x) { return std::fmin(std::fmax(x, 0.f), 1.f); }
+INLINE uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint64_t)a * b >> 32; }
+INLINE int __ffs(int x) { return __builtin_ffs(x); }
+INLINE float __fmaf_rd(float a, float b, float c) {
+  // the product and the sum are exact in 80 bits or more; what is lost is rounded down
+  const double exact = (double)a * b + c;
+  const float near = (float)exact;
+  return near > exact ? std::nextafter(near, -INFINITY) : near;
+}
 INLINE float __fdividef(float a, float b) { return a / b; }
 INLINE float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 INLINE int __popc(uint32_t x) { return __builtin_popcount(x); }
@@ -112,6 +128,14 @@ INLINE uint32_t __ballot_sync(uint32_t, bool is_set) {
   return bits;
 }
 INLINE bool __any_sync(uint32_t mask, bool is_set) { return __ballot_sync(mask, is_set) != 0; }
+INLINE bool __all_sync(uint32_t mask, bool is_set) { return __ballot_sync(mask, is_set) == ALL_LANES; }
+template <class T>
+T __reduce_min_sync(uint32_t, T x) {
+  const uint32_t mine[1] = {host::cast<uint32_t>(x)};
+  const auto all = host::exchange(mine);
+  for (int lane = 0; lane < 32; lane++) x = std::min(x, host::cast<T>(all[lane][0]));
+  return x;
+}
 template <class T>
 T __shfl_sync(uint32_t, T x, int lane) {
   const uint32_t mine[1] = {host::cast<uint32_t>(x)};
@@ -142,7 +166,9 @@ INLINE void store_shared2(uint32_t at, uint32_t a, uint32_t b) {
 }
 INLINE float load_shared_float(uint32_t address) { return host::shared<float>(address); }
 INLINE void store_shared_float(uint32_t address, float v) { host::shared<float>(address) = v; }
-INLINE uint32_t shared_address(const void*) { return host::SHARED_START; }
+INLINE uint32_t load_shared_byte(uint32_t address) { return host::shared<uint8_t>(address); }
+INLINE void add_shared(uint32_t address, uint32_t v) { host::shared<uint32_t>(address) += v; }
+INLINE uint32_t shared_address(const void* at) { return (const uint8_t*)at - host::block.shared; }
 
 // ---- barriers and copies ----
 
@@ -182,6 +208,7 @@ INLINE void wait_for_previous() {}
 
 INLINE float exp2_fast(float x) { return std::exp2(x); }
 INLINE float log2_fast(float x) { return std::log2(x); }
+INLINE float reciprocal_fast(float x) { return 1.f / x; }
 INLINE float sin_fast(float x) { return std::sin(x); }
 INLINE float cos_fast(float x) { return std::cos(x); }
 INLINE float low_half(uint32_t pair) { return host::half_to_float((uint16_t)pair); }
@@ -192,6 +219,8 @@ INLINE uint32_t pack_half2(float low, float high) {
 INLINE uint32_t pack_bfloat2(float low, float high) {
   return host::pack(host::float_to_bfloat(low), host::float_to_bfloat(high));
 }
+INLINE int and_or(int a, int b, int c) { return (a & b) | c; }
+INLINE int unknown(int x) { return x; }
 INLINE uint32_t multiply_add(uint32_t a, int b, uint32_t c) { return a * (uint32_t)b + c; }
 INLINE float rounded_half(float x) { return host::half_to_float(host::float_to_half(x)); }
 INLINE uint32_t combine_half2(uint32_t point, uint32_t u, uint32_t v) {
@@ -254,4 +283,22 @@ INLINE uint32_t transpose_8x8(uint32_t a) {
   const host::Words w = host::exchange(mine);
   const int g = host::block.current % 32 / 4, t = host::block.current % 4;
   return host::pack(host::half_of(w[8 * t + g / 2][0], g), host::half_of(w[8 * t + 4 + g / 2][0], g));
+}
+INLINE void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  const uint32_t mine[3] = {a0, a1, b};
+  const host::Words w = host::exchange(mine);
+  const int g = host::block.current % 32 / 4, t = host::block.current % 4;
+  for (int i = 0; i < 4; i++)
+    for (int k = 0; k < 16; k++)
+      c[i] += (w[g * 4 + k / 4][i / 2] >> 8 * (k % 4) & 255) *
+              (w[(2 * t + i % 2) * 4 + k / 4][2] >> 8 * (k % 4) & 255);
+}
+INLINE void store_transposed(uint32_t address, uint4 v) {
+  const uint32_t mine[1] = {address}, word[4] = {v.x, v.y, v.z, v.w};
+  const host::Words w = host::exchange(mine);
+  const int g = host::block.current % 32 / 4, t = host::block.current % 4;
+  for (int i = 0; i < 4; i++)
+    for (int k = 0; k < 2; k++)
+      host::shared<uint16_t>(w[8 * i + 2 * t + k][0] + 2 * g) = host::half_of(word[i], k);
+  __syncwarp();
 }

@@ -45,7 +45,7 @@ struct Block {
   std::map<uint32_t, Arrivals> barriers;
   std::map<int, std::pair<int, int>> joins;  // arrived, generation of named barriers
   ucontext_t scheduler;
-  alignas(16) uint8_t shared[SHARED_START + SHARED_BYTES];
+  alignas(1024) uint8_t shared[SHARED_START + SHARED_BYTES];
 };
 
 inline Block block;

@@ -20,7 +20,7 @@ import torch
 from sphkv.attention.cuda.driver import CudaUnavailableError
 
 # The file of each kernel; its other files are headers.
-_MAIN = {
+MAIN = {
     "sphkv_decode": "decode.cu",
     "sphkv_dense": "dense.cu",
     "sphkv_encode_keys": "encode_keys.cu",
@@ -63,7 +63,7 @@ def _kernel_files(kernel: str) -> tuple[str, dict[str, str]]:
     """Source of a kernel and its headers."""
     files = sources()
     headers = {name: text for name, text in files.items() if name.endswith(".cuh")}
-    return files[_MAIN[kernel]], headers
+    return files[MAIN[kernel]], headers
 
 
 def cubin_name(kernel: str, defines: Sequence[str], target: str) -> str:
@@ -135,7 +135,7 @@ def compile_with_nvcc(kernel: str, defines: Sequence[str], target: str) -> bytes
         architecture = f"arch={target.replace('sm_', 'compute_')},code={target}"
         command = [nvcc, "-gencode", architecture, "-std=c++17", "-cubin", *defines]
         done = subprocess.run(
-            [*command, "-o", str(image), str(Path(folder) / _MAIN[kernel])],
+            [*command, "-o", str(image), str(Path(folder) / MAIN[kernel])],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         return None if done.returncode else image.read_bytes()

@@ -117,11 +117,12 @@ class CudaEncoder:
             self._encode[layout] = (keys, values)
         return self._encode[layout]
 
-    def _table(self, codec: SphericalCodec, layer: int, layout: PageLayout) -> EncodeTables:
+    def _table(
+        self, codec: SphericalCodec, layer: int, layout: PageLayout, device: torch.device
+    ) -> EncodeTables:
         held = self._tables.setdefault(codec, {})
         key = (layer, layout.num_nibbles)
         if key not in held:
-            device = torch.device("cuda", torch.cuda.current_device())
             held[key] = build_encode_tables(self._search.get(codec, layer, layout.tier, device))
         return held[key]
 
@@ -148,7 +149,7 @@ class CudaEncoder:
         keys, values = (part.contiguous() for part in states)
         device, bits = keys.device, layout.tier.value_bits
         key_kernel, value_kernel = self._encode_kernels(layout, device)
-        tables = self._table(codec, layer, layout)
+        tables = self._table(codec, layer, layout, device)
         positions, counts, flags = (
             part.to(device).contiguous() for part in (rows.positions, rows.counts, rows.flags)
         )

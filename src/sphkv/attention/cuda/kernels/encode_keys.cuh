@@ -78,9 +78,7 @@ INLINE void store_codes(KeyMemory& m, const Keys& keys, int slot, const int (&co
 
 // Bits of a number, the lowest of them replaced.
 INLINE int with_level(float x, int mask, int level) {
-  int bits;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(__float_as_int(x)), "r"(mask), "r"(level));
-  return bits;
+  return and_or(__float_as_int(x), mask, level);
 }
 
 // Nearest of COUNT points. Of |w - s|^2 only s.w - |s|^2 / 2 depends on s; a bias makes the largest
@@ -231,9 +229,8 @@ INLINE void encode_slots(const EncodeParams& p, KeyMemory& m, Keys& keys, const 
                          int head, int warp) {
   const int num_12 = kinds[0], joint = num_12 + kinds[1], num_4 = kinds[2], pairs = kinds[3];
   const int bare = kinds[4], first_4 = 2 * joint + num_12, first_pair = first_4 + num_4;
-  // hidden from the compiler, which would need two instructions for a mask and a level it knows
-  int mask;
-  asm volatile("mov.b32 %0, %1;" : "=r"(mask) : "n"(-LEVELS));
+  // the compiler would need two instructions for a mask and a level it knows
+  const int mask = unknown(-LEVELS);
   for (int item = warp; item < joint + num_4 + pairs + bare; item += WARPS) {
     if (item < joint) {
       encode_joint(p, m, keys, head, item, num_12, mask);

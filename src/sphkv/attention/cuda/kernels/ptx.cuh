@@ -250,6 +250,19 @@ INLINE float low_half(uint32_t pair) {
 
 INLINE float high_half(uint32_t pair) { return low_half(pair >> 16); }
 
+INLINE int and_or(int a, int b, int c) {
+  int d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// A number that the compiler does not know.
+INLINE int unknown(int x) {
+  int y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 INLINE uint32_t multiply_add(uint32_t a, int b, uint32_t c) {
   uint32_t d;
   asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));

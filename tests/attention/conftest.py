@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA kernels on the CPU: their own source, compiled as C++ and run thread by thread.
+
+What is checked so is what a kernel computes: layouts, indices, barriers that must meet. Races
+between threads, and what the GPU's compiler makes of the source, are not.
+"""
+
+import ctypes
+import functools
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sphkv.attention.cuda import compiler, decode, encode
+
+HOST_KERNEL = Path(__file__).parent / "host_kernel"
+PARAMS = {
+    "sphkv_decode": "Params",
+    "sphkv_encode_keys": "EncodeParams",
+    "sphkv_encode_values": "EncodeParams",
+    "sphkv_reorder": "ReorderParams",
+}
+_SHARED = re.compile(r"extern __shared__ __align__\(\d+\) uint8_t shared_memory\[\];")
+
+
+@functools.cache
+def _build(name: str, defines: tuple[str, ...]) -> ctypes.CDLL:
+    command = shutil.which("g++")
+    if command is None:
+        pytest.skip("no g++ to compile the kernel for the CPU")
+    with tempfile.TemporaryDirectory() as folder:
+        for path, text in compiler.sources().items():
+            memory = "uint8_t* shared_memory = host::block.shared + host::SHARED_START;"
+            (Path(folder) / path).write_text(_SHARED.sub(memory, text))
+        for path in HOST_KERNEL.iterdir():
+            shutil.copy(path, folder)
+        library = Path(folder) / "kernel.so"
+        names = {"SOURCE": f'"{compiler.MAIN[name]}"', "ENTRY": name, "PARAMS": PARAMS[name]}
+        flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", str(library)]
+        flags += [f"-D{key}={value}" for key, value in names.items()]
+        source = Path(folder) / "launch.cpp"
+        done = subprocess.run(
+            [command, *flags, *defines, str(source)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[:2000]
+        built = ctypes.CDLL(str(library))
+    built.launch.restype = ctypes.c_char_p
+    built.launch.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+    return built
+
+
+class HostKernel:
+    """Stands for ``Kernel``; a launch runs one block after another."""
+
+    def __init__(self, image: Any, name: str, *, shared_bytes: int, threads: int) -> None:
+        self._library, self._threads = _build(*image), threads
+
+    def launch(self, blocks: int, arguments: Any, *, overlaps: bool = False) -> None:
+        found = self._library.launch(arguments[0], blocks, self._threads)
+        if found:
+            raise RuntimeError(found.decode())
+
+
+@pytest.fixture
+def on_the_host(monkeypatch):
+    """Makes kernels run on CPU tensors, as on a GPU of so many multiprocessors."""
+
+    def use(processors: int = 6, sources: dict[str, str] | None = None) -> None:
+        properties = SimpleNamespace(multi_processor_count=processors)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        for module in (decode, encode):
+            monkeypatch.setattr(module, "architecture", lambda _: "host")
+            monkeypatch.setattr(module, "load_cubin", lambda name, defines, _: (name, defines))
+            monkeypatch.setattr(module, "Kernel", HostKernel)
+        if sources is not None:
+            monkeypatch.setattr(compiler, "sources", lambda: sources)
+            _build.cache_clear()
+            changed.append(sources)
+
+    changed: list[dict[str, str]] = []
+    yield use
+    if changed:
+        _build.cache_clear()
