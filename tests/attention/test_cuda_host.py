@@ -44,18 +44,18 @@ def test_many_blocks_merge_one_row(on_the_host):
 
 
 @pytest.mark.parametrize(
-    ("text", "instead", "what"),
+    ("processors", "text", "instead", "what"),
     [
-        ("if (place.lane == 0) barrier_arrive(empty_barrier(stage.index));", "", "all threads"),
-        ("row.part = row.index + share.cta;", "row.part = row.index;", None),
+        (2, "if (place.lane == 0) barrier_arrive(empty_barrier(stage.index));", "", "all threads"),
+        (10, "row.part = row.index + share.cta;", "row.part = row.index;", None),
     ],
 )
-def test_a_broken_kernel_is_found(on_the_host, text, instead, what):
+def test_a_broken_kernel_is_found(on_the_host, processors, text, instead, what):
     """The check can fail: threads that wait for ever, and blocks that write one another's place."""
     sources = dict(compiler.sources())
     assert text in sources["decode.cu"]
     sources["decode.cu"] = sources["decode.cu"].replace(text, instead)
-    on_the_host(10, sources)
+    on_the_host(processors, sources)
     if what is None:
         assert not run_case(CASES["values 2 bits"], CPU) < ERROR_FLOOR
     else:
