@@ -40,22 +40,18 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self) -> None:
-        """Check that the GPU is there; kernels are loaded when they are first needed.
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Kernels are loaded when they are first needed.
+
+        Args:
+            device: Where they run; the current GPU by default, which must be there.
 
         Raises:
             CudaUnavailableError: There is no GPU that the kernels are built for.
             ImportError: Triton is not installed.
         """
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() not in ARCHITECTURES:
-            raise CudaUnavailableError(
-                "the CUDA kernels need an NVIDIA GPU of Hopper or Blackwell, compute capability "
-                f"{sorted(ARCHITECTURES)}"
-            )
         self.order = FragmentOrder()
-        self.kernels = DecodeKernels(
-            torch.device("cuda", torch.cuda.current_device()), max_batch=_MAX_QUERIES
-        )
+        self.kernels = DecodeKernels(device or _current_gpu(), max_batch=_MAX_QUERIES)
         self._rest = TritonBackend()
         self._reference = ReferenceBackend()
         self._served: WeakKeyDictionary[
@@ -129,6 +125,15 @@ class CudaBackend:
         others = [group for group in groups if not is_served(group.layout)]
         self._served[table] = (table.version, served, others)
         return served, others
+
+
+def _current_gpu() -> torch.device:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() not in ARCHITECTURES:
+        raise CudaUnavailableError(
+            "the CUDA kernels need an NVIDIA GPU of Hopper or Blackwell, compute capability "
+            f"{sorted(ARCHITECTURES)}"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _repeat(pages: ServedPages, times: int) -> ServedPages:

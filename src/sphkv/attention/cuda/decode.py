@@ -238,7 +238,7 @@ class CudaDecode:
                 f"pages must have {build.shape.page_bytes} bytes, got {pool.pages.shape[1]}"
             )
         params, batch = self._params, lists.batch
-        params.pages = pool.address or pool.pages.data_ptr()
+        params.pages = pool.pages.data_ptr() if pool.address is None else pool.address
         params.tables = build.tables.data_ptr()
         params.page_list = lists.entries.data_ptr()
         params.row_start = lists.row_start.data_ptr()

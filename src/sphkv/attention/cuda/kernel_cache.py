@@ -72,7 +72,7 @@ class DecodeKernels:
         codebook, shape = codec.codebook(layer, tier, self._device), self._shape(codec, layer, tier)
         if (shape, group) not in self._checked:
             # random pages must not move the caller's random numbers
-            with torch.random.fork_rng([self._device]):
+            with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
                 self_test(codebook, rope, value_bits=tier.value_bits, group=group, shape=shape)
             self._checked.add((shape, group))
         return CudaDecode(

@@ -21,12 +21,12 @@ class PagePool:
     Attributes:
         pages: ``[pages, page_bytes]`` uint8, contiguous, 16-byte aligned.
         mode: How they store positions; a position per key makes keys about three times as dear.
-        address: Where the page of number 0 lies or would lie; at the start of ``pages`` if 0.
+        address: Where the page of number 0 lies or would lie; at the start of ``pages`` if None.
     """
 
     pages: Tensor
     mode: PositionMode
-    address: int = 0
+    address: int | None = None
 
     def __post_init__(self) -> None:
         """Reject what the kernel cannot read."""

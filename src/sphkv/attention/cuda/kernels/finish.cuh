@@ -162,6 +162,7 @@ INLINE void write_query(const Params& p, const Row& row, int query, float (&v)[L
       if (theirs > 0.f) v[i] += theirs * inverse * p.other_out[at * HEAD_DIM + lane + 32 * i];
     }
     lse2 = mass > 0.f ? top + log2_fast(mass) : MINUS_INFINITY;
+    __syncwarp();  // the partial may lie where the result goes: all lanes have read it
   }
 #pragma unroll
   for (int i = 0; i < LANE_DIMS; i++) {
