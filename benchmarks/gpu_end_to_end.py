@@ -11,8 +11,8 @@ differs. The dense side is a split-KV paged kernel at the limit of HBM, the best
 configurations; where a batch does not fit in bfloat16, the largest that does is measured too.
 
 What happens once: ``t_calibrate_s`` fits codebooks (a file keeps them); ``t_set_up_s`` is what the
-first prompt pays beyond a later one for loading kernels and building search tables. What every
-prompt pays: ``t_prefill_s``, ``t_allocate_write_s`` (its states are on the GPU; the clock stops
+first short prompt pays beyond the same one later, to compile or load kernels and to build search
+tables. What every prompt pays: ``t_prefill_s``, ``t_allocate_write_s`` (its states are on the GPU; the clock stops
 while they are made) and ``t_capture_s`` (page lists, decode tables, self-test, CUDA graph).
 ``--profile`` prints where the time of a step goes.
 """
@@ -47,7 +47,7 @@ DENSE_CONFIGS = ((128, 8, 3, 32), (64, 4, 3, 16), (64, 4, 4, 32), (64, 4, 3, 64)
 DENSE_STEPS, STEPS, WARM_UP = 32, 256, 4
 SET_UP_TOKENS = 2048
 # what a dense batch needs beside its pages: a layer of states, buffers of a step
-SPARE_BYTES = 3 << 30
+SPARE_BYTES = 6 << 30
 
 
 def timed(work):
@@ -194,6 +194,14 @@ def calibrated_cache(model):
     return cache
 
 
+def short_prompt(model, cache):
+    """Seconds to write a short prompt and to capture a step behind it."""
+    seconds = fill_cache(cache, RandomStates(model.config, SET_UP_TOKENS), 1)
+    seconds += timed(lambda: GraphDecoder(model, cache, max_new_tokens=8).step())[0]
+    cache.reset()
+    return seconds
+
+
 def environment(commit):
     import transformers
     import triton
@@ -222,15 +230,18 @@ def try_to(work):
 
 
 def batches_of(states, batch, has_dense):
-    """The batch, and before it the largest one that fits in bfloat16 if this does not."""
+    """Batches to measure, and whether bfloat16 has room: the largest that has comes first."""
+    torch.cuda.empty_cache()
     room = (torch.cuda.mem_get_info()[0] - SPARE_BYTES) // states.dense_bytes
-    return (room, batch) if has_dense and 0 < room < batch else (batch,)
+    if not has_dense or room >= batch:
+        return ((batch, has_dense),)
+    return ((room, True), (batch, False)) if room else ((batch, False),)
 
 
-def measure_point(model, cache, states, batch, args):
+def measure_point(model, cache, states, batch, has_room, args):
     """Both sides of one batch, as a record."""
-    dense = {"error": "not run"}
-    if not args.no_dense:
+    dense = {"error": "not run" if args.no_dense else "does not fit in memory"}
+    if has_room:
         dense = try_to(lambda: measure_dense(model, states, batch, args.profile))
     ours = try_to(lambda: measure_codes(model, cache, states, batch, args.profile))
     record = {"batch": batch, "dense": dense, "codes": ours}
@@ -244,9 +255,7 @@ def measure_shape(shape, args):
     began = time.perf_counter()
     build_s, model = timed(lambda: build_model(shape, num_layers=args.layers))
     calibrate_s, cache = timed(lambda: calibrated_cache(model))
-    small = RandomStates(model.config, SET_UP_TOKENS)
-    first_s, later_s = fill_cache(cache, small, 1), fill_cache(cache, small, 1)
-    cache.reset()
+    first_s, later_s = (short_prompt(model, cache) for _ in range(2))
     print(f"{shape}: built {build_s:.1f} s, calibrated {calibrate_s:.1f}, set up {first_s:.1f}")
     common = {
         "shape": shape,
@@ -264,8 +273,8 @@ def measure_shape(shape, args):
             prompts[context] = {} if args.no_prefill else measure_prefill(model, cache, context)
             print(f"{time.perf_counter() - began:.0f} s: {context} {prompts[context]}", flush=True)
         states = RandomStates(model.config, context)
-        for batch in batches_of(states, wanted, not args.no_dense):
-            point = measure_point(model, cache, states, batch, args)
+        for batch, has_room in batches_of(states, wanted, not args.no_dense):
+            point = measure_point(model, cache, states, batch, has_room, args)
             print(f"{time.perf_counter() - began:.0f} s: {context} {json.dumps(point)}", flush=True)
             yield {**common, "context": context, **prompts[context], **point}
     cache.detach()
