@@ -12,8 +12,9 @@ configurations; where a batch does not fit in bfloat16, the largest that does is
 
 What happens once: ``t_calibrate_s`` fits codebooks (a file keeps them); ``t_set_up_s`` is what the
 first short prompt pays beyond the same one later, to compile or load kernels and to build search
-tables. What every prompt pays: ``t_prefill_s``, ``t_allocate_write_s`` (its states are on the GPU; the clock stops
-while they are made) and ``t_capture_s`` (page lists, decode tables, self-test, CUDA graph).
+tables. What every prompt pays: ``t_prefill_s``, ``t_allocate_write_s`` (its states are on the GPU;
+the clock stops while they are made) and ``t_capture_s`` (page lists, decode tables, self-test,
+CUDA graph).
 ``--profile`` prints where the time of a step goes.
 """
 
