@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from sphkv.attention.cuda import compiler, decode, encode
+from sphkv.attention.cuda import compiler, decode, dense, encode
 
 HOST_KERNEL = Path(__file__).parent / "host_kernel"
 PARAMS = {
     "sphkv_decode": "Params",
+    "sphkv_dense": "DenseParams",
     "sphkv_encode_keys": "EncodeParams",
     "sphkv_encode_values": "EncodeParams",
     "sphkv_reorder": "ReorderParams",
@@ -75,7 +76,7 @@ def on_the_host(monkeypatch):
     def use(processors: int = 6, sources: dict[str, str] | None = None) -> None:
         properties = SimpleNamespace(multi_processor_count=processors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-        for module in (decode, encode):
+        for module in (decode, dense, encode):
             monkeypatch.setattr(module, "architecture", lambda _: "host")
             monkeypatch.setattr(module, "load_cubin", lambda name, defines, _: (name, defines))
             monkeypatch.setattr(module, "Kernel", HostKernel)

@@ -8,6 +8,7 @@ static char message[256];
 extern "C" const char* launch(const void* params, int blocks, int threads) {
   host::kernel = [](const void* p) { ENTRY(*(const PARAMS*)p); };
   host::kernel_params = params;
+  host::block.grid = blocks;
   host::failure.clear();
   try {
     for (int index = 0; index < blocks; index++) host::run_block(index, threads);

@@ -15,13 +15,14 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __shared__
-#define __align__(n)
+#define __shared__ static
+#define __align__(n) alignas(n)
 #define INLINE inline
 #define CONSTANT_FUNCTION constexpr
 #define MINUS_INFINITY (-INFINITY)
 #define threadIdx (host::Index{(uint32_t)host::block.current})
 #define blockIdx (host::Index{(uint32_t)host::block.index})
+#define gridDim (host::Index{(uint32_t)host::block.grid})
 
 namespace host {
 struct Index {
@@ -196,7 +197,7 @@ INLINE void copy_small(uint32_t to, const void* from) {
 INLINE void track_copies(uint32_t barrier) { host::arrive(barrier, 1, 0); }
 INLINE void publish_barriers() {}
 template <int COUNT>
-INLINE void sync_first() { host::join(1, COUNT); }
+INLINE void sync_some(int barrier) { host::join(barrier, COUNT); }
 template <int COUNT>
 INLINE void shrink_registers() {}
 template <int COUNT>

@@ -38,7 +38,7 @@ struct Fiber {
 };
 
 struct Block {
-  int index = 0, size = 0, current = 0;
+  int index = 0, grid = 0, size = 0, current = 0;
   long events = 0;  // everything that may let somebody go on
   std::vector<Fiber> fibers;
   std::vector<Exchange> warps;

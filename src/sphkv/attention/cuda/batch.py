@@ -77,15 +77,14 @@ class BatchDecode:
         geometry = store.config.geometry
         self.max_tokens = max_tokens
         self._store, self._sequences, self._tier = store, list(sequences), tier
-        device = torch.device(store.config.device)
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._device = torch.device(store.config.device)
         self._kernels = DecodeKernels(self._device, max_batch=len(sequences))
         self._kernels.reserve(max_tokens + tier.page_tokens)
         self._coded = PageLayout(
             store.config.tiers.id_of(tier.name), tier, geometry.head_dim, PositionMode.CONTIGUOUS
         )
-        if device.type != "cuda" or not is_served(self._coded):
-            raise UnsupportedBatchError(f"tier {tier.name!r} on {device} has no Hopper kernel")
+        if not is_served(self._coded):
+            raise UnsupportedBatchError(f"the decode kernel does not read tier {tier.name!r}")
         self.positions = torch.zeros(len(sequences), 1, dtype=torch.int64, device=self._device)
         self._positions32 = torch.zeros(len(sequences), dtype=torch.int32, device=self._device)
         self._extents = torch.zeros(len(sequences), 2, dtype=torch.int64, device=self._device)

@@ -47,9 +47,7 @@ struct __align__(16) Memory {
 static_assert(sizeof(Memory) % 16 == 0, "queries of the second row would not be aligned");
 
 // The threads of a row meet; each row has a barrier of its own.
-INLINE void sync_row() {
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + (int)threadIdx.x / THREADS), "n"(THREADS) : "memory");
-}
+INLINE void sync_row() { sync_some<THREADS>(1 + (int)threadIdx.x / THREADS); }
 
 INLINE float low_bfloat(uint32_t pair) { return __uint_as_float(pair << 16); }
 INLINE float high_bfloat(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }

@@ -167,4 +167,4 @@ struct Params {
 };
 
 // Joins the warps of all teams.
-INLINE void sync_teams() { sync_first<THREADS>(); }
+INLINE void sync_teams() { sync_some<THREADS>(1); }

@@ -131,10 +131,10 @@ INLINE void publish_barriers() {
 
 // ---- warps with different work ----
 
-// Joins the first COUNT threads of a block.
+// Joins COUNT threads of a block; those that meet at other times have other barriers, 1 to 15.
 template <int COUNT>
-INLINE void sync_first() {
-  asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
+INLINE void sync_some(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(COUNT) : "memory");
 }
 
 // A group of four warps gives registers up, or waits until it gets more.
