@@ -60,7 +60,7 @@ def _encode(
     pool: PagePool, state: SequenceState, layer: int, flat: FlatStates, batches: list[PageBatch]
 ) -> list[EncodedPages]:
     encoder = PageEncoder(layer, state.codec, pool.allocator.order)
-    return encode_pages(encoder, flat, batches, pool.layout)
+    return encode_pages(encoder, flat, batches, pool.layout, pool.config.geometry.num_kv_heads)
 
 
 def read_by_layout(
@@ -144,7 +144,9 @@ def plan_crop(pool: PagePool, table: PointerTable, num_tokens: int) -> LayerChan
             pages = pool.allocator.to_slab(view.layout, short.pages)
             if is_copy:
                 removed.append(ids[index].cpu())
-                copies.append(EncodedPages.of_view(short, heads[index], pages))
+                key = (view.layout.tier_id, view.layout.position_mode)
+                num_heads = pool.config.geometry.num_kv_heads
+                copies.append(EncodedPages.of(key, heads[index], kept[index], pages, num_heads))
             else:
                 change.truncated.append((ids[index], pages, kept[index]))
     change.removed = torch.cat(removed)

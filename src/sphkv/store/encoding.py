@@ -4,7 +4,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.core.contract import StateCodec
@@ -43,18 +45,23 @@ class EncodedPages:
         head_ids: ``[rows]`` int64 on the CPU, KV head of each page, not decreasing.
         counts: ``[rows]`` int64 on the CPU, live states of each page.
         pages: ``[rows, page_bytes]`` uint8, as slabs keep them.
+        per_head: ``[heads]`` int64, pages of each head.
     """
 
     key: PoolKey
     head_ids: Tensor
     counts: Tensor
     pages: Tensor
+    per_head: NDArray[np.int64]
 
     @classmethod
-    def of_view(cls, view: PageView, head_ids: Tensor, pages: Tensor) -> "EncodedPages":
-        """Finished pages of the given heads; ``pages`` as slabs keep them."""
-        key = (view.layout.tier_id, view.layout.position_mode)
-        return cls(key, head_ids.cpu(), view.counts().cpu(), pages)
+    def of(
+        cls, key: PoolKey, head_ids: Tensor, counts: Tensor, pages: Tensor, num_heads: int
+    ) -> "EncodedPages":
+        """Pages whose heads and counts may be on any device."""
+        heads = head_ids.cpu()
+        per_head = np.bincount(heads.numpy(), minlength=num_heads)
+        return cls(key, heads, counts.cpu(), pages, per_head)
 
 
 def check_states(keys: Tensor, values: Tensor, geometry: KVGeometry) -> None:
@@ -164,6 +171,7 @@ def encode_pages(
     states: FlatStates,
     batches: Sequence[PageBatch],
     layout_of: Callable[[PoolKey], PageLayout],
+    num_heads: int,
 ) -> list[EncodedPages]:
     """Encode and pack planned pages of one layer.
 
@@ -172,6 +180,7 @@ def encode_pages(
         states: Dense states the batches refer to.
         batches: Planned pages.
         layout_of: Layout of each pool.
+        num_heads: KV heads of the layer.
     """
     packed = []
     for batch in batches:
@@ -184,7 +193,7 @@ def encode_pages(
             chosen = (states.keys[source] * live, states.values[source] * live)
             parts.append(encoder.encode(layout_of(key), chosen, rows, batch.head_ids[index]))
         pages = parts[0] if len(parts) == 1 else torch.cat(parts)
-        packed.append(EncodedPages(key, batch.head_ids.cpu(), batch.rows.counts.cpu(), pages))
+        packed.append(EncodedPages.of(key, batch.head_ids, batch.rows.counts, pages, num_heads))
     return packed
 
 

@@ -94,14 +94,14 @@ class PointerTable:
         """``[pages]`` int64 ids of all heads, head by head."""
         return self.page_ids[self.used()]
 
-    def growth_bytes(self, added: Tensor, removed: Tensor | None = None) -> int:
+    def growth_bytes(self, added: NDArray[np.int64], removed: Tensor | None = None) -> int:
         """Bytes the table grows by if pages are removed and then added.
 
         Args:
             added: ``[heads]`` int64 new pages of each head.
             removed: ``[pages]`` int64 ids that go first, each in the table.
         """
-        needed = self._arrays[2] + added.numpy()
+        needed = self._arrays[2] + added
         if removed is not None and removed.numel():
             needed -= self._holds(removed).sum(dim=1).numpy()
         capacity = self._capacity_for(int(needed.max()))
@@ -115,39 +115,40 @@ class PointerTable:
     def _holds(self, page_ids: Tensor) -> Tensor:
         return torch.isin(self.page_ids, page_ids.cpu()) & self.used()
 
-    def extend(self, head_ids: Tensor, page_ids: Tensor, tag: int) -> None:
-        """Append pages that share a tag.
+    def extend(
+        self, head_ids: Tensor, page_ids: Tensor, tag: int, added: NDArray[np.int64]
+    ) -> None:
+        """Append pages that share a tag, for which there must be room.
 
         Args:
             head_ids: ``[pages]`` int64 on the CPU, not decreasing.
             page_ids: ``[pages]`` int64 on the CPU.
             tag: Their ``page_tag``.
+            added: ``[heads]`` int64 pages of each head.
         """
         if page_ids.numel() == 0:
             return
-        heads = head_ids.numpy()
-        added = np.bincount(heads, minlength=self.page_ids.shape[0])
-        self.reserve(torch.from_numpy(added))
         ids, tags, num_pages = self._arrays
         if (added == added[0]).all() and (num_pages == num_pages[0]).all():
             column = slice(num_pages[0], num_pages[0] + added[0])
             ids[:, column], tags[:, column] = page_ids.numpy().reshape(len(ids), -1), tag
         else:
             # pages before a page among the new ones of its own head
+            heads = head_ids.numpy()
             rank = np.arange(len(heads)) - (added.cumsum() - added)[heads]
             ids[heads, num_pages[heads] + rank] = page_ids.numpy()
             tags[heads, num_pages[heads] + rank] = tag
         num_pages += added
         self.version += 1
 
-    def reserve(self, added: Tensor) -> None:
-        """Grow as ``growth_bytes`` says, once, before several calls of ``extend``.
+    def reserve(self, added: NDArray[np.int64] | Tensor) -> None:
+        """Grow as ``growth_bytes`` says, once, before calls of ``extend``.
 
         Args:
             added: ``[heads]`` int64 new pages of each head.
         """
         ids, tags, num_pages = self._arrays
-        capacity = self._capacity_for(int((num_pages + added.numpy()).max()))
+        capacity = self._capacity_for(int((num_pages + np.asarray(added)).max()))
         if capacity == self.capacity:
             return
         shape = (len(ids), capacity)

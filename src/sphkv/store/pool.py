@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.store.allocator import PageAllocator, PoolKey
@@ -99,7 +100,7 @@ class PagePool:
         """
         requests: dict[PoolKey, int] = {}
         for part in (part for change in changes for part in change.pending):
-            requests[part.key] = requests.get(part.key, 0) + len(part.pages)
+            requests[part.key] = requests.get(part.key, 0) + part.pages.shape[0]
         freed = torch.cat([no_pages(), *(c.removed.cpu() for c in changes if len(c.removed))])
         delta = extra_bytes + self.allocator.plan_bytes(requests, freed)
         added = [self._per_head(change) for change in changes]
@@ -116,12 +117,14 @@ class PagePool:
             self._place(change, fresh)
         self.meter.add(delta)
 
-    def _per_head(self, change: LayerChange) -> Tensor:
+    def _per_head(self, change: LayerChange) -> NDArray[np.int64]:
         """``[heads]`` int64 new pages of each head."""
+        if len(change.pending) == 1:
+            return change.pending[0].per_head
         total = np.zeros(self.config.geometry.num_kv_heads, dtype=np.int64)
         for part in change.pending:
-            total += np.bincount(part.head_ids.numpy(), minlength=len(total))
-        return torch.from_numpy(total)
+            total += part.per_head
+        return total
 
     def _write(self, changes: Sequence[LayerChange], fresh: Mapping[PoolKey, Tensor]) -> None:
         """Fill the pages of each pool, in the order ``_place`` hands them out."""
@@ -141,6 +144,6 @@ class PagePool:
             self.allocator.truncate(page_ids, pages, counts)
             change.table.touch()
         for part in change.pending:
-            ids, num_pages = fresh[part.key], len(part.pages)
-            change.table.extend(part.head_ids, ids[:num_pages], page_tag(part.key))
+            ids, num_pages = fresh[part.key], part.pages.shape[0]
+            change.table.extend(part.head_ids, ids[:num_pages], page_tag(part.key), part.per_head)
             fresh[part.key] = ids[num_pages:]

@@ -80,5 +80,6 @@ def _pages_of_layer(pool: PagePool, saved: SavedSequence, layer: int) -> list[En
         order = heads.argsort(stable=True)
         view = PageView(pool.layout(key), pages[mine[order]].to(pool.device))
         kept = pool.allocator.to_slab(view.layout, view.pages)
-        found.append(EncodedPages.of_view(view, heads[order], kept))
+        num_heads = pool.config.geometry.num_kv_heads
+        found.append(EncodedPages.of(key, heads[order], view.counts(), kept, num_heads))
     return found

@@ -8,6 +8,7 @@ that: their states lie page by page already, and many sequences are encoded at o
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -61,6 +62,7 @@ class SpanPages:
         layout: Layout of the pages.
         host_heads: ``[rows]`` int64 on the CPU, KV head of each page.
         host_counts: ``[rows]`` int64 on the CPU, live states of each page.
+        per_head: ``[heads]`` int64, pages of each head.
     """
 
     def __init__(self, pool: PagePool, span: Span) -> None:
@@ -79,6 +81,7 @@ class SpanPages:
         counts[:, -1] -= self._num_pages * tokens - (span.stop - span.start)
         self.host_counts = counts.flatten()
         self.host_heads = torch.arange(heads).repeat_interleave(self._num_pages)
+        self.per_head = np.full(heads, self._num_pages)
         self._made: dict[tuple[int, ...], _Rows] = {}
 
     def rows_of(self, first_positions: tuple[int, ...]) -> _Rows:
@@ -143,7 +146,8 @@ def plan_spans(
         key = (plan.layout.tier_id, plan.layout.position_mode)
         encoded = _encode(encoder, plan, dense, first_positions)
         for mine, pages in zip(pending, encoded, strict=True):
-            mine.append(EncodedPages(key, plan.host_heads, plan.host_counts, pages))
+            host = (plan.host_heads, plan.host_counts)
+            mine.append(EncodedPages(key, *host, pages, plan.per_head))
     return [
         LayerChange(state.tables[layer], pending=mine)
         for state, mine in zip(states, pending, strict=True)
