@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -112,14 +113,16 @@ def test_a_head_surprises_whose_later_queries_ask_for_what_none_asked_for():
     # both heads rest on a first token that says nothing; then one copies from anywhere
     values[:, 0] = 0
     asked = torch.zeros(2, known + later, dtype=torch.int64)
-    asked[0, known:] = torch.randint(16, known - 16, (later,), generator=generator)
+    ages = (17 * (304 / 17) ** torch.rand(later, generator=generator)).long()
+    asked[0, known:] = known - ages
     query = 2 * keys.gather(1, asked[..., None].expand(-1, -1, 64))
     states = PromptStates(
         torch.zeros(1, known + later), torch.zeros(1, 0), [LayerStates(query, keys, values)],
         torch.zeros(1, 1),
     )  # fmt: skip
     found = head_surprise(config, [states], num_later=later)
-    assert float(found[0, 0]) == pytest.approx(1, abs=0.35)
+    # one copy per query, spread over all factors e of age from 17 to 304
+    assert float(found[0, 0]) == pytest.approx(1 / math.log(304 / 17), rel=0.35)
     assert float(found[0, 1]) < 0.01
 
 

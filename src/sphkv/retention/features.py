@@ -249,7 +249,9 @@ def squared_distance(values: Tensor, output: Tensor) -> Tensor:
 
 
 def surprise_shift(rows: AttentionRows, values: Tensor) -> Tensor:
-    """Expected squared move if every query turned to one token, any of them, which is gone.
+    """Expected squared move if queries turned to tokens that are gone, once per factor e of age.
+
+    Distances of copies have no scale of their own: each factor of two gets as many.
 
     Args:
         rows: Foretold attention.
@@ -258,8 +260,13 @@ def surprise_shift(rows: AttentionRows, values: Tensor) -> Tensor:
     Returns:
         ``[heads, tokens]`` float32 share of every token in it.
     """
-    each = rows.share.sum(1) / values.shape[1]
-    return each[:, None] * squared_distance(values, mean_output(rows, values))
+    apart = squared_distance(values, mean_output(rows, values))
+    return rows.share.sum(1)[:, None] * _inverse_age(values) * apart
+
+
+def _inverse_age(values: Tensor) -> Tensor:
+    """``[tokens]`` float32, one over the distance to the first token after the prompt."""
+    return 1 / torch.arange(values.shape[1], 0, -1, device=values.device)
 
 
 def expect_surprise(
@@ -271,10 +278,10 @@ def expect_surprise(
         features: What the rows foretell.
         rows: Foretold attention.
         values: ``[heads, tokens, head_dim]``.
-        chance: ``[heads]`` part of the later queries that do.
+        chance: ``[heads]`` part of the later queries that do, per factor e of age.
     """
     surprise = chance[:, None] * surprise_shift(rows, values)
-    each = (chance * rows.share.sum(1) / values.shape[1])[:, None]
+    each = (chance * rows.share.sum(1))[:, None] * _inverse_age(values)
     return replace(
         features,
         mass=features.mass + each,

@@ -27,7 +27,7 @@ class RetentionPolicy:
         sensitivity: Loss per squared move of a head's output, ``[layers][query heads]``; None
             takes every layer's outputs relative to their own energy.
         surprise: Part of later queries that turn to a token which the prompt's queries did not
-            ask for, ``[layers][KV heads]``; None expects none.
+            ask for, per factor e of its age, ``[layers][KV heads]``; None expects none.
         model_id: Model the weights were fitted on; empty for the fixed recipe.
     """
 

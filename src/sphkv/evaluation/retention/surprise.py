@@ -32,11 +32,11 @@ from sphkv.retention.protection import widen_to_runs
 def head_surprise(
     config: RetainedConfig, texts: Iterable[PromptStates], *, num_later: int
 ) -> Tensor:
-    """Part of the later queries of every head that turn to a token unforeseen.
+    """Part of the later queries of every head that turn to a token unforeseen, per factor of age.
 
     The less important half of a prompt's runs is dropped; what the queries after the prompt lose
     beyond the foretold loss is compared with what they would lose if every one of them turned to
-    one token, any of the prompt.
+    one token in each factor e of age.
 
     Args:
         config: A cache whose policy expects no surprise.
