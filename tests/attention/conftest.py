@@ -37,9 +37,9 @@ def _build(name: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     if command is None:
         pytest.skip("no g++ to compile the kernel for the CPU")
     with tempfile.TemporaryDirectory() as folder:
-        for path, text in compiler.sources().items():
+        for file, text in compiler.sources().items():
             memory = "uint8_t* shared_memory = host::block.shared + host::SHARED_START;"
-            (Path(folder) / path).write_text(_SHARED.sub(memory, text))
+            (Path(folder) / file).write_text(_SHARED.sub(memory, text))
         for path in HOST_KERNEL.iterdir():
             shutil.copy(path, folder)
         library = Path(folder) / "kernel.so"

@@ -99,6 +99,7 @@ def test_page_numbers_find_every_page():
     group = next(g for g in store.pages(0, 0) if is_served(g.layout))
     served = place_pages(store.allocator, [group], torch.device("cpu"))
     size, base = group.layout.page_bytes, served.pool.address
+    assert base is not None
     found = base + served.lists.page_ids * size
     assert torch.equal(found, store.allocator.addresses(group.flat_ids()))
     starts = PageView(group.layout, store.allocator.gather(group.flat_ids())).positions()[:, 0]

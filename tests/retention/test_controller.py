@@ -63,6 +63,7 @@ def test_no_block_is_free_to_drop_in_a_head_that_surprises():
     features = expect_surprise(layer.features, layer.rows, layer.values, chance)
     found = pricer.price(replace(layer, features=features))
     scale = 1 / float(features.output_energy.sum())
+    assert features.surprise is not None
     for shape in BOTH:
         assert torch.equal(found.heads[0][shape].distortion, plain.heads[0][shape].distortion)
         blocks = found.heads[1][shape]
