@@ -4,29 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
-
-
-class AttendingRow(Protocol):
-    """A sequence that stores its next tokens and attends with them; see ``CacheMethod``."""
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        options: AttentionOptions,
-        *,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
-        """Output ``[query_heads, tokens, head_dim]`` float32."""
-        ...
+from sphkv.cache.method import CacheMethod
 
 
 def real_states(
@@ -48,7 +31,7 @@ def real_states(
 
 
 def attend_rows(
-    rows: Sequence[AttendingRow],
+    rows: Sequence[CacheMethod],
     is_real: Tensor,
     layer: int,
     states: tuple[Tensor, Tensor, Tensor],
