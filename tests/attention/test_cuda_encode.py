@@ -6,16 +6,13 @@ import shutil
 import pytest
 import torch
 
-from sphkv.core.tiers import coded_tier
-from sphkv.store.layout import PageLayout
-from sphkv.store.paging import PositionMode
-
-pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
-
 from sphkv.attention.cuda import encode
 from sphkv.attention.cuda.compiler import compile_with_nvcc
 from sphkv.attention.cuda.encode import CudaEncoder
 from sphkv.attention.cuda.geometry import is_served
+from sphkv.core.tiers import coded_tier
+from sphkv.store.layout import PageLayout
+from sphkv.store.paging import PositionMode
 
 
 def layout(mode, *, value_bits=4, page_tokens=128, head_dim=128):

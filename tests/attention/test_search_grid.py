@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grid finds the nearest sum of two points, and keeps few candidates."""
 
-import pytest
 import torch
 
 from sphkv.attention.cuda.search_grid import CELLS, build_search_grid
+from sphkv.attention.triton.search import build_search_table
 from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import coded_tier
 from sphkv.testing.cases import CacheCase, random_calibration, random_states
-
-pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
-
-from sphkv.attention.triton.search import build_search_table
 
 
 def test_candidates_hold_the_nearest_sum():

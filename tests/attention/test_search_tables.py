@@ -4,16 +4,13 @@
 import pytest
 import torch
 
+from sphkv.attention.cuda.search_tables import BINNED_BITS, ClipCells, build_encode_tables
+from sphkv.attention.triton.search import build_search_table
 from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.codec.values import _least_squares, _starts
 from sphkv.core.tiers import coded_tier
 from sphkv.testing.cases import CacheCase, random_calibration
-
-pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
-
-from sphkv.attention.cuda.search_tables import BINNED_BITS, ClipCells, build_encode_tables
-from sphkv.attention.triton.search import build_search_table
 
 
 @pytest.fixture(scope="module", params=[2.0, 6.0])
