@@ -53,7 +53,7 @@ def _build(name: str, defines: tuple[str, ...]) -> ctypes.CDLL:
         assert done.returncode == 0, done.stderr[:2000]
         built = ctypes.CDLL(str(library))
     built.launch.restype = ctypes.c_char_p
-    built.launch.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+    built.launch.argtypes = (ctypes.c_void_p, *[ctypes.c_int] * 4)
     return built
 
 
@@ -63,8 +63,9 @@ class HostKernel:
     def __init__(self, image: Any, name: str, *, shared_bytes: int, threads: int) -> None:
         self._library, self._threads = _build(*image), threads
 
-    def launch(self, blocks: int, arguments: Any, *, overlaps: bool = False) -> None:
-        found = self._library.launch(arguments[0], blocks, self._threads)
+    def launch(self, blocks: Any, arguments: Any, *, overlaps: bool = False) -> None:
+        grid = (blocks, 1, 1) if isinstance(blocks, int) else blocks
+        found = self._library.launch(arguments[0], *grid, self._threads)
         if found:
             raise RuntimeError(found.decode())
 

@@ -254,7 +254,6 @@ def _layout_source(shape, index):
     """The constants of ``layout.cuh`` for one shape, with what Python computes asserted."""
     text = compiler.sources()["layout.cuh"]
     body = text[text.index("// What a build is for.") : text.index("struct Params")]
-    body = "\n".join(line for line in body.splitlines() if "CONSTANT_FUNCTION" not in line)
     names = [flag[2:].split("=") for flag in shape.defines()]
     defines = "\n".join(f"#undef {name}\n#define {name} {value}" for name, value in names)
     expected = {
@@ -275,18 +274,17 @@ def test_kernel_computes_the_same_layout(tmp_path):
     if compile_command is None:
         pytest.skip("no C++ compiler to evaluate the kernel's constants")
     shapes = [
-        KernelShape(head_dim, nibbles, 1, 1, bits, columns, positions=mode).fitted()
-        for (head_dim, nibbles), bits, columns, mode in itertools.product(
-            ((64, 32), (128, 48), (128, 64), (128, 96)), (2, 3, 4, 8), (4, 8), PositionMode
+        KernelShape(head_dim, nibbles, double, 1, bits, columns, positions=mode).fitted()
+        for (head_dim, nibbles, double), bits, columns, mode in itertools.product(
+            ((64, 32, 1), (128, 48, 1), (128, 64, 1), (128, 96, 1), (128, 96, 6)),
+            (2, 3, 4, 8),
+            (4, 8),
+            PositionMode,
         )
     ]
-    functions = """
-        constexpr int round_up(int x, int m) { return (x + m - 1) / m * m; }
-        constexpr int smaller(int a, int b) { return a < b ? a : b; }
-        constexpr int larger(int a, int b) { return a > b ? a : b; }
-    """
     source = tmp_path / "layout.cpp"
-    source.write_text(functions + "".join(map(_layout_source, shapes, range(len(shapes)))))
+    sources = map(_layout_source, shapes, range(len(shapes)))
+    source.write_text("#define CONSTANT_FUNCTION constexpr\n" + "".join(sources))
     command = [compile_command, "-std=c++17", "-fsyntax-only", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:2000]

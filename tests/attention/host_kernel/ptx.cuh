@@ -20,14 +20,11 @@
 #define INLINE inline
 #define CONSTANT_FUNCTION constexpr
 #define MINUS_INFINITY (-INFINITY)
-#define threadIdx (host::Index{(uint32_t)host::block.current})
-#define blockIdx (host::Index{(uint32_t)host::block.index})
-#define gridDim (host::Index{(uint32_t)host::block.grid})
+#define threadIdx (host::Index{(uint32_t)host::block.current, 0, 0})
+#define blockIdx (host::block.index)
+#define gridDim (host::block.grid)
 
 namespace host {
-struct Index {
-  uint32_t x;
-};
 template <class To, class From>
 To cast(From from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -104,12 +101,6 @@ INLINE float __fdividef(float a, float b) { return a / b; }
 INLINE float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 INLINE int __popc(uint32_t x) { return __builtin_popcount(x); }
 INLINE void __trap() { throw std::logic_error("the kernel trapped"); }
-INLINE void __threadfence() {}
-INLINE uint32_t atomicAdd(uint32_t* at, uint32_t x) {
-  const uint32_t before = *at;
-  *at += x;
-  return before;
-}
 INLINE uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = a | (uint64_t)b << 32;
   uint32_t out = 0;
@@ -170,6 +161,17 @@ INLINE void store_shared_float(uint32_t address, float v) { host::shared<float>(
 INLINE uint32_t load_shared_byte(uint32_t address) { return host::shared<uint8_t>(address); }
 INLINE void add_shared(uint32_t address, uint32_t v) { host::shared<uint32_t>(address) += v; }
 INLINE uint32_t shared_address(const void* at) { return (const uint8_t*)at - host::block.shared; }
+
+// ---- device memory ----
+
+constexpr uint32_t EMPTY = 0xffffffffu;
+
+// Blocks run one after another: what is not there now never will be.
+INLINE void fill_from_device(uint32_t& v, const uint32_t* at) {
+  if (v == EMPTY) v = *at;
+  if (v == EMPTY) throw std::logic_error("a block waits for what nobody wrote");
+}
+INLINE void store_device(uint32_t* at, uint32_t v) { *at = v; }
 
 // ---- barriers and copies ----
 

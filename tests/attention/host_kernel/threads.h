@@ -37,8 +37,13 @@ struct Fiber {
   bool is_done = false;
 };
 
+struct Index {
+  uint32_t x, y, z;
+};
+
 struct Block {
-  int index = 0, grid = 0, size = 0, current = 0;
+  Index index = {}, grid = {};
+  int size = 0, current = 0;
   long events = 0;  // everything that may let somebody go on
   std::vector<Fiber> fibers;
   std::vector<Exchange> warps;
@@ -136,7 +141,7 @@ inline void start_fiber(Fiber& fiber) {
   makecontext(&fiber.context, run_fiber, 0);
 }
 
-inline void run_block(int index, int size) {
+inline void run_block(Index index, int size) {
   block.index = index, block.size = size;
   block.fibers.resize(size);
   block.warps.assign((size + LANES - 1) / LANES, Exchange());

@@ -55,7 +55,6 @@ class _Params(ctypes.Structure):
                 "lse",
                 "part_out",
                 "part_lse",
-                "arrivals",
             )
         ),
         *(
@@ -148,16 +147,15 @@ class CudaDecode:
         heads = self.kv_heads * blocks
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         ctas = max(1, processors // heads)
-        self._blocks = heads * ctas
+        self._grid = (self.kv_heads, blocks, ctas)
         parts = heads * (max_batch + ctas) * columns
-        self._part_out = torch.empty(parts, self.shape.head_dim, device=device)
-        self._part_lse = torch.empty(parts, device=device)
-        self._arrivals = torch.zeros(heads * max_batch, dtype=torch.int32, device=device)
+        # a word of a part is there when it is not minus one; a launch leaves all of them so again
+        words = torch.full((parts, self.shape.head_dim), -1, dtype=torch.int32, device=device)
+        self._part_out, self._part_lse = words, words[:, : self.shape.head_dim // 32].clone()
         self._params = _Params(
             turns=turns.rows.data_ptr(),
             part_out=self._part_out.data_ptr(),
             part_lse=self._part_lse.data_ptr(),
-            arrivals=self._arrivals.data_ptr(),
             kv_heads=self.kv_heads,
             group=group,
             blocks=blocks,
@@ -170,8 +168,8 @@ class CudaDecode:
     @property
     def spare_processors(self) -> int:
         """Multiprocessors that a launch leaves free."""
-        device = self._part_out.device
-        return torch.cuda.get_device_properties(device).multi_processor_count - self._blocks
+        properties = torch.cuda.get_device_properties(self._part_out.device)
+        return properties.multi_processor_count - math.prod(self._grid)
 
     def prepare(self, mode: PositionMode) -> None:
         """Load the kernel and tables for pages of one position mode; do it before a graph capture.
@@ -201,6 +199,10 @@ class CudaDecode:
             torch.empty(batch, heads, self.shape.head_dim, dtype=dtype, device=device),
             torch.empty(batch, heads, device=device),
         )
+
+    def is_clear(self) -> bool:
+        """Whether the workspace is as a launch must find it; waits for the device."""
+        return all(bool((words == -1).all()) for words in (self._part_out, self._part_lse))
 
     def attend(
         self,
@@ -255,7 +257,7 @@ class CudaDecode:
         params.softcap = (options.softcap or 0.0) * _LOG2E
         params.unrotate = int(self.shape.value_bits != 16)
         params.out_is_bf16 = int(result.output.dtype == torch.bfloat16)
-        build.kernel.launch(self._blocks, self._arguments, overlaps=self.overlaps)
+        build.kernel.launch(self._grid, self._arguments, overlaps=self.overlaps)
         return result
 
     def _check(

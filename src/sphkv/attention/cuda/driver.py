@@ -83,18 +83,22 @@ class Kernel:
         self._overlap.value[0] = 1
 
     def launch(
-        self, blocks: int, arguments: ctypes.Array[ctypes.c_void_p], *, overlaps: bool = False
+        self,
+        blocks: int | tuple[int, int, int],
+        arguments: ctypes.Array[ctypes.c_void_p],
+        *,
+        overlaps: bool = False,
     ) -> None:
         """Start the kernel on the current stream.
 
         Args:
-            blocks: Thread blocks.
+            blocks: Thread blocks, in one dimension or three.
             arguments: Pointers to its parameters.
             overlaps: Whether it may begin before the kernel queued last is done; that one must
                 let it, and this one wait for it.
         """
         config = _Config(
-            grid=(blocks, 1, 1),
+            grid=(blocks, 1, 1) if isinstance(blocks, int) else blocks,
             block=(self._threads, 1, 1),
             shared_bytes=self._shared_bytes,
             stream=torch.cuda.current_stream().cuda_stream,

@@ -209,12 +209,23 @@ class KernelShape:
     @property
     def _fixed_bytes(self) -> int:
         warps = 4 * self.teams
-        queries = self.columns * (8 * self.entries + 8) + 4 * _PAGE_TILES * self.entries
-        scratch = max(warps * self.columns * (_PASS_DIMS + 8) * 4, queries)
         results = self.columns * self.head_dim * 4 + 16 * warps * self.columns
+        sums = warps * self.columns * (_PASS_DIMS + 8) * 4
+        scratch = max(self._query_bytes, sums + results)
         is_turned = self.columns == MAX_COLUMNS and self.positions is not PositionMode.TOKENS
         zeros = self._turn_bytes if is_turned else 0
-        return self.table_bytes + zeros + scratch + results + 64 * self.teams + 16
+        return self.table_bytes + zeros + scratch + 64 * self.teams + 16
+
+    @property
+    def _query_bytes(self) -> int:
+        """Queries in shared memory, turned to every tile of a contiguous page."""
+        is_contiguous = self.positions is PositionMode.CONTIGUOUS
+        if is_contiguous and self.columns == MAX_COLUMNS and self.head_dim == 64:
+            row = 2 * self.entries + 4
+        else:
+            row = self.entries + (0 if self.entries // 16 % 2 else 16)
+        turned = (4 if self.columns == MAX_COLUMNS else 8) if is_contiguous else 1
+        return 4 * turned * self.columns * row
 
     @property
     def _turn_bytes(self) -> int:

@@ -190,25 +190,24 @@ INLINE void write_empty_rows(const Params& p, const int* rows, Row row, int tid)
 // multiprocessor to the others, while every block has a table to fetch and sums to merge.
 constexpr int LEAST_PAGES = 2;
 
-// The pages of a block: places `start` ... `end` - 1 of the list.
-struct Share {
-  int cta, ctas;  // which of how many blocks of the head
-  int head_start, head_pages;
-  int start, end;
+// A head's pages in the list, and how many blocks share them.
+struct HeadPages {
+  int start, count, ctas;
 
-  INLINE Share(const Params& p, const int* rows, int cta) : cta(cta) {
-    head_start = rows[0], head_pages = rows[p.batch] - head_start;
-    ctas = min(p.ctas, (head_pages + LEAST_PAGES - 1) / LEAST_PAGES);
-    // 32 bits: a head's pages times blocks stays far below 2^32
-    start = head_start + (uint32_t)(cta * head_pages) / max(ctas, 1);
-    end = head_start + (uint32_t)((cta + 1) * head_pages) / max(ctas, 1);
-  }
+  INLINE HeadPages(const Params& p, int start, int count)
+      : start(start), count(count), ctas(min(p.ctas, (count + LEAST_PAGES - 1) / LEAST_PAGES)) {}
 
-  // Index of the block whose share holds page `at` of the list.
+  // First page of block `cta`. 32 bits: a head's pages times blocks stays far below 2^32.
+  INLINE int first(int cta) const { return start + (uint32_t)(cta * count) / max(ctas, 1); }
+
+  // Index of the block that has page `at` of the list.
   INLINE int owner(int at) const {
-    return (int)((uint32_t)((at - head_start + 1) * ctas - 1) / head_pages);
+    return (int)((uint32_t)((at - start + 1) * ctas - 1) / count);
   }
 };
+
+// A block waits for blocks with later pages: they begin before it.
+INLINE int block_of_head(const Params& p) { return p.ctas - 1 - blockIdx.z; }
 
 // First row with pages at or behind `start`; all lanes of a warp find it together.
 INLINE int first_row(const int* rows, int batch, int start, int lane) {
@@ -218,30 +217,42 @@ INLINE int first_row(const int* rows, int batch, int start, int lane) {
   return index;
 }
 
+// Bounds of the head's rows. While a block works on pages it has no register to spare: what is needed
+// between rows only is found anew, from numbers that the compiler must take for new ones.
+INLINE const int* head_rows(const Params& p) { return p.row_start + unknown(blockIdx.x) * p.batch; }
+
+// Which blocks share a row, for its end.
+INLINE void keep_parts(const Params& p, int index) {
+  const int* rows = head_rows(p);
+  const HeadPages head(p, rows[0], rows[p.batch] - rows[0]);
+  const int first = head.owner(rows[index]), last = head.owner(rows[index + 1] - 1);
+  store_shared2(SHARED_BASE + KEPT_OFFSET, index + first, last - first + 1);
+}
+
 // What the teams do: attend to the block's pages, row by row.
-INLINE void attend_rows(const Params& p, const Share& share, const int* rows, Row& row,
+INLINE void attend_rows(const Params& p, int first, int end, Row& row, RowStart& start,
                         const uint8_t* table, int tid) {
   const WarpPlace place(p, tid);
-  RowStart first;
-  first.load_map(table, tid);
-  row.index = first_row(rows, p.batch, share.start, place.lane);
+  row.index = first_row(head_rows(p), p.batch, first, place.lane);
   // queries set out before pages are asked for, else they would queue behind them
-  first.load(p, row, tid);
+  start.load(p, row, tid);
   Supply supply;
   if constexpr (!HAS_SUPPLIERS)
-    supply.start(p, table, share.start, share.end, place.supply_order(), place.lane);
-  first.store(p, row, tid);
+    supply.start(p, table, first, end, place.supply_order(), place.lane);
+  start.store(p, row, tid);
 
   Stage stage = {(uint32_t)place.team, 0u};
-  int page = share.start + place.team;
-  for (int at = share.start; at < share.end; row.index++) {
-    if (rows[row.index + 1] <= at) continue;
-    const int stop = min(rows[row.index + 1], share.end);
-    if (at != share.start) {
-      RowStart next;
-      next.load_map(table, tid);
-      next.load(p, row, tid);
-      next.store(p, row, tid);
+  int page = first + place.team;
+  bool is_next = false;
+  for (int at = first; at < end; row.index++) {
+    const int row_end = head_rows(p)[row.index + 1], stop = min(row_end, end);
+    if (row_end <= at) continue;
+    if (is_next) {
+      const int thread = unknown(tid);
+      start.load_map(table, thread);
+      start.load(p, row, thread);
+      sync_teams();  // nobody reads the results of the row before any more
+      start.store(p, row, thread);
     }
     barrier_wait(table_barrier(), 0);
     sync_teams();
@@ -252,6 +263,7 @@ INLINE void attend_rows(const Params& p, const Share& share, const int* rows, Ro
     reset(run, acc);
     ConstantPoints constants;
     if constexpr (KEEPS_CONSTANTS) constants.load(place.lane);
+    if (tid == THREADS - 32) keep_parts(p, row.index);  // of the team with the fewest pages
     for (; page < stop; page += TEAMS) {
       if constexpr (!HAS_SUPPLIERS && SEND_WORD < 0) supply.send(p, page, place.lane);
       barrier_wait(full_barrier(stage.index), stage.parity);
@@ -261,14 +273,12 @@ INLINE void attend_rows(const Params& p, const Share& share, const int* rows, Ro
       if (place.lane == 0) barrier_arrive(empty_barrier(stage.index));
       stage.advance<TEAMS>();
     }
-    const int first_owner = share.owner(rows[row.index]);
-    row.num_parts = share.owner(rows[row.index + 1] - 1) - first_owner + 1;
-    row.part = row.index + share.cta;
-    row.first_part = row.index + first_owner;
-    finish_row(p, row, run, acc, tid);
-    at = stop;
+    row.head = unknown(blockIdx.x), row.block = unknown(blockIdx.y);
+    row.part = row.index + block_of_head(p);
+    finish_row(p, row, run, acc, unknown(tid));
+    at = stop, is_next = true;
   }
-  if (share.cta == 0) write_empty_rows(p, rows, row, tid);
+  if (block_of_head(p) == 0) write_empty_rows(p, head_rows(p), row, tid);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
@@ -278,32 +288,38 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   if (shared_address(shared_memory) != SHARED_BASE) __trap();
   const int tid = threadIdx.x;
   Row row;
-  const int heads = p.kv_heads * p.blocks;
-  row.head = blockIdx.x % heads / p.blocks;
-  row.block = blockIdx.x % heads % p.blocks;
+  row.head = blockIdx.x;
+  row.block = blockIdx.y;
   const uint8_t* table = p.tables + (uint64_t)row.head * TABLE_BYTES;
+  // everything that must be read sets out first
+  const int* rows = head_rows(p);
+  const int head_start = rows[0], head_end = rows[p.batch];
+  RowStart start;
+  start.load_map(table, tid);
+  if (tid < 32) {
+    init_barriers(tid);
+    if (tid == 0) request_table(table);
+  }
   for (int k = tid; k < ZERO_BYTES / 4; k += BLOCK_THREADS)
     store_shared(SHARED_BASE + ZERO_OFFSET + 4 * k, 0u);
-  // the table sets out first: everything else is read meanwhile
-  if (tid == 0) request_table(table);
-  const int* rows = p.row_start + row.head * p.batch;
-  const Share share(p, rows, blockIdx.x / heads);
+  const HeadPages head(p, head_start, head_end - head_start);
+  const int cta = block_of_head(p), first = head.first(cta), end = head.first(cta + 1);
   __syncthreads();
-  if (share.cta >= share.ctas) {
+  if (cta >= head.ctas) {
     barrier_wait(table_barrier(), 0);  // shared memory must outlive the copy
-    if (share.cta == 0 && tid < THREADS) write_empty_rows(p, rows, row, tid);
+    if (cta == 0 && tid < THREADS) write_empty_rows(p, rows, row, tid);
     return;
   }
   if constexpr (HAS_SUPPLIERS) {
     if (tid >= THREADS) {
       shrink_registers<SUPPLY_REGISTERS>();
       const int team = tid / 32 - WARPS;
-      if (team < TEAMS) supply_team(p, table, share.start, share.end, team, tid & 31);
+      if (team < TEAMS) supply_team(p, table, first, end, team, tid & 31);
     } else {
       grow_registers<TEAM_REGISTERS>();
-      attend_rows(p, share, rows, row, table, tid);
+      attend_rows(p, first, end, row, start, table, tid);
     }
   } else {
-    attend_rows(p, share, rows, row, table, tid);
+    attend_rows(p, first, end, row, start, table, tid);
   }
 }

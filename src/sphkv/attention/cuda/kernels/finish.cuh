@@ -13,9 +13,8 @@ struct Row {
   int index;     // sequence
   int head;      // KV head
   int block;     // which COLUMNS query heads of the group
-  int num_parts; // thread blocks that share this row
   int part;      // slot of this block's partial result
-  int first_part;
+  int first_part, num_parts;  // those of all blocks that share this row
 };
 
 CONSTANT_FUNCTION int stat_at(int kind) { return SHARED_BASE + RESULT_OFFSET + COLUMNS * HEAD_DIM * 4 + kind * STAT_BYTES; }
@@ -103,8 +102,9 @@ INLINE void add_warps(int tid) {
 
 // Sums of all warps to results[query][dim], PASS_DIMS dimensions at a time.
 template <int FIRST = 0>
-INLINE void merge_warps(const Accumulator& acc, int tid) {
+INLINE void merge_warps(const Running& run, const Accumulator& acc, int tid) {
   if constexpr (FIRST < HEAD_DIM) {
+    if constexpr (FIRST == 0) store_stats(run, tid);
     store_sums<FIRST>(acc, tid);
     sync_teams();
     if constexpr (FIRST == 0) {
@@ -113,7 +113,7 @@ INLINE void merge_warps(const Accumulator& acc, int tid) {
     }
     add_warps<FIRST>(tid);
     sync_teams();
-    merge_warps<FIRST + PASS_DIMS>(acc, tid);
+    merge_warps<FIRST + PASS_DIMS>(run, acc, tid);
   }
 }
 
@@ -175,91 +175,164 @@ INLINE void write_query(const Params& p, const Row& row, int query, float (&v)[L
   if (lane == 0) p.lse[at] = lse2 * LN2;
 }
 
-INLINE uint64_t part_slot(const Params& p, const Row& row, int part) {
-  return ((uint64_t)(row.head * p.blocks + row.block) * (p.batch + p.ctas) + part) * COLUMNS;
+// Parts of a row tell by themselves that they are there: between launches every word is EMPTY, and
+// no number is written as that. So no block needs a fence or a counter, which take as long as a short
+// list. A warp writes and reads 32 dimensions of a query, with a copy of the log-sum-exp beside them.
+INLINE uint32_t part_word(float x) { return min(__float_as_uint(x), EMPTY - 1); }
+
+struct PartPlace {
+  uint32_t *out, *lse;  // of part 0; the others follow PART_WORDS and PART_WARPS further
+  static constexpr int PART_WORDS = COLUMNS * HEAD_DIM;
+  static constexpr int PART_WARPS = PART_WORDS / 32;
+
+  // `x`: query * HEAD_DIM + dimension.
+  INLINE PartPlace(const Params& p, const Row& row, int part, int x) {
+    const uint64_t at = (uint64_t)(row.head * p.blocks + row.block) * (p.batch + p.ctas) + part;
+    out = p.part_out + at * PART_WORDS + x;
+    lse = p.part_lse + at * PART_WARPS + x / 32;
+  }
+
+  // The place `words` dimensions further, a multiple of 32.
+  INLINE PartPlace further(int words) const {
+    PartPlace place = *this;
+    place.out += words, place.lse += words / 32;
+    return place;
+  }
+};
+
+INLINE uint32_t result_at(int x) { return SHARED_BASE + RESULT_OFFSET + x * 4; }
+
+// This block's share of a row, for the row's first block.
+INLINE void write_part(const Params& p, const Row& row, int tid) {
+  for (int x = tid; x < PartPlace::PART_WORDS; x += THREADS) {
+    const PartPlace place(p, row, row.part, x);
+    store_device(place.out, part_word(load_shared_float(result_at(x))));
+    if (tid % 32 == 0)
+      store_device(place.lse, part_word(load_shared_float(stat_at(0) + x / HEAD_DIM * 4)));
+  }
 }
 
-INLINE void write_part(const Params& p, const Row& row, int query, const float (&v)[LANE_DIMS],
-                       float lse2, int lane) {
-  const uint64_t at = part_slot(p, row, row.part) + query;
-#pragma unroll
-  for (int i = 0; i < LANE_DIMS; i++) p.part_out[at * HEAD_DIM + lane + 32 * i] = v[i];
-  if (lane == 0) p.part_lse[at] = lse2;
-}
+// Some of a row's parts: one dimension of each, and in lane k the log-sum-exp of part k.
+struct Parts {
+  static constexpr int MERGED = 16;  // at a time, so that many loads are on their way together
+  uint32_t out[MERGED], lse;
 
-// The block that arrives last merges what all have written, MERGED parts at a time so that the
-// loads of many are on their way together.
-INLINE float merge_parts(const Params& p, const Row& row, int query, float (&v)[LANE_DIMS],
-                         int lane) {
-  constexpr int MERGED = 16;
-  const uint64_t first = part_slot(p, row, row.first_part) + query;
-  float most = NO_LOGIT, mass = 0.f;
+  INLINE Parts() {
+    lse = EMPTY;
 #pragma unroll
-  for (int i = 0; i < LANE_DIMS; i++) v[i] = 0.f;
-  for (int s = 0; s < row.num_parts; s += MERGED) {
-    float lse[MERGED], x[MERGED][LANE_DIMS], top = most;
+    for (int k = 0; k < MERGED; k++) out[k] = EMPTY;
+  }
+
+  // Words that were there already are not read again. Past the last part stands the last one.
+  INLINE void load(const PartPlace& from, int last, int lane) {
+    fill_from_device(lse, from.lse + min(lane, last) * PartPlace::PART_WARPS);
 #pragma unroll
-    for (int k = 0; k < MERGED; k++) {
-      const uint64_t at = first + (uint64_t)min(s + k, row.num_parts - 1) * COLUMNS;
-      lse[k] = __ldcg(p.part_lse + at);
+    for (int k = 0; k < MERGED; k++)
+      fill_from_device(out[k], from.out + min(k, last) * PartPlace::PART_WORDS);
+  }
+
+  INLINE bool is_there() const {
+    uint32_t top = lse;
 #pragma unroll
-      for (int i = 0; i < LANE_DIMS; i++) x[k][i] = __ldcg(p.part_out + at * HEAD_DIM + lane + 32 * i);
+    for (int k = 0; k < MERGED; k++) top = max(top, out[k]);
+    return top != EMPTY;
+  }
+};
+
+// One dimension of a query, over all parts so far.
+struct Merged {
+  float most, mass, sum;
+
+  INLINE Merged() {}
+  INLINE Merged(float lse2, float x) {
+    most = fmaxf(lse2, NO_LOGIT), mass = exp2_fast(lse2 - most), sum = mass * x;
+  }
+
+  INLINE void add(const Parts& parts, int last, int lane) {
+    const float lse = lane <= last ? __uint_as_float(parts.lse) : MINUS_INFINITY;
+    const float top = fmaxf(most, warp_max(lse)), shrink = exp2_fast(most - top);
+    const float factor = exp2_fast(lse - top);
+    most = top;
+    mass = mass * shrink + warp_sum(factor);
+    sum *= shrink;
+#pragma unroll
+    for (int k = 0; k < Parts::MERGED; k++)
+      sum += __shfl_sync(ALL_LANES, factor, k) * __uint_as_float(parts.out[k]);
+  }
+};
+
+// Adds what the row's other blocks have written to what this one has, a thread per dimension, or two
+// where there are so many. The log-sum-exp of all goes to the third stat.
+INLINE void merge_parts(const Params& p, const Row& row, int tid) {
+  constexpr int WIDTH = PartPlace::PART_WORDS % (2 * THREADS) ? 1 : 2;
+  const int lane = tid & 31;
+  for (int first = tid; first < PartPlace::PART_WORDS; first += WIDTH * THREADS) {
+    Merged merged[WIDTH];
+#pragma unroll
+    for (int i = 0; i < WIDTH; i++) {
+      const int x = first + i * THREADS;
+      merged[i] = Merged(load_shared_float(stat_at(0) + x / HEAD_DIM * 4),
+                         load_shared_float(result_at(x)));
+    }
+    for (int s = 1; s < row.num_parts; s += Parts::MERGED) {
+      const PartPlace from(p, row, row.first_part + s, first);
+      const int last = min(Parts::MERGED, row.num_parts - s) - 1;
+      Parts parts[WIDTH];
+      bool is_there;
+      do {
+        is_there = true;
+#pragma unroll
+        for (int i = 0; i < WIDTH; i++) parts[i].load(from.further(i * THREADS), last, lane);
+#pragma unroll
+        for (int i = 0; i < WIDTH; i++) is_there = is_there && parts[i].is_there();
+      } while (!__all_sync(ALL_LANES, is_there));
+#pragma unroll
+      for (int i = 0; i < WIDTH; i++) merged[i].add(parts[i], last, lane);
     }
 #pragma unroll
-    for (int k = 0; k < MERGED; k++) top = fmaxf(top, lse[k]);
-    const float shrink = exp2_fast(most - top);
-    most = top;
-    mass *= shrink;
-#pragma unroll
-    for (int i = 0; i < LANE_DIMS; i++) v[i] *= shrink;
-#pragma unroll
-    for (int k = 0; k < MERGED; k++) {
-      const float f = s + k < row.num_parts ? exp2_fast(lse[k] - top) : 0.f;
-      mass += f;
-#pragma unroll
-      for (int i = 0; i < LANE_DIMS; i++) v[i] += f * x[k][i];
+    for (int i = 0; i < WIDTH; i++) {
+      const int x = first + i * THREADS;
+      const float mass = merged[i].mass;
+      store_shared_float(result_at(x), mass > 0.f ? merged[i].sum / mass : 0.f);
+      if (x % HEAD_DIM == 0)
+        store_shared_float(stat_at(2) + x / HEAD_DIM * 4,
+                           mass > 0.f ? merged[i].most + log2_fast(mass) : MINUS_INFINITY);
     }
   }
-  const float inverse = mass > 0.f ? 1.f / mass : 0.f;
-#pragma unroll
-  for (int i = 0; i < LANE_DIMS; i++) v[i] *= inverse;
-  return mass > 0.f ? most + log2_fast(mass) : MINUS_INFINITY;
 }
 
-// All threads of the block call this when the row's pages of this block are done.
-INLINE void finish_row(const Params& p, const Row& row, const Running& run,
-                       const Accumulator& acc, int tid) {
-  const int lane = tid & 31, warp = tid / 32;
-  store_stats(run, tid);
+// Leaves the parts, which lie side by side, as the next launch must find them.
+INLINE void clear_parts(const Params& p, const Row& row, int tid) {
+  const PartPlace place(p, row, row.first_part + 1, 0);
+  const int parts = row.num_parts - 1;
+  const uint4 empty = {EMPTY, EMPTY, EMPTY, EMPTY};
+  for (int x = tid; x < parts * PartPlace::PART_WORDS / 4; x += THREADS)
+    ((uint4*)place.out)[x] = empty;
+  for (int x = tid; x < parts * PartPlace::PART_WARPS; x += THREADS) place.lse[x] = EMPTY;
+}
+
+// All threads of the teams call this when the row's pages of this block are done. A row's first block
+// comes to it after its other rows, so that it is the one that waits.
+INLINE void finish_row(const Params& p, Row& row, const Running& run, const Accumulator& acc,
+                       int tid) {
+  const int lane = tid & 31, query = tid / 32;
   sync_teams();  // nobody has queries to take from scratch any more
-  merge_warps(acc, tid);
-  float v[LANE_DIMS];
-  float lse2 = 0.f;
-  if (warp < COLUMNS) {
-    lse2 = load_shared_float(stat_at(0) + warp * 4);
+  const uint2 parts = load_shared2(SHARED_BASE + KEPT_OFFSET);
+  row.first_part = parts.x, row.num_parts = parts.y;
+  merge_warps(run, acc, tid);
+  if (row.part != row.first_part) return write_part(p, row, tid);
+  const bool is_shared = row.num_parts > 1;
+  if (is_shared) {
+    merge_parts(p, row, tid);
+    sync_teams();
+  }
+  if (query < COLUMNS) {
+    float v[LANE_DIMS];
 #pragma unroll
     for (int i = 0; i < LANE_DIMS; i++)
-      v[i] = load_shared_float(SHARED_BASE + RESULT_OFFSET + (warp * HEAD_DIM + lane + 32 * i) * 4);
-    if (row.num_parts == 1)
-      write_query(p, row, warp, v, lse2, lane);
-    else
-      write_part(p, row, warp, v, lse2, lane);
+      v[i] = load_shared_float(result_at(query * HEAD_DIM + lane + 32 * i));
+    const float lse2 = load_shared_float(stat_at(is_shared ? 2 : 0) + query * 4);
+    write_query(p, row, query, v, lse2, lane);
   }
-  if (row.num_parts == 1) return;
-  sync_teams();
-  if (tid == 0) {
-    // the fences of one thread hold for all, which it meets before and after
-    uint32_t* counter = p.arrivals + (row.head * p.blocks + row.block) * p.batch + row.index;
-    __threadfence();
-    const uint32_t arrived = atomicAdd(counter, 1u);
-    if (arrived == (uint32_t)row.num_parts - 1u) *counter = 0u;
-    __threadfence();
-    store_shared(SHARED_BASE + ARRIVED_OFFSET, arrived);
-  }
-  sync_teams();
-  if (load_shared(SHARED_BASE + ARRIVED_OFFSET) != (uint32_t)row.num_parts - 1u) return;
-  if (warp < COLUMNS) {
-    lse2 = merge_parts(p, row, warp, v, lane);
-    write_query(p, row, warp, v, lse2, lane);
-  }
+  if (is_shared) clear_parts(p, row, tid);
 }

@@ -94,24 +94,27 @@ constexpr int FREQUENCY_OFFSET = MAP_OFFSET + 4 * ENTRIES;
 constexpr int TABLE_BYTES = round_up(FREQUENCY_OFFSET + 4 * ENTRIES, 128);
 static_assert(!SPREAD || 2 * LOOKUP_STEPS * SLOT_BYTES <= SPREAD_STRIDE, "too many high slots");
 
-// Shared memory: table | ring of pages with their turns | zeros | scratch | results | barriers.
+// Shared memory: table | ring of pages with their turns | zeros | scratch | barriers.
 constexpr int STAGE_BYTES = PAGE_BYTES + TURN_ROWS * TURN_BYTES;
+// Scratch at a row's start: the queries as products take them, on contiguous pages turned to every
+// tile of a page. At its end: a pass of every warp's sums, and the results. Rows are padded so that
+// lanes fall on different banks; a row has all entries of a column, words of both sets side by side.
+constexpr int QUERY_ROW =
+    QUERY_SETS == 2 ? 2 * ENTRIES + 4 : ENTRIES + (STEP_PAIRS % 2 ? 0 : 16);
+constexpr int QUARTER_ROWS = SHARED_COLUMNS ? 2 : 1;  // of a column: one per warp, or one per tile
+constexpr int TURNED = IS_CONTIGUOUS ? TEAM_WARPS * QUARTER_ROWS : 1;
+constexpr int TURNED_BYTES = COLUMNS * QUERY_ROW * 4;
 constexpr int PASS_DIMS = 32;
-// Scratch at a row's start: queries and tile turns; at its end: a pass of every warp's sums. Both
-// are padded so that the lanes of an access fall on different banks.
-constexpr int QUERY_COLUMN_BYTES = ENTRIES * 8 + 8;
-constexpr int QUERY_BYTES = COLUMNS * QUERY_COLUMN_BYTES;
 constexpr int PASS_ROW = PASS_DIMS + 8;
-constexpr int SCRATCH_BYTES =
-    larger(WARPS * COLUMNS * PASS_ROW * 4, QUERY_BYTES + PAGE_TILES * ENTRIES * 4);
+constexpr int PASS_BYTES = WARPS * COLUMNS * PASS_ROW * 4;
 constexpr int STAT_BYTES = WARPS * COLUMNS * 4;
 constexpr int RESULT_BYTES = COLUMNS * HEAD_DIM * 4 + 4 * STAT_BYTES;
+constexpr int SCRATCH_BYTES = larger(TURNED * TURNED_BYTES, PASS_BYTES + RESULT_BYTES);
 constexpr int MAX_STAGES = 4 * TEAMS;
 constexpr int BARRIER_BYTES = 16 * MAX_STAGES + 16;
 constexpr int SHARED_LIMIT = 232448;
 constexpr int FITTING_STAGES =
-    (SHARED_LIMIT - TABLE_BYTES - ZERO_BYTES - SCRATCH_BYTES - RESULT_BYTES - BARRIER_BYTES) /
-    STAGE_BYTES;
+    (SHARED_LIMIT - TABLE_BYTES - ZERO_BYTES - SCRATCH_BYTES - BARRIER_BYTES) / STAGE_BYTES;
 // A stage always serves the same team, so that no warp waits for a phase two ahead of a barrier.
 constexpr int STAGES = smaller(MAX_STAGES, FITTING_STAGES / TEAMS * TEAMS);
 constexpr int AHEAD = STAGES - TEAMS;  // pages asked for ahead of the one a team begins
@@ -126,9 +129,9 @@ static_assert(AHEAD > 0, "shared memory holds too few pages");
 constexpr int RING_OFFSET = TABLE_BYTES;
 constexpr int ZERO_OFFSET = RING_OFFSET + STAGES * STAGE_BYTES;  // a row of turns that is zero
 constexpr int SCRATCH_OFFSET = ZERO_OFFSET + ZERO_BYTES;
-constexpr int RESULT_OFFSET = SCRATCH_OFFSET + SCRATCH_BYTES;
-constexpr int BARRIER_OFFSET = RESULT_OFFSET + RESULT_BYTES;
-constexpr int ARRIVED_OFFSET = BARRIER_OFFSET + 16 * MAX_STAGES + 8;
+constexpr int RESULT_OFFSET = SCRATCH_OFFSET + PASS_BYTES;
+constexpr int BARRIER_OFFSET = SCRATCH_OFFSET + SCRATCH_BYTES;
+constexpr int KEPT_OFFSET = BARRIER_OFFSET + 16 * MAX_STAGES + 8;  // behind the table's barrier
 constexpr int SHARED_BYTES = BARRIER_OFFSET + BARRIER_BYTES;
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "shared memory");
 
@@ -148,9 +151,8 @@ struct Params {
   const float* other_lse;
   void* out;                    // [batch][query_heads][HEAD_DIM] float or bfloat16
   float* lse;                   // [batch][query_heads]
-  float* part_out;              // [kv_heads * blocks][batch + ctas][COLUMNS][HEAD_DIM]
-  float* part_lse;              // the same without HEAD_DIM
-  uint32_t* arrivals;           // [kv_heads * blocks][batch], zero between launches
+  uint32_t* part_out;           // [kv_heads * blocks][batch + ctas][COLUMNS][HEAD_DIM], see PartPlace
+  uint32_t* part_lse;           // the same with HEAD_DIM / 32
   int batch;
   int kv_heads;
   int group;            // query heads per KV head

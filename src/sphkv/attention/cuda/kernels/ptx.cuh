@@ -80,6 +80,23 @@ INLINE uint32_t shared_address(const void* pointer) {
   return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
+// ---- device memory that other blocks write and read meanwhile ----
+
+constexpr uint32_t EMPTY = 0xffffffffu;
+
+// Reads a word that is EMPTY so far.
+INLINE void fill_from_device(uint32_t& v, const uint32_t* at) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.u32 p, %0, %2;\n@p ld.relaxed.gpu.global.b32 %0, [%1];\n}"
+      : "+r"(v)
+      : "l"(at), "n"(EMPTY)
+      : "memory");
+}
+
+INLINE void store_device(uint32_t* at, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
+}
+
 // ---- barriers in shared memory and bulk copies that complete on them ----
 
 INLINE void barrier_init(uint32_t barrier, uint32_t arrivals) {
