@@ -291,18 +291,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   row.head = blockIdx.x;
   row.block = blockIdx.y;
   const uint8_t* table = p.tables + (uint64_t)row.head * TABLE_BYTES;
-  // everything that must be read sets out first
-  const int* rows = head_rows(p);
-  const int head_start = rows[0], head_end = rows[p.batch];
-  RowStart start;
-  start.load_map(table, tid);
-  if (tid < 32) {
-    init_barriers(tid);
-    if (tid == 0) request_table(table);
-  }
   for (int k = tid; k < ZERO_BYTES / 4; k += BLOCK_THREADS)
     store_shared(SHARED_BASE + ZERO_OFFSET + 4 * k, 0u);
-  const HeadPages head(p, head_start, head_end - head_start);
+  // the table sets out first, before anything that the barriers' fence would wait for
+  if (tid == 0) request_table(table);
+  RowStart start;
+  start.load_map(table, tid);
+  const int* rows = head_rows(p);
+  const HeadPages head(p, rows[0], rows[p.batch] - rows[0]);
   const int cta = block_of_head(p), first = head.first(cta), end = head.first(cta + 1);
   __syncthreads();
   if (cta >= head.ctas) {

@@ -301,14 +301,17 @@ INLINE void merge_parts(const Params& p, const Row& row, int tid) {
   }
 }
 
-// Leaves the parts, which lie side by side, as the next launch must find them.
+// Leaves the parts as the next launch must find them. Every thread clears what it has read.
 INLINE void clear_parts(const Params& p, const Row& row, int tid) {
-  const PartPlace place(p, row, row.first_part + 1, 0);
-  const int parts = row.num_parts - 1;
-  const uint4 empty = {EMPTY, EMPTY, EMPTY, EMPTY};
-  for (int x = tid; x < parts * PartPlace::PART_WORDS / 4; x += THREADS)
-    ((uint4*)place.out)[x] = empty;
-  for (int x = tid; x < parts * PartPlace::PART_WARPS; x += THREADS) place.lse[x] = EMPTY;
+  for (int x = tid; x < PartPlace::PART_WORDS; x += THREADS) {
+    PartPlace place(p, row, row.first_part + 1, x);
+#pragma unroll 1
+    for (int k = 1; k < row.num_parts; k++) {
+      store_device(place.out, EMPTY);
+      if (tid % 32 == 0) store_device(place.lse, EMPTY);
+      place.out += PartPlace::PART_WORDS, place.lse += PartPlace::PART_WARPS;
+    }
+  }
 }
 
 // All threads of the teams call this when the row's pages of this block are done. A row's first block

@@ -29,19 +29,18 @@ INLINE uint32_t full_barrier(uint32_t stage) {
 INLINE uint32_t empty_barrier(uint32_t stage) { return full_barrier(stage) + 8; }
 INLINE uint32_t table_barrier() { return SHARED_BASE + BARRIER_OFFSET + 16 * MAX_STAGES; }
 
-// A warp does it, a lane per stage.
-INLINE void init_barriers(int lane) {
-  static_assert(STAGES <= 32, "a lane per stage");
-  if (lane == 0) barrier_init(table_barrier(), 1);
-  if (lane < STAGES) {
+INLINE void init_barriers() {
+  barrier_init(table_barrier(), 1);
+  for (int s = 0; s < STAGES; s++) {
     // the page, and every lane's copies of turns
-    barrier_init(full_barrier(lane), TURN_ROWS ? 1 + 32 : 1);
-    barrier_init(empty_barrier(lane), TEAM_WARPS);
+    barrier_init(full_barrier(s), TURN_ROWS ? 1 + 32 : 1);
+    barrier_init(empty_barrier(s), TEAM_WARPS);
   }
-  publish_barriers();
 }
 
 INLINE void request_table(const uint8_t* table) {
+  init_barriers();
+  publish_barriers();
   barrier_expect(table_barrier(), TABLE_BYTES);
   copy_bulk(SHARED_BASE, table, TABLE_BYTES, table_barrier());
 }
