@@ -23,36 +23,44 @@ def tables(request):
     return table, build_encode_tables(table)
 
 
+def _split(built, head):
+    """Tables, biases and stored points of all slots of a head."""
+    slots = built.slots[head].view(5, -1)
+    parts = slots[:2].flatten(), slots[2], slots[3:].flatten()
+    return tuple(part.view(slots.shape[1] // 16, -1) for part in parts)
+
+
 def test_the_nearest_point_has_the_largest_score_and_it_is_positive(tables):
     table, built = tables
     draw = torch.Generator().manual_seed(0)
     for head in range(2):
+        found, bias, stored = _split(built, head)
+        roots = table.roots[head].view(-1, 2, 2)
         num_12, num_8, num_4, pairs, _ = table.counts[head].tolist()
         joint, first_4 = num_12 + num_8, 3 * num_12 + 2 * num_8
         for k in range(num_4):
-            slot = built.slots[head, first_4 + k]
-            place = built.planes[head, joint + k, 8:10].view(torch.float32)
-            _check_scores(slot[:48], slot[48:50], table.seen[head, first_4 + k, 0], draw)
-            torch.testing.assert_close(place, -slot[48:50])
-            points = slot[64:].view(16, 2)
-            torch.testing.assert_close(points, table.points[head, first_4 + k, 0])
-        for k in range(num_12):
-            slot = built.slots[head, 3 * k + 2]
-            _check_scores(slot[:48], slot[48:50], table.seen[head, 3 * k + 2, 0], draw)
+            slot = first_4 + k
+            scores = torch.cat([found[slot], bias[slot]])
+            _check_scores(scores, roots[joint + k], None, table.seen[head, slot, 0], draw)
+            torch.testing.assert_close(stored[slot].view(16, 2), table.points[head, slot, 0])
+        for slot in range(2, 3 * num_12, 3):
+            scores, centre = torch.cat([found[slot], bias[slot]]), bias[slot - 2, :2]
+            _check_scores(scores, torch.eye(2), centre, table.seen[head, slot, 0], draw)
         for k in range(pairs):
             slot, at = first_4 + num_4 + k, joint + num_4 + 2 * k
             for half, stride in ((0, 1), (1, 4)):
-                centre = -built.planes[head, at + half, 8:10].view(torch.float32)
-                scores = built.slots[head, slot, 12 * half : 12 * half + 12]
-                _check_scores(scores, centre, table.seen[head, slot, half][::stride][:4], draw)
+                scores = found[slot, 12 * half : 12 * half + 12]
+                points = table.seen[head, slot, half][::stride][:4]
+                _check_scores(scores, roots[at + half], None, points, draw)
 
 
-def _check_scores(scores, centre, points, draw):
+def _check_scores(scores, root, centre, points, draw):
+    """Scores of keys ``root^-1 w``, or of ``w`` as it lies from the centre."""
     x, y, bias = scores.view(3, -1).double()
     spread = points.std()
     w = torch.randn(200, 2, generator=draw).double() * spread * 5 + points.mean(0)
-    from_centre = w - centre.double()
-    score = from_centre[:, :1] * x + from_centre[:, 1:] * y + bias
+    key = torch.linalg.solve(root.double(), w.T).T - (0 if centre is None else centre.double())
+    score = key[:, :1] * x + key[:, 1:] * y + bias
     distance = torch.cdist(w, points.double())
     found = distance.gather(1, score.argmax(1, keepdim=True))[:, 0]
     torch.testing.assert_close(found, distance.amin(1), rtol=1e-4, atol=1e-7)
@@ -62,10 +70,26 @@ def _check_scores(scores, centre, points, draw):
 def test_planes_keep_turns_roots_and_distinct_rows(tables):
     table, built = tables
     rows = built.planes[..., :2].flatten(1).sort(1).values
-    assert torch.equal(rows, torch.arange(64, dtype=torch.int32).expand(2, -1))
+    row = torch.arange(64, dtype=torch.int32)
+    assert torch.equal(rows, (256 * row + row % 8 * 16).expand(2, -1))
     turns = built.planes[..., 2:4].contiguous().view(torch.int64)[..., 0]
     assert torch.equal(turns, table.turns[table.planes[..., 0].long()])
     assert torch.equal(built.planes[..., 4:8].view(torch.float32), table.roots)
+
+
+def test_codes_have_places_in_the_rows_of_their_own_plane(tables):
+    table, built = tables
+    for head in range(2):
+        num_12, num_8, num_4, pairs, _ = table.counts[head].tolist()
+        kinds = [(3, 1)] * num_12 + [(2, 1)] * num_8 + [(1, 1)] * num_4 + [(1, 2)] * pairs
+        words = (built.places[head, :, None].long() ^ 4 * torch.arange(32)).sort(1).values
+        assert len(words.unique()) == words.numel()
+        slot = plane = 0
+        for num_slots, num_planes in kinds:
+            own = set((built.planes[head, plane, :2] // 256).tolist())
+            assert set((words[slot : slot + num_slots] // 256).flatten().tolist()) <= own
+            slot, plane = slot + num_slots, plane + num_planes
+        assert slot == len(words)
 
 
 @pytest.mark.parametrize("bits", BINNED_BITS)

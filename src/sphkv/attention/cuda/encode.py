@@ -31,7 +31,7 @@ _THREADS = 256
 _RANGE_BYTES = 2 * _THREADS // 32 * 4
 _POINTERS = (
     *("keys", "values", "positions", "counts", "heads", "flags", "pages"),
-    *("kinds", "planes", "slots", "grid", "bins", "weights"),
+    *("kinds", "planes", "slots", "places", "grid", "bins", "weights"),
 )
 
 
@@ -156,7 +156,7 @@ class CudaEncoder:
         heads = head_ids.to(device).contiguous()
         pages = torch.empty(len(heads), layout.page_bytes, dtype=torch.uint8, device=device)
         inputs = (keys, values, positions, counts, heads, flags, pages)
-        held = (tables.kinds, tables.planes, tables.slots, tables.grid)
+        held = (tables.kinds, tables.planes, tables.slots, tables.places, tables.grid)
         parts = (*inputs, *held, *self._clip_tables(bits, device))
         params = _EncodeParams(*(part.data_ptr() for part in parts))
         params.header[0] = PAGE_VERSION | layout.tier_id << 8 | int(layout.position_mode) << 16
@@ -182,11 +182,11 @@ class CudaEncoder:
 
 
 def _key_memory(layout: PageLayout) -> int:
-    """Size of ``KeyMemory``: slots and planes, padded keys and codes, squares, ranges."""
-    tables = 4 * (layout.num_nibbles * SLOT_WORDS + layout.head_dim // 2 * PLANE_WORDS)
-    keys = layout.head_dim * 2 * (PAGE_TOKENS + 8)
-    codes = layout.num_nibbles * (PAGE_TOKENS + 4)
-    return tables + keys + codes + 4 * PAGE_TOKENS + _RANGE_BYTES + 16
+    """Size of ``KeyMemory``: slots or sums, planes, keys, places of codes, squares, ranges."""
+    slots, sums = 4 * SLOT_WORDS * layout.num_nibbles, 2 * 8 * 4 * PAGE_TOKENS
+    planes, keys = 2 * PLANE_WORDS * layout.head_dim, 2 * layout.head_dim * PAGE_TOKENS
+    places, squares = 2 * layout.num_nibbles, 4 * PAGE_TOKENS
+    return max(slots, sums) + planes + keys + places + squares + _RANGE_BYTES + 16
 
 
 def _value_memory(layout: PageLayout) -> int:
@@ -195,4 +195,5 @@ def _value_memory(layout: PageLayout) -> int:
     if bits in BINNED_BITS:
         clips = ClipCells.of_bits(bits)
         num_bins, cells = clips.num_bins, clips.cells
-    return num_bins * 8 * PAGE_TOKENS + (cells + 16) // 16 * 16 + _RANGE_BYTES + 8
+    tally = num_bins * _THREADS // 32 * 4 * (32 if bits == 2 else 17)
+    return tally + (cells + 16) // 16 * 16 + _RANGE_BYTES + 8

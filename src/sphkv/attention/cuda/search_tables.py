@@ -17,11 +17,11 @@ from sphkv.codec.codebook import PAIR_LEVELS, SLOT_LEVELS
 from sphkv.codec.values import CLIP_GRID
 
 PLANE_WORDS = 12
-SLOT_WORDS = 96
+SLOT_WORDS = 80
 BINNED_BITS = (2, 3, 4)
 """Widths whose clipping ratios are judged from one histogram; others try them one by one."""
 
-_CENTRE, _POINT = 48, 64  # words of a slot
+_ROW_BYTES = 256  # of a channel in shared memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,13 +31,15 @@ class EncodeTables:
     Attributes:
         kinds: ``[heads, 5]`` int32, see ``SearchTable.counts``.
         planes: ``[heads, planes, 12]`` int32, ``Plane`` of the kernel.
-        slots: ``[heads, slots, 96]`` float32, ``Slot`` of the kernel.
+        slots: ``[heads, 80 * slots]`` float32, ``Slots`` of the kernel.
+        places: ``[heads, slots]`` int16, where the kernel keeps codes.
         grid: ``[heads, most, 48 * 48, 8]`` uint8, see ``SearchGrid.candidates``.
     """
 
     kinds: Tensor
     planes: Tensor
     slots: Tensor
+    places: Tensor
     grid: Tensor
 
 
@@ -45,54 +47,90 @@ def build_encode_tables(table: SearchTable) -> EncodeTables:
     """Records of all heads."""
     grid = build_search_grid(table)
     heads, num_slots = table.seen.shape[:2]
-    planes = torch.zeros(heads, table.planes.shape[1], PLANE_WORDS, dtype=torch.int32)
-    planes = planes.to(table.planes.device)
+    device, num_planes = table.seen.device, table.planes.shape[1]
+    planes = torch.zeros(heads, num_planes, PLANE_WORDS, dtype=torch.int32, device=device)
     planes[..., :2] = _shared_rows(table.planes[..., 1:])
     turn = table.turns[table.planes[..., 0].long()]
     planes[..., 2:4] = turn[..., None].view(torch.int32)
     planes[..., 4:8] = table.roots.view(torch.int32)
-    slots = torch.zeros(heads, num_slots, SLOT_WORDS, device=table.seen.device)
-    places = torch.zeros(*planes.shape[:2], 4, device=table.seen.device)
+    slots = torch.zeros(heads, num_slots * SLOT_WORDS, device=device)
+    boxes = torch.zeros(heads, num_planes, 4, device=device)
     for head in range(heads):
-        _fill_head(table, head, grid.boxes[head], places[head], slots[head])
-    planes[..., 8:] = places.view(torch.int32)
-    return EncodeTables(table.counts, planes, slots, grid.candidates)
+        _fill_head(table, head, grid.boxes[head], boxes[head], slots[head])
+    planes[..., 8:] = boxes.view(torch.int32)
+    places = [
+        _code_places(kinds, rows) for kinds, rows in zip(table.counts.tolist(), planes, strict=True)
+    ]
+    return EncodeTables(table.counts, planes, slots, torch.stack(places), grid.candidates)
 
 
 def _shared_rows(channel: Tensor) -> Tensor:
-    """Rows of shared memory that the kernel's transposed load leaves channels in."""
-    return channel // 32 * 32 + channel % 8 // 2 * 8 + channel % 32 // 8 * 2 + channel % 2
+    """Where the kernel's transposed load leaves channels in shared memory, in bytes.
+
+    A piece of 16 bytes lies at its own offset in the row, XOR-ed with the lowest bits.
+    """
+    row = channel // 32 * 32 + channel % 8 // 2 * 8 + channel % 32 // 8 * 2 + channel % 2
+    return row * _ROW_BYTES + row % 8 * 16
 
 
-def _fill_head(table: SearchTable, head: int, boxes: Tensor, places: Tensor, slots: Tensor) -> None:
-    """Write the places of planes ``[planes, 4]`` and the slots ``[slots, 96]`` of one head."""
+def _code_places(kinds: list[int], planes: Tensor) -> Tensor:
+    """Where slots leave their codes: in the rows of their own plane, which has been read by then.
+
+    A word lies at its own offset in half a row, XOR-ed with the lowest bits: a warp that collects
+    codes of 16 slots at once finds them in different banks.
+
+    Args:
+        kinds: Planes of 12, 8 and 4 bits, pair slots, bare planes.
+        planes: ``[planes, 12]``, rows first.
+
+    Returns:
+        ``[slots]`` int16, in bytes.
+    """
+    num_12, num_8, num_4, pairs, _ = kinds
+    joint = num_12 + num_8
+    of_slot = [(plane, k) for plane in range(num_12) for k in range(3)]
+    of_slot += [(plane, k) for plane in range(num_12, joint) for k in range(2)]
+    of_slot += [(joint + k, 0) for k in range(num_4)]
+    of_slot += [(joint + num_4 + 2 * k, 0) for k in range(pairs)]
+    plane, k = torch.tensor(of_slot, device=planes.device).unbind(1)
+    slot = torch.arange(len(of_slot), device=planes.device)
+    row = planes[plane, k // 2] // _ROW_BYTES * _ROW_BYTES
+    place = row + k % 2 * (_ROW_BYTES // 2) + slot % 4 * 8 + slot // 16 % 4 * 32
+    return place.to(torch.int16)
+
+
+def _fill_head(table: SearchTable, head: int, grids: Tensor, boxes: Tensor, slots: Tensor) -> None:
+    """Write the boxes of planes ``[planes, 4]`` and the slots ``[80 * slots]`` of one head."""
     num_12, num_8, num_4, pairs, _ = table.counts[head].tolist()
-    seen, points = table.seen[head], table.points[head]
+    seen, points, roots = table.seen[head], table.points[head], table.roots[head].view(-1, 2, 2)
+    sizes = [words * SLOT_LEVELS * len(seen) for words in (2, 1, 2)]
+    found, bias, stored = (part.view(len(seen), -1) for part in slots.split(sizes))
     joint, first_4 = num_12 + num_8, 3 * num_12 + 2 * num_8
-    first_pair, last = first_4 + num_4, len(slots)
-    places[:joint] = boxes[:joint]
+    first_pair = first_4 + num_4
+    boxes[:joint] = grids[:joint]
     bare = joint + num_4 + 2 * pairs
-    places[bare:, :2] = table.constants[head, bare:]
+    boxes[bare:, :2] = table.constants[head, bare:]
     # sums of points are searched as they are, points alone by their scores
-    slots[:first_4, : 2 * SLOT_LEVELS] = seen[:first_4, 0].flatten(1)
-    slots[:first_pair, _POINT:] = points[:first_pair, 0].flatten(1)
-    single = [*range(2, 3 * num_12, 3), *range(first_4, first_pair)]
-    scores, centre = _scores(seen[single, 0])
-    slots[single, : 3 * SLOT_LEVELS] = scores
-    slots[single, _CENTRE : _CENTRE + 2] = centre
-    places[joint : joint + num_4, :2] = -centre[num_12:]
+    found[:first_4] = seen[:first_4, 0].flatten(1)
+    stored[:first_pair] = points[:first_pair, 0].flatten(1)
+    last = 3 * torch.arange(num_12, device=seen.device) + 2
+    factors, biases, centre = _scores(seen[last, 0])
+    found[last], bias[last] = factors.flatten(1), biases
+    bias[last - 2, :2] = centre
+    factors, biases = _scores_of_keys(seen[first_4:first_pair, 0], roots[joint : joint + num_4])
+    found[first_4:first_pair], bias[first_4:first_pair] = factors.flatten(1), biases
     for half, stride in ((0, 1), (1, PAIR_LEVELS)):
         rows = torch.arange(PAIR_LEVELS, device=seen.device) * stride
-        scores, centre = _scores(seen[first_pair:last, half][:, rows])
-        words = 3 * PAIR_LEVELS
-        slots[first_pair:last, half * words : (half + 1) * words] = scores
-        places[joint + num_4 + half : bare : 2, :2] = -centre
-        at = _POINT + half * 2 * PAIR_LEVELS
-        stored = points[first_pair:last, half][:, rows].flatten(1)
-        slots[first_pair:last, at : at + 2 * PAIR_LEVELS] = stored
+        factors, biases = _scores_of_keys(
+            seen[first_pair:, half][:, rows], roots[joint + num_4 + half : bare : 2]
+        )
+        at, words = half * 3 * PAIR_LEVELS, torch.cat([factors.flatten(1), biases], 1)
+        found[first_pair:, at : at + 3 * PAIR_LEVELS] = words
+        at, words = half * 2 * PAIR_LEVELS, points[first_pair:, half][:, rows].flatten(1)
+        stored[first_pair:, at : at + 2 * PAIR_LEVELS] = words
 
 
-def _scores(points: Tensor) -> tuple[Tensor, Tensor]:
+def _scores(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Factors that rank points by their distance to ``w``: the nearest has the largest score.
 
     With ``s`` counted from the centre, ``s . w - |s|^2 / 2`` falls as the distance grows. The bias
@@ -103,13 +141,30 @@ def _scores(points: Tensor) -> tuple[Tensor, Tensor]:
         points: ``[slots, levels, 2]``.
 
     Returns:
-        x, y and bias of all levels, ``[slots, 3 * levels]``, and the centres ``[slots, 2]``.
+        x and y of all levels ``[slots, 2, levels]``, biases ``[slots, levels]`` and the centres
+        ``[slots, 2]``.
     """
     centre = points.mean(1)
     around = points - centre[:, None]
     half_square = around.square().sum(-1) / 2
-    bias = half_square.amax(1, keepdim=True) - half_square
-    return torch.cat([around[..., 0], around[..., 1], bias], 1), centre
+    return around.mT, half_square.amax(1, keepdim=True) - half_square, centre
+
+
+def _scores_of_keys(points: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for keys ``x`` that are seen as ``w = R x``, with ``R`` folded into the factors.
+
+    ``s . (R x - c) + bias`` is ``(R^T s) . x + (bias - s . c)``.
+
+    Args:
+        points: ``[slots, levels, 2]`` as queries see them.
+        roots: ``[slots, 2, 2]``, ``R`` of each.
+
+    Returns:
+        Factors ``[slots, 2, levels]`` and biases ``[slots, levels]``.
+    """
+    factors, biases, centre = _scores(points.double())
+    folded = biases - (factors * centre[:, :, None]).sum(1)
+    return (roots.double().mT @ factors).float(), folded.float()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,10 @@ constexpr bool IS_BINNED = VALUE_BITS < 8;  // of more thresholds the histogram 
 constexpr int BINS = IS_BINNED ? (RATIOS * (HALF_LEVELS - 1) + 16) / 16 * 16 : 1;
 // Sums of a value stay below 2^24; the bits above count.
 constexpr int UNIT = (1 << 24) / HEAD_DIM - 1;
-constexpr int COLUMNS = 2 * TILE;  // of a warp; lanes that meet in a column take turns
+// Words of a bin, one per state. Rows of an odd length put neighbouring bins into different banks, so
+// that lanes seldom wait for each other. Of few bins they would meet in the same word: two copies.
+constexpr int COPIES = VALUE_BITS == 2 ? 2 : 1;
+constexpr int COLUMNS = COPIES == 2 ? 2 * TILE : TILE + 1;
 
 struct ClipMemory {
   uint32_t tally[WARPS][BINS][COLUMNS];
@@ -70,7 +73,10 @@ struct Tally {
 // Bytes of four neighbouring bins of a state: three of the sum and one of the count.
 INLINE void load_bins(const uint32_t* tally, int state, uint32_t (&x)[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) x[i] = tally[COLUMNS * i + state] + tally[COLUMNS * i + state + TILE];
+  for (int i = 0; i < 4; i++) {
+    x[i] = tally[COLUMNS * i + state];
+    if (COPIES == 2) x[i] += tally[COLUMNS * i + state + TILE];
+  }
   transpose_bytes(x);
 }
 

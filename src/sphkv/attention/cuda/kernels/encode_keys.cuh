@@ -6,21 +6,21 @@
 #include "lane_words.cuh"
 
 constexpr int OWN = PAGE / 32;      // keys of a lane
-constexpr int KEY_ROW = PAGE + 8;   // rows are padded against bank conflicts
-constexpr int CODE_ROW = PAGE + 4;
 constexpr int GRID = 48;            // cells of a search grid along each axis
 constexpr float LEAST_COSINE = 0.2f;  // below it the radius only keeps the norm
 constexpr float TINY = 1.17549435e-38f;
 constexpr float RADIANS = 1.46291808e-9f;  // 2 pi / 2^32
 
 struct KeyMemory {
-  Slot slot[SLOTS];
-  Plane plane[PLANES];
   union {
-    uint16_t key[HEAD_DIM][KEY_ROW];  // channels in the order `load_keys` leaves them in
-    float part[2][WARPS][PAGE];       // when the keys are done: cosines, squared lengths by warp
+    Slots slot;
+    float part[2][WARPS][PAGE];  // when the keys are done: cosines, squared lengths by warp
   };
-  uint8_t code[SLOTS][CODE_ROW];
+  Plane plane[PLANES];
+  // Channels in the order `load_keys` leaves them in; pieces of 16 bytes change places within a row
+  // against bank conflicts. A plane that is done leaves its codes here, at their `place`.
+  uint16_t key[HEAD_DIM][PAGE];
+  uint16_t place[SLOTS];
   float square[PAGE];
   float edge[2][WARPS];
   uint64_t tables_arrived;
@@ -41,8 +41,9 @@ struct Directions {
   float u[OWN], v[OWN];  // as queries see them
 
   INLINE Directions(const KeyMemory& m, const Keys& keys, const Plane& plane) {
-    const uint2 a = *(const uint2*)&m.key[plane.row[0]][OWN * keys.lane];
-    const uint2 b = *(const uint2*)&m.key[plane.row[1]][OWN * keys.lane];
+    const uint8_t* key = (const uint8_t*)m.key;
+    const uint2 a = *(const uint2*)(key + (plane.row[0] ^ 2 * OWN * keys.lane));
+    const uint2 b = *(const uint2*)(key + (plane.row[1] ^ 2 * OWN * keys.lane));
     const float first[OWN] = {bfloat_low(a.x), bfloat_high(a.x), bfloat_low(a.y), bfloat_high(a.y)};
     const float second[OWN] = {bfloat_low(b.x), bfloat_high(b.x), bfloat_low(b.y), bfloat_high(b.y)};
 #pragma unroll
@@ -57,11 +58,11 @@ struct Directions {
     }
   }
 
-  INLINE void see(const Plane& plane, float u0, float v0) {
+  INLINE void see(const Plane& plane) {
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-      u[i] = fmaf(plane.root.x, x[i], fmaf(plane.root.y, y[i], u0));
-      v[i] = fmaf(plane.root.z, x[i], fmaf(plane.root.w, y[i], v0));
+      u[i] = fmaf(plane.root.x, x[i], plane.root.y * y[i]);
+      v[i] = fmaf(plane.root.z, x[i], plane.root.w * y[i]);
     }
   }
 
@@ -71,9 +72,15 @@ struct Directions {
   }
 };
 
+// Codes of four keys in shared memory.
+INLINE uint32_t& codes_at(KeyMemory& m, int slot, int four) {
+  return *(uint32_t*)((uint8_t*)m.key + (m.place[slot] ^ 4 * four));
+}
+
 INLINE void store_codes(KeyMemory& m, const Keys& keys, int slot, const int (&code)[OWN]) {
   const uint32_t word = code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24;
-  ((uint32_t*)m.code[slot])[keys.lane] = word & keys.live;
+  __syncwarp();  // all lanes have read their keys
+  codes_at(m, slot, keys.lane) = word & keys.live;
 }
 
 // Bits of a number, the lowest of them replaced.
@@ -84,13 +91,13 @@ INLINE int with_level(float x, int mask, int level) {
 // Nearest of COUNT points. Of |w - s|^2 only s.w - |s|^2 / 2 depends on s; a bias makes the largest
 // of these positive, so that its bits compare as an integer. The lowest bits hold the level.
 template <int COUNT>
-INLINE void nearest(const float* table, const float (&u)[OWN], const float (&v)[OWN], int mask,
-                    int (&code)[OWN]) {
+INLINE void nearest(const float* table, const float* biases, const float (&u)[OWN],
+                    const float (&v)[OWN], int mask, int (&code)[OWN]) {
   int best[OWN] = {-0x7fffffff, -0x7fffffff, -0x7fffffff, -0x7fffffff};
 #pragma unroll
   for (int first = 0; first < COUNT; first += 4) {
     const float4 x = *(const float4*)(table + first), y = *(const float4*)(table + COUNT + first);
-    const float4 bias = *(const float4*)(table + 2 * COUNT + first);
+    const float4 bias = *(const float4*)(biases + first);
     const float sx[4] = {x.x, x.y, x.z, x.w}, sy[4] = {y.x, y.y, y.z, y.w};
     const float h[4] = {bias.x, bias.y, bias.z, bias.w};
 #pragma unroll
@@ -158,9 +165,9 @@ INLINE void encode_joint(const EncodeParams& p, KeyMemory& m, Keys& keys, int he
   const Plane& plane = m.plane[at];
   const int slot = at < num_12 ? 3 * at : 2 * at + num_12;
   Directions w(m, keys, plane);
-  w.see(plane, 0.f, 0.f);
+  w.see(plane);
   const uint2* grid = p.grid + ((uint64_t)head * p.most_joint + at) * (GRID * GRID);
-  const uint32_t first = shared_address(&m.slot[slot]), second = shared_address(&m.slot[slot + 1]);
+  const uint32_t first = shared_address(m.slot.table[slot]), second = first + sizeof(m.slot.table[0]);
   uint2 list[OWN];
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
@@ -179,46 +186,48 @@ INLINE void encode_joint(const EncodeParams& p, KeyMemory& m, Keys& keys, int he
   float2 point[OWN];
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
-    const float2 a = m.slot[slot].point[one[i]], b = m.slot[slot + 1].point[two[i]];
+    const float2 a = m.slot.point[slot][one[i]], b = m.slot.point[slot + 1][two[i]];
     point[i] = {a.x + b.x, a.y + b.y};
   }
   if (at < num_12) {
-    const Slot& last = m.slot[slot + 2];
+    const float* centre = m.slot.bias[slot];
     int three[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-      const float2 a = ((const float2*)m.slot[slot].table)[one[i]];
-      const float2 b = ((const float2*)m.slot[slot + 1].table)[two[i]];
-      w.u[i] -= a.x + b.x + last.centre.x, w.v[i] -= a.y + b.y + last.centre.y;
+      const float2 a = ((const float2*)m.slot.table[slot])[one[i]];
+      const float2 b = ((const float2*)m.slot.table[slot + 1])[two[i]];
+      w.u[i] -= a.x + b.x + centre[0], w.v[i] -= a.y + b.y + centre[1];
     }
-    nearest<LEVELS>(last.table, w.u, w.v, mask, three);
+    nearest<LEVELS>(m.slot.table[slot + 2], m.slot.bias[slot + 2], w.u, w.v, mask, three);
     store_codes(m, keys, slot + 2, three);
 #pragma unroll
-    for (int i = 0; i < OWN; i++)
-      point[i].x += last.point[three[i]].x, point[i].y += last.point[three[i]].y;
+    for (int i = 0; i < OWN; i++) {
+      const float2 c = m.slot.point[slot + 2][three[i]];
+      point[i].x += c.x, point[i].y += c.y;
+    }
   }
 #pragma unroll
   for (int i = 0; i < OWN; i++) w.count_in(keys, i, point[i]);
 }
 
-// A plane of COUNT levels of its own; `table` and `point` are its part of a slot.
+// A plane of COUNT levels of its own; `table`, `bias` and `point` are its part of a slot. The table
+// knows what queries make of the plane.
 template <int COUNT>
 INLINE void encode_single(const KeyMemory& m, Keys& keys, int at, const float* table,
-                          const float2* point, int mask, int (&code)[OWN]) {
-  const Plane& plane = m.plane[at];
-  Directions w(m, keys, plane);
-  w.see(plane, plane.place.x, plane.place.y);
-  nearest<COUNT>(table, w.u, w.v, mask, code);
+                          const float* bias, const float2* point, int mask, int (&code)[OWN]) {
+  const Directions w(m, keys, m.plane[at]);
+  nearest<COUNT>(table, bias, w.x, w.y, mask, code);
 #pragma unroll
   for (int i = 0; i < OWN; i++) w.count_in(keys, i, point[code[i]]);
 }
 
 // Two planes of two bits that share a slot.
 INLINE void encode_pair(KeyMemory& m, Keys& keys, int at, int slot, int mask) {
-  const Slot& pair = m.slot[slot];
+  const float* table = m.slot.table[slot];
+  const float2* point = m.slot.point[slot];
   int low[OWN], high[OWN];
-  encode_single<4>(m, keys, at, pair.table, pair.point, mask | 12, low);
-  encode_single<4>(m, keys, at + 1, pair.table + 12, pair.point + 4, mask | 12, high);
+  encode_single<4>(m, keys, at, table, table + 8, point, mask | 12, low);
+  encode_single<4>(m, keys, at + 1, table + 12, table + 20, point + 4, mask | 12, high);
 #pragma unroll
   for (int i = 0; i < OWN; i++) low[i] += 4 * high[i];
   store_codes(m, keys, slot, low);
@@ -237,7 +246,8 @@ INLINE void encode_slots(const EncodeParams& p, KeyMemory& m, Keys& keys, const 
     } else if (item < joint + num_4) {
       const int slot = first_4 + item - joint;
       int code[OWN];
-      encode_single<LEVELS>(m, keys, item, m.slot[slot].table, m.slot[slot].point, mask, code);
+      encode_single<LEVELS>(m, keys, item, m.slot.table[slot], m.slot.bias[slot], m.slot.point[slot],
+                            mask, code);
       store_codes(m, keys, slot, code);
     } else if (item < joint + num_4 + pairs) {
       const int k = item - joint - num_4;
@@ -259,18 +269,28 @@ INLINE void load_keys(const EncodeParams& p, KeyMemory& m, long long row, int co
   const int g = lane / 4, t = lane % 4, first = warp * TILE;
   const uint4* key = (const uint4*)(p.keys + (row * PAGE + first + g) * HEAD_DIM) + t;
   float low[4] = {}, high[4] = {};
-  const uint32_t to = shared_address(&m.key[lane][first]);
+  const uint32_t row_address = shared_address(m.key[lane]);
+  const uint32_t to = row_address + ((2 * first) ^ (lane % 8 * 16));
+  const uint32_t other = row_address + ((2 * first + 16) ^ (lane % 8 * 16));
+  uint4 word[2][HEAD_DIM / 32];
+#pragma unroll
+  for (int chunk = 0; chunk < HEAD_DIM / 32; chunk++)
+    word[0][chunk] = key[4 * chunk], word[1][chunk] = key[HEAD_DIM + 4 * chunk];
+  if (count < PAGE)
+#pragma unroll
+    for (int chunk = 0; chunk < HEAD_DIM / 32; chunk++) {
+      if (first + g >= count) word[0][chunk] = {0, 0, 0, 0};
+      if (first + g + 8 >= count) word[1][chunk] = {0, 0, 0, 0};
+    }
 #pragma unroll
   for (int chunk = 0; chunk < HEAD_DIM / 32; chunk++) {
-    const uint4 none = {0, 0, 0, 0};
-    const uint4 a = first + g < count ? key[4 * chunk] : none;
-    const uint4 b = first + g + 8 < count ? key[HEAD_DIM + 4 * chunk] : none;
+    const uint4 a = word[0][chunk], b = word[1][chunk];
     mma_bf16(low, a.x, b.x, a.y, b.y, a.x, a.y);
     mma_bf16(low, a.z, b.z, a.w, b.w, a.z, a.w);
     mma_bf16(high, a.x, b.x, a.y, b.y, b.x, b.y);
     mma_bf16(high, a.z, b.z, a.w, b.w, b.z, b.w);
-    store_transposed(to + chunk * 32 * KEY_ROW * 2, a);
-    store_transposed(to + chunk * 32 * KEY_ROW * 2 + 16, b);
+    store_transposed(to + chunk * 32 * PAGE * 2, a);
+    store_transposed(other + chunk * 32 * PAGE * 2, b);
   }
   if (g / 2 == t) {
     m.square[first + g] = g % 2 ? low[1] : low[0];
@@ -280,15 +300,15 @@ INLINE void load_keys(const EncodeParams& p, KeyMemory& m, long long row, int co
 
 // Slot codes in fragment order: a lane of the reader holds key g in the low nibble and g + 8 in the
 // high one of each byte. A thread makes words of four lanes at a time.
-INLINE void write_codes(const KeyMemory& m, uint8_t* page, int tid) {
+INLINE void write_codes(KeyMemory& m, uint8_t* page, int tid) {
   constexpr int WORDS = SLOTS / 16;
   for (int at = tid; at < PAGE / 16 * 8 * WORDS; at += THREADS) {
     const int tile = at / (8 * WORDS), word = at / 8 % WORDS, quad = at % 2, t = at / 2 % 4;
     uint32_t x[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t* code = (const uint32_t*)(m.code[16 * word + 4 * i + t] + tile * 16) + quad;
-      x[i] = code[0] | code[2] << 4;
+      const int slot = 16 * word + 4 * i + t, four = 4 * tile + quad;
+      x[i] = codes_at(m, slot, four) | codes_at(m, slot, four + 2) << 4;
     }
     transpose_bytes(x);
     uint8_t* to = page + KEY_OFFSET + tile * WORDS * 128;
@@ -303,8 +323,9 @@ INLINE void fetch_tables(const EncodeParams& p, KeyMemory& m, int head) {
   const uint32_t barrier = shared_address(&m.tables_arrived);
   barrier_init(barrier, 1);
   publish_barriers();
-  barrier_expect(barrier, sizeof(m.slot) + sizeof(m.plane));
-  copy_bulk(shared_address(m.slot), p.slots + head * SLOTS, sizeof(m.slot), barrier);
+  barrier_expect(barrier, sizeof(m.slot) + sizeof(m.plane) + sizeof(m.place));
+  copy_bulk(shared_address(&m.slot), p.slots + head, sizeof(m.slot), barrier);
+  copy_bulk(shared_address(m.place), p.places + head * SLOTS, sizeof(m.place), barrier);
   copy_bulk(shared_address(m.plane), p.planes + head * PLANES, sizeof(m.plane), barrier);
 }
 

@@ -26,23 +26,22 @@ constexpr int PAGE_BYTES = (PAYLOAD_END + 63) / 64 * 64;
 #define INFINITE __int_as_float(0x7f800000)
 
 struct Plane {
-  int row[2];                    // of its channels in shared memory
+  int row[2];                    // where its channels begin in shared memory, see search_tables.py
   uint32_t turn_low, turn_high;  // turns per position in units of 2^-64
   float4 root;                   // what queries make of the plane
-  float4 place;                  // one slot: minus its centre; two: low ends of the grid and cells
-                                 // per unit; none: the constant
+  float4 place;                  // two slots: low ends of the grid and cells per unit; none: the
+                                 // constant
 };
 
-// 128 bytes divide it, so that offsets of points can be OR-ed to its address.
-struct Slot {
-  // One slot of a plane: x, y and bias of every level, for `nearest`; a pair of planes: four levels
-  // of each; two slots and more: points as queries see them, x and y side by side.
-  float table[3 * LEVELS];
-  float2 centre;
-  float unused[14];
-  float2 point[LEVELS];  // as stored; a pair: four levels of each plane
+struct Slots {
+  // One slot of a plane: x and y of every level, for `nearest`; a pair of planes: x, y and bias of
+  // four levels of each; two slots and more: points as queries see them, x and y side by side. 128
+  // bytes each, so that offsets of points can be OR-ed to an address.
+  float table[SLOTS][2 * LEVELS];
+  float bias[SLOTS][LEVELS];    // of one slot; in the first of three the centre of the last
+  float2 point[SLOTS][LEVELS];  // as stored; a pair: four levels of each plane
 };
-static_assert(sizeof(Slot) == 384 && sizeof(Plane) == 48, "search_tables.py knows them");
+static_assert(sizeof(Slots) == 320 * SLOTS && sizeof(Plane) == 48, "search_tables.py knows them");
 
 struct EncodeParams {
   const uint16_t* keys;        // [rows][PAGE][HEAD_DIM] bfloat16 after rotary embedding
@@ -54,7 +53,8 @@ struct EncodeParams {
   uint8_t* pages;              // [rows][PAGE_BYTES]
   const int* kinds;            // [heads][5] planes of 12, 8, 4 bits, pair slots, bare planes
   const Plane* planes;         // [heads][PLANES] by falling bits
-  const Slot* slots;           // [heads][SLOTS]
+  const Slots* slots;          // [heads]
+  const uint16_t* places;      // [heads][SLOTS] where codes go in shared memory
   const uint2* grid;           // [heads][most_joint][GRID * GRID] candidates
   const uint8_t* bins;         // [CELLS + 1] clipping thresholds at or below a cell
   const uint4* weights;        // [BINS / 16][32] levels of ratios, as lanes need them

@@ -193,7 +193,7 @@ struct Value {
   // Step to begin from, out of the histograms of a warp.
   INLINE float find_start(const EncodeParams& p, ClipMemory& m, int warp) const {
     uint32_t(&tally)[BINS][COLUMNS] = m.tally[warp];
-    const Tally to = {shared_address(m.bins), shared_address(&tally[0][lane % 8 / 4 * TILE])};
+    const Tally to = {shared_address(m.bins), shared_address(&tally[0][lane / 4 % COPIES * TILE])};
     uint32_t bin[2][FEATURES];
     barrier_wait(shared_address(&m.bins_arrived), 0);
     to.find(x[0], bin[0]);
