@@ -49,7 +49,7 @@ def test_many_blocks_merge_one_row(on_the_host):
         (2, "if (place.lane == 0) barrier_arrive(empty_barrier(stage.index));", "", "all threads"),
         (10, "row.part = row.index + block_of_head(p);", "row.part = row.index;", "nobody wrote"),
         (10, "p.ctas - 1 - blockIdx.z", "blockIdx.z", "nobody wrote"),
-        (10, "if (is_shared) clear_parts(p, row, tid);", "", "left partial results"),
+        (10, "Parts::clear(from, count, lane);", "", "left partial results"),
     ],
 )
 def test_a_broken_kernel_is_found(on_the_host, processors, text, instead, what):

@@ -151,7 +151,7 @@ class CudaDecode:
         parts = heads * (max_batch + ctas) * columns
         # a word of a part is there when it is not minus one; a launch leaves all of them so again
         words = torch.full((parts, self.shape.head_dim), -1, dtype=torch.int32, device=device)
-        self._part_out, self._part_lse = words, words[:, : self.shape.head_dim // 32].clone()
+        self._part_out, self._part_lse = words, words[:, : self.shape.head_dim // 64].clone()
         self._params = _Params(
             turns=turns.rows.data_ptr(),
             part_out=self._part_out.data_ptr(),

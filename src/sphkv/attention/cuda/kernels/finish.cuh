@@ -177,26 +177,20 @@ INLINE void write_query(const Params& p, const Row& row, int query, float (&v)[L
 
 // Parts of a row tell by themselves that they are there: between launches every word is EMPTY, and
 // no number is written as that. So no block needs a fence or a counter, which take as long as a short
-// list. A warp writes and reads 32 dimensions of a query, with a copy of the log-sum-exp beside them.
+// list. A lane writes and reads two dimensions of a query, a warp 64, with a copy of the log-sum-exp
+// beside them.
 INLINE uint32_t part_word(float x) { return min(__float_as_uint(x), EMPTY - 1); }
 
 struct PartPlace {
-  uint32_t *out, *lse;  // of part 0; the others follow PART_WORDS and PART_WARPS further
+  uint32_t *out, *lse;  // of one part; the next ones follow PART_WORDS and PART_WARPS further
   static constexpr int PART_WORDS = COLUMNS * HEAD_DIM;
-  static constexpr int PART_WARPS = PART_WORDS / 32;
+  static constexpr int PART_WARPS = PART_WORDS / 64;
 
   // `x`: query * HEAD_DIM + dimension.
   INLINE PartPlace(const Params& p, const Row& row, int part, int x) {
     const uint64_t at = (uint64_t)(row.head * p.blocks + row.block) * (p.batch + p.ctas) + part;
     out = p.part_out + at * PART_WORDS + x;
-    lse = p.part_lse + at * PART_WARPS + x / 32;
-  }
-
-  // The place `words` dimensions further, a multiple of 32.
-  INLINE PartPlace further(int words) const {
-    PartPlace place = *this;
-    place.out += words, place.lse += words / 32;
-    return place;
+    lse = p.part_lse + at * PART_WARPS + x / 64;
   }
 };
 
@@ -204,113 +198,98 @@ INLINE uint32_t result_at(int x) { return SHARED_BASE + RESULT_OFFSET + x * 4; }
 
 // This block's share of a row, for the row's first block.
 INLINE void write_part(const Params& p, const Row& row, int tid) {
-  for (int x = tid; x < PartPlace::PART_WORDS; x += THREADS) {
+  for (int x = 2 * tid; x < PartPlace::PART_WORDS; x += 2 * THREADS) {
     const PartPlace place(p, row, row.part, x);
-    store_device(place.out, part_word(load_shared_float(result_at(x))));
+    store_device2(place.out, part_word(load_shared_float(result_at(x))),
+                  part_word(load_shared_float(result_at(x + 1))));
     if (tid % 32 == 0)
       store_device(place.lse, part_word(load_shared_float(stat_at(0) + x / HEAD_DIM * 4)));
   }
 }
 
-// Some of a row's parts: one dimension of each, and in lane k the log-sum-exp of part k.
+// Some of a row's parts, `count` of them: two dimensions of each, and in lane k the log-sum-exp of
+// part k. Words past the count are there from the start, and weigh nothing.
 struct Parts {
   static constexpr int MERGED = 16;  // at a time, so that many loads are on their way together
-  uint32_t out[MERGED], lse;
+  uint2 out[MERGED];
+  uint32_t lse;
 
-  INLINE Parts() {
-    lse = EMPTY;
+  INLINE Parts(int count, int lane) {
+    lse = lane < count ? EMPTY : __float_as_uint(MINUS_INFINITY);
 #pragma unroll
-    for (int k = 0; k < MERGED; k++) out[k] = EMPTY;
+    for (int k = 0; k < MERGED; k++) out[k].x = out[k].y = k < count ? EMPTY : 0u;
   }
 
-  // Words that were there already are not read again. Past the last part stands the last one.
-  INLINE void load(const PartPlace& from, int last, int lane) {
-    fill_from_device(lse, from.lse + min(lane, last) * PartPlace::PART_WARPS);
+  // Reads until all are there; those that were there already are not read again.
+  INLINE void await(const PartPlace& from, int lane) {
+    uint32_t top;
+    do {
+      fill_from_device(lse, from.lse + lane * PartPlace::PART_WARPS);
+#pragma unroll
+      for (int k = 0; k < MERGED; k++)
+        fill_from_device2(out[k], from.out + k * PartPlace::PART_WORDS);
+      top = lse;
+#pragma unroll
+      for (int k = 0; k < MERGED; k++) top = max(top, max(out[k].x, out[k].y));
+    } while (__any_sync(ALL_LANES, top == EMPTY));
+  }
+
+  // Leaves them as the next launch must find them.
+  static INLINE void clear(const PartPlace& from, int count, int lane) {
+    if (lane < count) store_device(from.lse + lane * PartPlace::PART_WARPS, EMPTY);
 #pragma unroll
     for (int k = 0; k < MERGED; k++)
-      fill_from_device(out[k], from.out + min(k, last) * PartPlace::PART_WORDS);
-  }
-
-  INLINE bool is_there() const {
-    uint32_t top = lse;
-#pragma unroll
-    for (int k = 0; k < MERGED; k++) top = max(top, out[k]);
-    return top != EMPTY;
+      if (k < count) store_device2(from.out + k * PartPlace::PART_WORDS, EMPTY, EMPTY);
   }
 };
 
-// One dimension of a query, over all parts so far.
+// Two dimensions of a query, over all parts so far.
 struct Merged {
-  float most, mass, sum;
+  float most, mass, a, b;
 
-  INLINE Merged() {}
-  INLINE Merged(float lse2, float x) {
-    most = fmaxf(lse2, NO_LOGIT), mass = exp2_fast(lse2 - most), sum = mass * x;
+  INLINE Merged(float lse2, float x, float y) {
+    most = fmaxf(lse2, NO_LOGIT), mass = exp2_fast(lse2 - most);
+    a = mass * x, b = mass * y;
   }
 
-  INLINE void add(const Parts& parts, int last, int lane) {
-    const float lse = lane <= last ? __uint_as_float(parts.lse) : MINUS_INFINITY;
+  INLINE void add(const Parts& parts) {
+    const float lse = __uint_as_float(parts.lse);
     const float top = fmaxf(most, warp_max(lse)), shrink = exp2_fast(most - top);
     const float factor = exp2_fast(lse - top);
     most = top;
     mass = mass * shrink + warp_sum(factor);
-    sum *= shrink;
+    a *= shrink, b *= shrink;
 #pragma unroll
-    for (int k = 0; k < Parts::MERGED; k++)
-      sum += __shfl_sync(ALL_LANES, factor, k) * __uint_as_float(parts.out[k]);
+    for (int k = 0; k < Parts::MERGED; k++) {
+      const float f = __shfl_sync(ALL_LANES, factor, k);
+      a += f * __uint_as_float(parts.out[k].x), b += f * __uint_as_float(parts.out[k].y);
+    }
   }
 };
 
-// Adds what the row's other blocks have written to what this one has, a thread per dimension, or two
-// where there are so many. The log-sum-exp of all goes to the third stat.
+// Adds what the row's other blocks have written to what this one has. The log-sum-exp of all goes to
+// the third stat.
 INLINE void merge_parts(const Params& p, const Row& row, int tid) {
-  constexpr int WIDTH = PartPlace::PART_WORDS % (2 * THREADS) ? 1 : 2;
   const int lane = tid & 31;
-  for (int first = tid; first < PartPlace::PART_WORDS; first += WIDTH * THREADS) {
-    Merged merged[WIDTH];
-#pragma unroll
-    for (int i = 0; i < WIDTH; i++) {
-      const int x = first + i * THREADS;
-      merged[i] = Merged(load_shared_float(stat_at(0) + x / HEAD_DIM * 4),
-                         load_shared_float(result_at(x)));
-    }
+  for (int x = 2 * tid; x < PartPlace::PART_WORDS; x += 2 * THREADS) {
+    const int query = x / HEAD_DIM;
+    Merged merged(load_shared_float(stat_at(0) + query * 4), load_shared_float(result_at(x)),
+                  load_shared_float(result_at(x + 1)));
     for (int s = 1; s < row.num_parts; s += Parts::MERGED) {
-      const PartPlace from(p, row, row.first_part + s, first);
-      const int last = min(Parts::MERGED, row.num_parts - s) - 1;
-      Parts parts[WIDTH];
-      bool is_there;
-      do {
-        is_there = true;
-#pragma unroll
-        for (int i = 0; i < WIDTH; i++) parts[i].load(from.further(i * THREADS), last, lane);
-#pragma unroll
-        for (int i = 0; i < WIDTH; i++) is_there = is_there && parts[i].is_there();
-      } while (!__all_sync(ALL_LANES, is_there));
-#pragma unroll
-      for (int i = 0; i < WIDTH; i++) merged[i].add(parts[i], last, lane);
+      const PartPlace from(p, row, row.first_part + s, x);
+      const int count = min(row.num_parts - s, Parts::MERGED);
+      Parts parts(count, lane);
+      parts.await(from, lane);
+      merged.add(parts);
+      Parts::clear(from, count, lane);
     }
-#pragma unroll
-    for (int i = 0; i < WIDTH; i++) {
-      const int x = first + i * THREADS;
-      const float mass = merged[i].mass;
-      store_shared_float(result_at(x), mass > 0.f ? merged[i].sum / mass : 0.f);
-      if (x % HEAD_DIM == 0)
-        store_shared_float(stat_at(2) + x / HEAD_DIM * 4,
-                           mass > 0.f ? merged[i].most + log2_fast(mass) : MINUS_INFINITY);
-    }
-  }
-}
-
-// Leaves the parts as the next launch must find them. Every thread clears what it has read.
-INLINE void clear_parts(const Params& p, const Row& row, int tid) {
-  for (int x = tid; x < PartPlace::PART_WORDS; x += THREADS) {
-    PartPlace place(p, row, row.first_part + 1, x);
-#pragma unroll 1
-    for (int k = 1; k < row.num_parts; k++) {
-      store_device(place.out, EMPTY);
-      if (tid % 32 == 0) store_device(place.lse, EMPTY);
-      place.out += PartPlace::PART_WORDS, place.lse += PartPlace::PART_WARPS;
-    }
+    const float inverse = merged.mass > 0.f ? 1.f / merged.mass : 0.f;
+    store_shared_float(result_at(x), merged.a * inverse);
+    store_shared_float(result_at(x + 1), merged.b * inverse);
+    if (x % HEAD_DIM == 0)
+      store_shared_float(stat_at(2) + query * 4, merged.mass > 0.f
+                                                     ? merged.most + log2_fast(merged.mass)
+                                                     : MINUS_INFINITY);
   }
 }
 
@@ -337,5 +316,4 @@ INLINE void finish_row(const Params& p, Row& row, const Running& run, const Accu
     const float lse2 = load_shared_float(stat_at(is_shared ? 2 : 0) + query * 4);
     write_query(p, row, query, v, lse2, lane);
   }
-  if (is_shared) clear_parts(p, row, tid);
 }

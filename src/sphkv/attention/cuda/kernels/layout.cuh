@@ -152,7 +152,7 @@ struct Params {
   void* out;                    // [batch][query_heads][HEAD_DIM] float or bfloat16
   float* lse;                   // [batch][query_heads]
   uint32_t* part_out;           // [kv_heads * blocks][batch + ctas][COLUMNS][HEAD_DIM], see PartPlace
-  uint32_t* part_lse;           // the same with HEAD_DIM / 32
+  uint32_t* part_lse;           // the same with HEAD_DIM / 64
   int batch;
   int kv_heads;
   int group;            // query heads per KV head

@@ -93,8 +93,22 @@ INLINE void fill_from_device(uint32_t& v, const uint32_t* at) {
       : "memory");
 }
 
+// Reads two words of which one is EMPTY so far.
+INLINE void fill_from_device2(uint2& v, const uint32_t* at) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b32 t;\nmax.u32 t, %0, %1;\nsetp.eq.u32 p, t, %3;\n"
+      "@p ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];\n}"
+      : "+r"(v.x), "+r"(v.y)
+      : "l"(at), "n"(EMPTY)
+      : "memory");
+}
+
 INLINE void store_device(uint32_t* at, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
+}
+
+INLINE void store_device2(uint32_t* at, uint32_t a, uint32_t b) {
+  asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1,%2};" ::"l"(at), "r"(a), "r"(b) : "memory");
 }
 
 // ---- barriers in shared memory and bulk copies that complete on them ----
