@@ -26,16 +26,20 @@ def climb_hulls(choices: TierChoices, tier_id: Tensor, budget: int) -> Tensor:
         budget: Bytes for all units.
     """
     at, steps = tier_id, []
+    slope = torch.full(tier_id.shape, torch.inf, device=tier_id.device)
     while True:
         unit, tier, extra, value = _next_steps(choices, at, budget)
         if unit.numel() == 0:
             break
-        steps.append((unit, tier, extra, value))
+        # slopes of a hull fall; where the budget hides a part of it they may not, and a step must
+        # not come before the one it stands on
+        slope[unit] = torch.minimum(slope[unit], value.to(slope.dtype))
+        steps.append((unit, tier, extra, slope[unit]))
         at = at.index_put((unit,), tier)
     if not steps:
         return tier_id
     unit, tier, extra, value = (torch.cat(column) for column in zip(*steps, strict=True))
-    # slopes of a hull fall, so a stable order keeps each unit's steps in sequence
+    # a stable order keeps each unit's steps in sequence
     order = value.argsort(descending=True, stable=True)
     left = budget - choices.bytes_of(tier_id)
     order = order[extra[order].cumsum(0) <= left]
