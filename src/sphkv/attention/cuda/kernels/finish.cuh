@@ -19,6 +19,9 @@ struct Row {
 
 CONSTANT_FUNCTION int stat_at(int kind) { return SHARED_BASE + RESULT_OFFSET + COLUMNS * HEAD_DIM * 4 + kind * STAT_BYTES; }
 
+// Dimension x % HEAD_DIM of query x / HEAD_DIM.
+INLINE uint32_t result_at(int x) { return SHARED_BASE + RESULT_OFFSET + x * 4; }
+
 // Column of a lane's logits c = 0, 1 as a query of the group.
 INLINE int lane_query(int t, int c) { return SHARED_COLUMNS ? 2 * (t & 1) + c : 2 * t + c; }
 
@@ -96,7 +99,7 @@ INLINE void add_warps(int tid) {
     for (int w = 0; w < WARPS; w++)
       sum += load_shared_float(stat_at(3) + (w * COLUMNS + query) * 4) *
              load_shared_float(from + w * COLUMNS * PASS_ROW * 4);
-    store_shared_float(SHARED_BASE + RESULT_OFFSET + (query * HEAD_DIM + FIRST + dim) * 4, sum);
+    store_shared_float(result_at(query * HEAD_DIM + FIRST + dim), sum);
   }
 }
 
@@ -193,8 +196,6 @@ struct PartPlace {
     lse = p.part_lse + at * PART_WARPS + x / 64;
   }
 };
-
-INLINE uint32_t result_at(int x) { return SHARED_BASE + RESULT_OFFSET + x * 4; }
 
 // This block's share of a row, for the row's first block.
 INLINE void write_part(const Params& p, const Row& row, int tid) {
