@@ -88,18 +88,20 @@ INLINE void store_sums(const Accumulator& acc, int tid) {
   }
 }
 
-// Sum of what the warps have stored, to results[query][dim].
+// Sum of what the warps have stored, to results[query][dim]; a thread has two dimensions.
 template <int FIRST>
 INLINE void add_warps(int tid) {
-  for (int x = tid; x < COLUMNS * PASS_DIMS; x += THREADS) {
+  for (int x = 2 * tid; x < COLUMNS * PASS_DIMS; x += 2 * THREADS) {
     const int query = x / PASS_DIMS, dim = x % PASS_DIMS;
     const uint32_t from = SHARED_BASE + SCRATCH_OFFSET + (query * PASS_ROW + dim) * 4;
-    float sum = -load_shared_float(stat_at(1) + query * 4);
+    float a = -load_shared_float(stat_at(1) + query * 4), b = a;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++)
-      sum += load_shared_float(stat_at(3) + (w * COLUMNS + query) * 4) *
-             load_shared_float(from + w * COLUMNS * PASS_ROW * 4);
-    store_shared_float(result_at(query * HEAD_DIM + FIRST + dim), sum);
+    for (int w = 0; w < WARPS; w++) {
+      const float factor = load_shared_float(stat_at(3) + (w * COLUMNS + query) * 4);
+      const uint2 v = load_shared2(from + w * COLUMNS * PASS_ROW * 4);
+      a += factor * __uint_as_float(v.x), b += factor * __uint_as_float(v.y);
+    }
+    store_shared2(result_at(query * HEAD_DIM + FIRST + dim), __float_as_uint(a), __float_as_uint(b));
   }
 }
 
