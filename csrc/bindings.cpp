@@ -133,21 +133,21 @@ void encode_keys(const std::vector<int>& sizes, const std::vector<uintptr_t>& in
 }
 
 // sizes: rows, tokens, dim, bits
-void fit_steps(const std::vector<int>& sizes, uintptr_t unit, uintptr_t starts, int num_starts,
-               int num_refinements, int threads, uintptr_t step) {
-  check_sizes(sizes, {}, 0, {}, 0);
-  const ValueRows values{sizes[0], sizes[1], sizes[2], sizes[3], at_address<float>(unit)};
+void fit_steps(const std::vector<int>& sizes, const std::vector<uintptr_t>& in,
+               const std::vector<int>& clips, int num_refinements, int threads, uintptr_t step) {
+  check_sizes(sizes, in, 2, {}, 0);
+  const ValueRows values{sizes[0], sizes[1], sizes[2], sizes[3], at_address<float>(in[0])};
+  const ClipTable table{clips.at(0), clips.at(1), at_address<int16_t>(in[1])};
   nb::gil_scoped_release unlocked;
-  fit_value_steps(values, at_address<float>(starts), num_starts, num_refinements, threads,
-                  reinterpret_cast<float*>(step));
+  fit_value_steps(values, table, num_refinements, threads, reinterpret_cast<float*>(step));
 }
 
-void encode_values(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, int threads,
-                   const std::vector<uintptr_t>& out) {
+void encode_values(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, float coarse,
+                   int threads, const std::vector<uintptr_t>& out) {
   check_sizes(sizes, in, 5, out, 2);
   const ValueRows values{sizes[0], sizes[1], sizes[2], sizes[3], at_address<float>(in[0])};
   const ScaleRows scales{at_address<float>(in[1]), at_address<float>(in[2]),
-                         at_address<float>(in[3]), at_address<uint8_t>(in[4])};
+                         at_address<float>(in[3]), at_address<uint8_t>(in[4]), coarse};
   nb::gil_scoped_release unlocked;
   encode_value_rows(values, scales, threads, reinterpret_cast<uint8_t*>(out[0]),
                     reinterpret_cast<uint8_t*>(out[1]));

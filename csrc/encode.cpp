@@ -198,12 +198,31 @@ inline float snap(float ratio, float half) {
 
 constexpr int kWays = 16;  // independent sums, so that loops vectorise without reordering
 
-struct Fit {
-  float step, gain;
-};
+// Step of the clipping ratio that explains most, out of a histogram of the value's components.
+float clipped_start(const float* unit, int dim, const ClipTable& clips, std::vector<int32_t>& counts) {
+  counts.assign(clips.cells, 0);
+  const float per_unit = static_cast<float>(clips.cells) - 0.5f;
+  for (int i = 0; i < dim; ++i) {
+    ++counts[static_cast<int>(std::min(std::fabs(unit[i]), 1.0f) * per_unit)];
+  }
+  float best = 0.0f, most = -1.0f;
+  for (int ratio = 0; ratio < clips.ratios; ++ratio) {
+    const int16_t* along = clips.weights + static_cast<size_t>(ratio) * clips.cells;
+    const int16_t* square = along + static_cast<size_t>(clips.ratios) * clips.cells;
+    int32_t along_sum = 0, square_sum = 0;
+    for (int i = 0; i < clips.cells; ++i) {
+      along_sum += counts[i] * along[i];
+      square_sum += counts[i] * square[i];
+    }
+    const auto sum = static_cast<float>(along_sum);
+    const float step = sum / static_cast<float>(square_sum), gain = sum * step;
+    if (gain > most) most = gain, best = step;
+  }
+  return best / per_unit;
+}
 
-// Best step for the levels that `step` selects, and the energy it explains.
-Fit least_squares(const float* unit, int dim, float step, float half) {
+// Best step for the levels that `step` selects.
+float least_squares(const float* unit, int dim, float step, float half) {
   const float inverse = inverse_or_zero(step);
   float along[kWays] = {}, square[kWays] = {};
   int i = 0;
@@ -223,8 +242,7 @@ Fit least_squares(const float* unit, int dim, float step, float half) {
     along[0] += along[j];
     square[0] += square[j];
   }
-  const float refined = along[0] / square[0];
-  return {refined, along[0] * refined};
+  return along[0] / square[0];
 }
 
 float squared_error(const float* unit, int dim, float step, float half) {
@@ -245,6 +263,23 @@ float squared_error(const float* unit, int dim, float step, float half) {
   return sums[0];
 }
 
+// The scale code of least error: `nearest`, or one beside it where the page's step is coarse.
+uint8_t best_scale(const ValueRows& values, const ScaleRows& scales, int row, size_t token,
+                   int nearest, float half) {
+  if (!(scales.width[row] > scales.coarse * scales.step(row, nearest))) {
+    return static_cast<uint8_t>(nearest);
+  }
+  float least = std::numeric_limits<float>::infinity();
+  int best = nearest;
+  for (int offset : {0, -1, 1}) {
+    const int code = std::min(std::max(nearest + offset, 0), 255);
+    const float step = scales.step(row, code) * scales.inverse_peak[token];
+    const float error = squared_error(values.unit + token * values.dim, values.dim, step, half);
+    if (error < least) least = error, best = code;
+  }
+  return static_cast<uint8_t>(best);
+}
+
 }  // namespace
 
 void encode_key_rows(const KeyRows& keys, int num_threads, uint8_t* codes, float* cosine,
@@ -254,22 +289,18 @@ void encode_key_rows(const KeyRows& keys, int num_threads, uint8_t* codes, float
   }}});
 }
 
-void fit_value_steps(const ValueRows& values, const float* starts, int num_starts,
-                     int num_refinements, int num_threads, float* step) {
+void fit_value_steps(const ValueRows& values, const ClipTable& clips, int num_refinements,
+                     int num_threads, float* step) {
   const auto half = static_cast<float>(1 << (values.bits - 1));
   run_phases(num_threads, {{values.rows, [&](int row) {
+    std::vector<int32_t> counts;
     for (int t = 0; t < values.tokens; ++t) {
       const size_t at = static_cast<size_t>(row) * values.tokens + t;
       const float* unit = values.unit + at * values.dim;
-      Fit best{0.0f, -1.0f};
-      for (int i = 0; i < num_starts; ++i) {
-        const Fit fit = least_squares(unit, values.dim, starts[i], half);
-        if (fit.gain > best.gain) best = fit;
-      }
+      step[at] = clips.weights ? clipped_start(unit, values.dim, clips, counts) : 1.0f / (half - 0.5f);
       for (int i = 0; i < num_refinements; ++i) {
-        best = least_squares(unit, values.dim, best.step, half);
+        step[at] = least_squares(unit, values.dim, step[at], half);
       }
-      step[at] = best.step;
     }
   }}});
 }
@@ -288,19 +319,8 @@ void encode_value_rows(const ValueRows& values, const ScaleRows& scales, int num
         scale_code[at] = 0;
         continue;
       }
-      const int centre = scale_code[at];
-      float least = std::numeric_limits<float>::infinity(), step = 0.0f;
-      for (int offset : {0, -1, 1}) {
-        const int code = std::min(std::max(centre + offset, 0), 255);
-        const float tried = (scales.low[row] + scales.width[row] * static_cast<float>(code)) *
-                            scales.inverse_peak[at];
-        const float error = squared_error(unit, values.dim, tried, half);
-        if (!(error < least)) continue;
-        least = error;
-        step = tried;
-        scale_code[at] = static_cast<uint8_t>(code);
-      }
-      const float inverse = inverse_or_zero(step);
+      scale_code[at] = best_scale(values, scales, row, at, scale_code[at], half);
+      const float inverse = inverse_or_zero(scales.step(row, scale_code[at]) * scales.inverse_peak[at]);
       for (int i = 0; i < values.dim; ++i) {
         out[i] = static_cast<uint8_t>(snap(unit[i] * inverse, half) + midpoint);
       }

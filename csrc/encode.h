@@ -29,10 +29,16 @@ struct ValueRows {
   const float* unit;
 };
 
-// Step of least squared error of every token, [rows, tokens]: the best of `num_starts` starting
-// steps, then refined.
-void fit_value_steps(const ValueRows& values, const float* starts, int num_starts,
-                     int num_refinements, int num_threads, float* step);
+// What components of each cell count for, clipping ratio by clipping ratio; see codec/clipping.py.
+struct ClipTable {
+  int ratios, cells;
+  const int16_t* weights;  // [2, ratios, cells]: along, square; null for a width without a choice
+};
+
+// Step of least squared error of every token, [rows, tokens]: that of the best clipping ratio, then
+// refined.
+void fit_value_steps(const ValueRows& values, const ClipTable& clips, int num_refinements,
+                     int num_threads, float* step);
 
 // Where a page's steps lie: low + width * code, one of each per row.
 struct ScaleRows {
@@ -40,10 +46,13 @@ struct ScaleRows {
   const float* width;         // [rows]
   const float* inverse_peak;  // [rows, tokens]
   const uint8_t* is_live;     // [rows, tokens]
+  float coarse;               // a width above this part of a token's own step is coarse
+
+  float step(int row, int code) const { return low[row] + width[row] * static_cast<float>(code); }
 };
 
-// Moves each scale code, [rows, tokens], to the best of itself and its neighbours, then writes the
-// codes, [rows, tokens, dim]; both are 0 for tokens that are not live.
+// Moves each scale code, [rows, tokens], that is coarse to the best of itself and its neighbours, then
+// writes the codes, [rows, tokens, dim]; both are 0 for tokens that are not live.
 void encode_value_rows(const ValueRows& values, const ScaleRows& scales, int num_threads,
                        uint8_t* scale_code, uint8_t* codes);
 

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the encode kernels: scores rank points by distance, bins give the codec's sums."""
+"""Tables of the encode kernels: scores rank points by distance, lanes have their weights."""
+
+import itertools
 
 import pytest
 import torch
 
-from sphkv.attention.cuda.search_tables import BINNED_BITS, ClipCells, build_encode_tables
+from sphkv.attention.cuda.search_tables import build_encode_tables, clip_fragments
 from sphkv.attention.triton.search import build_search_table
+from sphkv.codec.clipping import CLIP_RANGE, clip_weights
 from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
-from sphkv.codec.values import _least_squares, _starts
 from sphkv.core.tiers import coded_tier
 from sphkv.testing.cases import CacheCase, random_calibration
 
@@ -92,20 +94,18 @@ def test_codes_have_places_in_the_rows_of_their_own_plane(tables):
         assert slot == len(words)
 
 
-@pytest.mark.parametrize("bits", BINNED_BITS)
-def test_bins_give_what_each_clipping_ratio_gives(bits):
-    clips = ClipCells.of_bits(bits)
-    x = torch.randn(50, 128, generator=torch.Generator().manual_seed(bits)).abs()
-    unit = (x / x.amax(1, keepdim=True)).double()
-    cell = (unit * clips.cells).floor().long()
-    member = torch.nn.functional.one_hot(clips.bins()[cell].long(), clips.num_bins).double()
-    total, count = (member * unit[..., None]).sum(1), member.sum(1)  # [states, bins]
-    weights = clips.weights().view(-1, 8, 4, 2, 2, 4).permute(3, 4, 1, 0, 2, 5).reshape(2, 16, -1)
-    levels, squares = weights.double()
-    assert bool((levels[15] == 1).all())
-    for ratio, start in enumerate(_starts(bits)):
-        step, gain = _least_squares(unit, torch.full_like(unit[:, :1], start), bits)
-        along = total @ levels[ratio] + unit.sum(1) / 2
-        square = count @ squares[ratio] + 128 / 4
-        torch.testing.assert_close(along / square, step[:, 0])
-        torch.testing.assert_close(along.square() / square, gain[:, 0])
+@pytest.mark.parametrize("bits", CLIP_RANGE)
+def test_lanes_have_the_weights_of_their_ratios_and_cells(bits):
+    along, square = clip_weights(bits)
+    fragments = clip_fragments(bits).long()
+    for lane, (step, half) in itertools.product(range(32), itertools.product(range(4), range(2))):
+        g, t = divmod(lane, 4)
+        cell = 32 * step + 16 * half + 4 * t + torch.arange(4)
+        for upper in range(2):
+            low, high, squares = fragments[step, :, lane, 2 * half + upper]
+            assert torch.equal(low + 256 * high, along[g + 8 * upper, cell])
+            assert torch.equal(squares, square[g + 8 * upper, cell])
+
+
+def test_eight_bits_have_no_weights():
+    assert clip_fragments(8).numel() == 0

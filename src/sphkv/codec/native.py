@@ -7,12 +7,11 @@ differ where two candidates are equally near to within that rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from sphkv.codec.affine import AffineCode
+from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS, NUM_RATIOS, clip_weights
 from sphkv.codec.codebook import AngleCodebook
 from sphkv.core.native import native_kernels
 
@@ -58,27 +57,23 @@ def snap_to_slots(unit: Tensor, codebook: AngleCodebook) -> tuple[Tensor, Tensor
     return codes, cosine, length
 
 
-def fit_steps(
-    unit: Tensor, starts: Sequence[float], *, bits: int, num_refinements: int
-) -> Tensor | None:
+def fit_steps(unit: Tensor, *, bits: int, num_refinements: int) -> Tensor | None:
     """Step of least squared error of every token, ``[..., tokens, 1]`` float32, or None.
 
     Args:
         unit: ``[..., tokens, head_dim]`` float32 with peak 1 (or 0).
-        starts: Steps to begin from.
         bits: Width of a code.
-        num_refinements: Least-squares steps after the best start.
+        num_refinements: Least-squares steps after the best clipping ratio.
     """
     if not is_native(unit) or unit.dtype != torch.float32:
         return None
     unit = unit.contiguous()
     step = torch.empty(*unit.shape[:-1], 1)
-    first = torch.tensor(starts, dtype=torch.float32)
+    weights = torch.stack(clip_weights(bits)).to(torch.int16) if bits in CLIP_RANGE else None
     native_kernels().fit_value_steps(  # type: ignore[union-attr]
         [*_rows(unit), bits],
-        unit.data_ptr(),
-        first.data_ptr(),
-        len(starts),
+        [unit.data_ptr(), 0 if weights is None else weights.data_ptr()],
+        [NUM_RATIOS, NUM_CELLS],
         num_refinements,
         torch.get_num_threads(),
         step.data_ptr(),
@@ -87,9 +82,9 @@ def fit_steps(
 
 
 def encode_steps(
-    unit: Tensor, inverse_peak: Tensor, scale: AffineCode, live: Tensor, *, bits: int
+    unit: Tensor, inverse_peak: Tensor, scale: AffineCode, live: Tensor, *, bits: int, coarse: float
 ) -> tuple[Tensor, Tensor] | None:
-    """Choose each scale code among its neighbours and snap the values to its step.
+    """Choose coarse scale codes among their neighbours and snap the values to their steps.
 
     Args:
         unit: ``[..., tokens, head_dim]`` float32 with peak 1 (or 0).
@@ -97,6 +92,7 @@ def encode_steps(
         scale: Steps as first rounded.
         live: ``[..., tokens]`` bool.
         bits: Width of a code.
+        coarse: Part of a token's own step above which a page's step is coarse.
 
     Returns:
         Codes ``[..., tokens, head_dim]`` and scale codes ``[..., tokens]``, uint8; or None.
@@ -115,6 +111,7 @@ def encode_steps(
     native_kernels().encode_values(  # type: ignore[union-attr]
         [*_rows(unit), bits],
         [part.data_ptr() for part in parts],
+        coarse,
         torch.get_num_threads(),
         [scale_code.data_ptr(), codes.data_ptr()],
     )

@@ -13,20 +13,15 @@ from torch import Tensor
 
 from sphkv.codec import native
 from sphkv.codec.affine import AffineCode, check_finite, live_mask, quantise_affine_u8
+from sphkv.codec.clipping import CLIP_RANGE, clipped_start
 from sphkv.codec.hadamard import rotate, unrotate
 from sphkv.codec.packing import VALUE_BITS
 
-# Clipping ratios tried for each width: smallest, largest, count. A ratio of 1 puts the outermost
-# level on the token's largest component; rotated components are near Gaussian, and their best
-# ratio at head dims 64 to 256 lies inside these ranges.
-CLIP_GRID: dict[int, tuple[float, float, int]] = {
-    2: (0.30, 0.90, 8),
-    3: (0.45, 1.00, 8),
-    4: (0.62, 1.05, 10),
-    8: (0.96, 1.01, 3),
-}
+NUM_REFINEMENTS = 1
 
-NUM_REFINEMENTS = 2
+# A page's scale step above this part of a token's own step is coarse: codes beside the nearest are
+# tried too. Below it they would gain a thousandth of the error.
+COARSE_STEP: dict[int, float] = {2: 1 / 16, 3: 1 / 16, 4: 1 / 16, 8: 1 / 1024}
 
 # What the step of least squared error is multiplied with for a reader: one over the part of a
 # Gaussian value that its codes keep. Sums of many values then have no bias towards zero.
@@ -56,7 +51,7 @@ class ValueCode:
 def encode_values(values: Tensor, mask: Tensor | None = None, *, bits: int) -> ValueCode:
     """Rotate values and code them with the step of least squared error per token.
 
-    The step is found over a grid of clipping ratios, refined by least squares, rounded to the
+    The step is that of the best clipping ratio, refined by least squares, rounded to the
     page's 8-bit affine code, and the codes are snapped again to the step a reader will see.
     A zero value has step 0, so it comes back as zero.
 
@@ -90,11 +85,13 @@ def encode_values(values: Tensor, mask: Tensor | None = None, *, bits: int) -> V
     # Unit peak: squares neither overflow nor vanish, whatever the magnitude of a token.
     inverse_peak = _inverse(peak)
     unit = rotated * inverse_peak
-    step = native.fit_steps(unit, _starts(bits), bits=bits, num_refinements=NUM_REFINEMENTS)
+    step = native.fit_steps(unit, bits=bits, num_refinements=NUM_REFINEMENTS)
     if step is None:
         step = _fit_step(unit, bits=bits)
     scale = quantise_affine_u8((step * peak).squeeze(-1), live)
-    found = native.encode_steps(unit, inverse_peak, scale, live, bits=bits)
+    found = native.encode_steps(
+        unit, inverse_peak, scale, live, bits=bits, coarse=COARSE_STEP[bits]
+    )
     if found is not None:
         return ValueCode(found[0], AffineCode(found[1], scale.lo, scale.step), bits)
     return _encode_steps(unit, inverse_peak, scale, live, bits=bits)
@@ -103,7 +100,7 @@ def encode_values(values: Tensor, mask: Tensor | None = None, *, bits: int) -> V
 def _encode_steps(
     unit: Tensor, inverse_peak: Tensor, scale: AffineCode, live: Tensor, *, bits: int
 ) -> ValueCode:
-    """Codes at the best of each step's neighbours; what ``native.encode_steps`` also does."""
+    """Codes at the step of each scale code, or a neighbour's; as ``native.encode_steps`` does."""
     scale = _choose_neighbour(unit, inverse_peak, scale, bits=bits)
     centred = _snap(unit, scale.dequantise()[..., None] * inverse_peak, bits=bits)
     codes = (centred + _midpoint(bits)).masked_fill(~live[..., None], 0.0).to(torch.uint8)
@@ -164,18 +161,8 @@ def _snap(unit: Tensor, step: Tensor, *, bits: int) -> Tensor:
     return ratio.floor_().clamp_(-half, half - 1).add_(0.5)
 
 
-def _starts(bits: int) -> list[float]:
-    """Steps to begin from: each clipping ratio's, relative to the peak."""
-    first, last, count = CLIP_GRID[bits]
-    ratios = [first + (last - first) * i / (count - 1) for i in range(count)]
-    return [ratio / _midpoint(bits) for ratio in ratios]
-
-
 def _fit_step(unit: Tensor, *, bits: int) -> Tensor:
     """Step of least squared error of every token.
-
-    For fixed levels ``c`` the best step is ``<x, c> / <c, c>`` and removes
-    ``<x, c>**2 / <c, c>`` of the energy, so each clipping ratio is judged by that.
 
     Args:
         unit: ``[..., tokens, head_dim]`` float32 with peak 1 (or 0).
@@ -184,34 +171,33 @@ def _fit_step(unit: Tensor, *, bits: int) -> Tensor:
     Returns:
         ``[..., tokens, 1]`` float32, relative to the peak.
     """
-    best_step = torch.zeros_like(unit[..., :1])
-    best_gain = torch.full_like(best_step, -1.0)
-    for start in _starts(bits):
-        step, gain = _least_squares(unit, torch.full_like(best_step, start), bits)
-        is_better = gain > best_gain
-        best_step = torch.where(is_better, step, best_step)
-        best_gain = torch.where(is_better, gain, best_gain)
+    if bits in CLIP_RANGE:
+        step = clipped_start(unit, bits)
+    else:
+        step = torch.full_like(unit[..., :1], 1 / _midpoint(bits))
     for _ in range(NUM_REFINEMENTS):
-        best_step, _ = _least_squares(unit, best_step, bits)
-    return best_step
+        step = _least_squares(unit, step, bits)
+    return step
 
 
-def _least_squares(unit: Tensor, step: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Best step for the levels that ``step`` selects, and the energy it explains."""
+def _least_squares(unit: Tensor, step: Tensor, bits: int) -> Tensor:
+    """Best step for the levels ``c`` that ``step`` selects: ``<x, c> / <c, c>``."""
     centred = _snap(unit, step, bits=bits)
-    along = torch.linalg.vecdot(unit, centred)[..., None]
-    refined = along / torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square()
-    return refined, along * refined
+    refined: Tensor = torch.linalg.vecdot(unit, centred) / torch.linalg.vecdot(centred, centred)
+    return refined[..., None]
 
 
 def _choose_neighbour(
     unit: Tensor, inverse_peak: Tensor, scale: AffineCode, *, bits: int
 ) -> AffineCode:
-    """Move each scale code by at most one where that lowers the error after snapping.
+    """Move scale codes that are coarse by at most one where that lowers the error after snapping.
 
     The nearest step is best for fixed codes only: where the page's step is coarse against a
     token's own, clipping costs more than granularity and the next code up can win.
     """
+    is_coarse = scale.step[..., None] > COARSE_STEP[bits] * scale.dequantise()
+    if not bool(is_coarse.any()):
+        return scale
     best_code = scale.code
     best_error = torch.full(best_code.shape, float("inf"), device=unit.device)
     for offset in (0, -1, 1):
@@ -222,4 +208,4 @@ def _choose_neighbour(
         is_better = error < best_error
         best_code = torch.where(is_better, code, best_code)
         best_error = torch.where(is_better, error, best_error)
-    return AffineCode(best_code, scale.lo, scale.step)
+    return AffineCode(torch.where(is_coarse, best_code, scale.code), scale.lo, scale.step)

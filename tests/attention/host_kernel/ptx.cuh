@@ -158,7 +158,6 @@ INLINE void store_shared2(uint32_t at, uint32_t a, uint32_t b) {
 }
 INLINE float load_shared_float(uint32_t address) { return host::shared<float>(address); }
 INLINE void store_shared_float(uint32_t address, float v) { host::shared<float>(address) = v; }
-INLINE uint32_t load_shared_byte(uint32_t address) { return host::shared<uint8_t>(address); }
 INLINE void add_shared(uint32_t address, uint32_t v) { host::shared<uint32_t>(address) += v; }
 INLINE uint32_t shared_address(const void* at) { return (const uint8_t*)at - host::block.shared; }
 
@@ -296,14 +295,14 @@ INLINE uint32_t transpose_8x8(uint32_t a) {
   const int g = host::block.current % 32 / 4, t = host::block.current % 4;
   return host::pack(host::half_of(w[8 * t + g / 2][0], g), host::half_of(w[8 * t + 4 + g / 2][0], g));
 }
-INLINE void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
-  const uint32_t mine[3] = {a0, a1, b};
+INLINE void mma_bytes(int (&c)[4], uint4 a, uint2 b) {
+  const uint32_t mine[6] = {a.x, a.y, a.z, a.w, b.x, b.y};
   const host::Words w = host::exchange(mine);
   const int g = host::block.current % 32 / 4, t = host::block.current % 4;
   for (int i = 0; i < 4; i++)
-    for (int k = 0; k < 16; k++)
-      c[i] += (w[g * 4 + k / 4][i / 2] >> 8 * (k % 4) & 255) *
-              (w[(2 * t + i % 2) * 4 + k / 4][2] >> 8 * (k % 4) & 255);
+    for (int k = 0; k < 32; k++)
+      c[i] += (w[g * 4 + k % 16 / 4][k / 16 * 2 + i / 2] >> 8 * (k % 4) & 255) *
+              (w[(2 * t + i % 2) * 4 + k % 16 / 4][4 + k / 16] >> 8 * (k % 4) & 255);
 }
 INLINE void store_transposed(uint32_t address, uint4 v) {
   const uint32_t mine[1] = {address}, word[4] = {v.x, v.y, v.z, v.w};

@@ -14,16 +14,16 @@ from sphkv.attention.cuda.compiler import architecture, load_cubin
 from sphkv.attention.cuda.driver import Kernel
 from sphkv.attention.cuda.geometry import PAGE_TOKENS, is_served
 from sphkv.attention.cuda.search_tables import (
-    BINNED_BITS,
     PLANE_WORDS,
     SLOT_WORDS,
-    ClipCells,
     EncodeTables,
     build_encode_tables,
+    clip_fragments,
 )
 from sphkv.attention.triton.search import SearchTables
+from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS
 from sphkv.codec.states import SphericalCodec
-from sphkv.codec.values import NUM_REFINEMENTS, READ_GAIN
+from sphkv.codec.values import COARSE_STEP, NUM_REFINEMENTS, READ_GAIN
 from sphkv.store.layout import PAGE_VERSION, PageLayout
 from sphkv.store.paging import PageRows
 
@@ -31,7 +31,7 @@ _THREADS = 256
 _RANGE_BYTES = 2 * _THREADS // 32 * 4
 _POINTERS = (
     *("keys", "values", "positions", "counts", "heads", "flags", "pages"),
-    *("kinds", "planes", "slots", "places", "grid", "bins", "weights"),
+    *("kinds", "planes", "slots", "places", "grid", "weights"),
 )
 
 
@@ -68,7 +68,7 @@ class CudaEncoder:
         self._search = SearchTables()
         self._tables: WeakKeyDictionary[SphericalCodec, dict[tuple[int, int], EncodeTables]]
         self._tables = WeakKeyDictionary()
-        self._clips: dict[int, tuple[Tensor, Tensor]] = {}
+        self._clips: dict[int, Tensor] = {}
 
     @staticmethod
     def takes(layout: PageLayout, states: Sequence[Tensor]) -> bool:
@@ -95,18 +95,15 @@ class CudaEncoder:
     def _encode_kernels(self, layout: PageLayout, device: torch.device) -> tuple[Kernel, Kernel]:
         """The kernel of the keys and that of the values, looked up once per layout."""
         if layout not in self._encode:
-            clips = ClipCells.of_bits(layout.tier.value_bits)
             sizes = {
                 "sphkv_encode_keys": _key_memory(layout),
                 "sphkv_encode_values": _value_memory(layout),
             }
             defines = (
                 f"-DSPHKV_POSITIONS={int(layout.position_mode)}",
-                f"-DSPHKV_RATIOS={clips.num_ratios}",
-                f"-DSPHKV_FIRST_RATIO={clips.first}",
-                f"-DSPHKV_RATIO_STEP={clips.step}",
-                f"-DSPHKV_CELLS={clips.cells}",
+                f"-DSPHKV_CELLS={NUM_CELLS}",
                 f"-DSPHKV_REFINEMENTS={NUM_REFINEMENTS}",
+                f"-DSPHKV_COARSE_STEP={COARSE_STEP[layout.tier.value_bits]}f",
             )
             keys, values = (
                 self._kernel(
@@ -126,14 +123,9 @@ class CudaEncoder:
             held[key] = build_encode_tables(self._search.get(codec, layer, layout.tier, device))
         return held[key]
 
-    def _clip_tables(self, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Bins of cells and weights of bins; empty for a width that has none."""
+    def _clip_weights(self, bits: int, device: torch.device) -> Tensor:
         if bits not in self._clips:
-            clips = ClipCells.of_bits(bits)
-            found = (
-                (clips.bins(), clips.weights()) if bits in BINNED_BITS else (torch.empty(0),) * 2
-            )
-            self._clips[bits] = (found[0].to(device), found[1].to(device))
+            self._clips[bits] = clip_fragments(bits).to(device)
         return self._clips[bits]
 
     def encode(
@@ -157,7 +149,7 @@ class CudaEncoder:
         pages = torch.empty(len(heads), layout.page_bytes, dtype=torch.uint8, device=device)
         inputs = (keys, values, positions, counts, heads, flags, pages)
         held = (tables.kinds, tables.planes, tables.slots, tables.places, tables.grid)
-        parts = (*inputs, *held, *self._clip_tables(bits, device))
+        parts = (*inputs, *held, self._clip_weights(bits, device))
         params = _EncodeParams(*(part.data_ptr() for part in parts))
         params.header[0] = PAGE_VERSION | layout.tier_id << 8 | int(layout.position_mode) << 16
         params.header[1] = layout.page_tokens << 16
@@ -190,10 +182,6 @@ def _key_memory(layout: PageLayout) -> int:
 
 
 def _value_memory(layout: PageLayout) -> int:
-    """Size of ``ValueMemory``: histograms, the bins of cells, ranges."""
-    bits, num_bins, cells = layout.tier.value_bits, 1, 0
-    if bits in BINNED_BITS:
-        clips = ClipCells.of_bits(bits)
-        num_bins, cells = clips.num_bins, clips.cells
-    tally = num_bins * _THREADS // 32 * 4 * (32 if bits == 2 else 17)
-    return tally + (cells + 16) // 16 * 16 + _RANGE_BYTES + 8
+    """Size of ``ValueMemory``: histograms of four states a word and cell, ranges."""
+    is_clipped = layout.tier.value_bits in CLIP_RANGE
+    return is_clipped * _THREADS // 32 * 4 * 4 * (NUM_CELLS + 16) + _RANGE_BYTES

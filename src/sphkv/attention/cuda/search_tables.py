@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -13,13 +11,11 @@ from torch import Tensor
 from sphkv.attention.cuda.geometry import LANES
 from sphkv.attention.cuda.search_grid import build_search_grid
 from sphkv.attention.triton.search import SearchTable
+from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS, clip_weights
 from sphkv.codec.codebook import PAIR_LEVELS, SLOT_LEVELS
-from sphkv.codec.values import CLIP_GRID
 
 PLANE_WORDS = 12
 SLOT_WORDS = 80
-BINNED_BITS = (2, 3, 4)
-"""Widths whose clipping ratios are judged from one histogram; others try them one by one."""
 
 _ROW_BYTES = 256  # of a channel in shared memory
 
@@ -167,62 +163,18 @@ def _scores_of_keys(points: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
     return (roots.double().mT @ factors).float(), folded.float()
 
 
-@dataclass(frozen=True, slots=True)
-class ClipCells:
-    """Thresholds of all clipping ratios of a width, as multiples of one number.
+def clip_fragments(bits: int) -> Tensor:
+    """Weights of the clipping ratios as lanes of the kernel hold them; see ``clip_weights``.
 
-    Ratio ``i`` puts the threshold of level ``k`` at ``k * (first + i * step) / cells`` of the peak.
+    Returns:
+        ``[cells / 32, 3, 32, 4, 4]`` uint8: low and high bytes of the first weight, then the
+        second. Lane ``(g, t)`` has ratios ``g`` and ``g + 8`` of cells ``4 * t ...`` of each 16.
+        Nothing for a width that is not clipped.
     """
-
-    first: int
-    step: int
-    cells: int
-    num_ratios: int
-    num_levels: int
-
-    @classmethod
-    def of_bits(cls, bits: int) -> ClipCells:
-        """The thresholds that ``CLIP_GRID`` stands for."""
-        first, last, count = CLIP_GRID[bits]
-        low, high = Fraction(str(first)), Fraction(str(last))
-        half_range = Fraction(2**bits - 1, 2)
-        start, step = low / half_range, (high - low) / (count - 1) / half_range
-        cells = math.lcm(start.denominator, step.denominator)
-        return cls(int(start * cells), int(step * cells), cells, count, 1 << (bits - 1))
-
-    @property
-    def num_bins(self) -> int:
-        """Bins that the thresholds make, rounded up to whole products of 16."""
-        return (self.num_ratios * (self.num_levels - 1) + 16) // 16 * 16
-
-    def _thresholds(self) -> Tensor:
-        """``[ratios, levels - 1]`` int64."""
-        ratio = self.first + self.step * torch.arange(self.num_ratios)
-        return ratio[:, None] * torch.arange(1, self.num_levels)
-
-    def bins(self) -> Tensor:
-        """Thresholds at or below each cell, ``[cells + 1]`` uint8, padded to 16 bytes."""
-        padded = (self.cells + 16) // 16 * 16
-        cell = torch.arange(padded).clamp(max=self.cells)
-        return torch.searchsorted(self._thresholds().flatten().sort().values, cell, right=True).to(
-            torch.uint8
-        )
-
-    def weights(self) -> Tensor:
-        """What a component of each bin counts for, as lanes of the kernel hold it.
-
-        Returns:
-            ``[bins / 16, 32, 4, 4]`` uint8: of lane ``(g, t)`` levels ``k`` of ratios ``g`` and
-            ``g + 8``, then ``k * k + k`` of both, for bins ``4 * t ...`` of each 16. Row 15 of the
-            levels is all ones, so that it sums everything.
-        """
-        rank = self._thresholds().flatten().argsort(stable=True).argsort().view(self.num_ratios, -1)
-        bin_number = torch.arange(self.num_bins)
-        level = (rank[:, :, None] < bin_number).sum(1)  # [ratios, bins]
-        rows = torch.zeros(2, 16, self.num_bins, dtype=torch.uint8)
-        rows[0, : self.num_ratios] = level
-        rows[0, 15] = 1
-        rows[1, : self.num_ratios] = level * level + level
-        # [kind, upper, g, step, t, bin] to [step, g, t, kind, upper, bin]
-        split = rows.view(2, 2, 8, -1, 4, 4).permute(3, 2, 4, 0, 1, 5)
-        return split.reshape(-1, LANES, 4, 4).contiguous()
+    if bits not in CLIP_RANGE:
+        return torch.empty(0, dtype=torch.uint8)
+    along, square = clip_weights(bits)
+    rows = torch.stack([along & 255, along >> 8, square]).to(torch.uint8)
+    # [kind, upper, g, step, half, t, cell] to [step, kind, g, t, half, upper, cell]
+    split = rows.view(3, 2, 8, NUM_CELLS // 32, 2, 4, 4).permute(3, 0, 2, 5, 4, 1, 6)
+    return split.reshape(-1, 3, LANES, 4, 4).contiguous()

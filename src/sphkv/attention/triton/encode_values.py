@@ -17,8 +17,9 @@ from torch import Tensor
 
 from sphkv.attention.triton.encode_keys import quantise_bytes
 from sphkv.attention.triton.pieces import SCALE_LO, SCALE_STEP, read_float
+from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS, odd_levels
 from sphkv.codec.hadamard import rotation_matrix
-from sphkv.codec.values import CLIP_GRID, NUM_REFINEMENTS, READ_GAIN
+from sphkv.codec.values import COARSE_STEP, NUM_REFINEMENTS, READ_GAIN
 from sphkv.store.layout import PageLayout
 
 _TILE = 32
@@ -59,35 +60,49 @@ def _snap(unit, step, in_dim, HALF: tl.constexpr):
 def _least_squares(unit, step, in_dim, HALF: tl.constexpr):
     centred = _snap(unit, step, in_dim, HALF)
     along = tl.sum(unit * centred, 1)
-    refined = along / tl.sum(centred * centred, 1)
-    return refined, along * refined
+    return along / tl.sum(centred * centred, 1)
+
+
+@triton.jit
+def _clipped_start(unit, level_ptr, in_dim, CELLS: tl.constexpr, RATIOS: tl.constexpr,
+                   TILE: tl.constexpr):  # fmt: skip
+    """Step of the clipping ratio that explains most; see ``codec/clipping.py``."""
+    cell = tl.minimum(tl.floor(tl.abs(unit) * (CELLS - 0.5)), CELLS - 1).to(tl.int32)
+    best_step = tl.zeros([TILE], tl.float32)
+    best_gain = tl.full([TILE], -1.0, tl.float32)
+    for at in range(RATIOS):
+        level = tl.load(level_ptr + at * CELLS + cell).to(tl.int32)
+        level = tl.where(in_dim[None, :], level, 0)
+        along = tl.sum(level * (2 * cell + 1), 1).to(tl.float32)
+        step = along / tl.sum(level * level, 1).to(tl.float32)
+        best_step = tl.where(along * step > best_gain, step, best_step)
+        best_gain = tl.maximum(along * step, best_gain)
+    return best_step / (CELLS - 0.5)
 
 
 @triton.jit
 def _steps_kernel(
     value_ptr,  # [rows, PAGE, DIM]
     rotation_ptr,  # [DIM, DIM] f32
+    level_ptr,  # [RATIOS, CELLS] u8; nothing where no ratio is chosen
     step_ptr,  # [rows, PAGE] f32
-    scale, first_ratio, last_ratio,
+    scale,
     PAGE: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, HALF: tl.constexpr,
-    RATIOS: tl.constexpr, REFINEMENTS: tl.constexpr, TILE: tl.constexpr, HAS_SIGNS: tl.constexpr,
+    RATIOS: tl.constexpr, CELLS: tl.constexpr, REFINEMENTS: tl.constexpr, TILE: tl.constexpr,
+    HAS_SIGNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row = tl.program_id(0).to(tl.int64) * PAGE
     dim = tl.arange(0, DIMS)
     in_dim = dim < DIM
     unit, peak = _unit_values(value_ptr, rotation_ptr, row, token, dim, scale, DIM, HAS_SIGNS)
-    best_step = tl.zeros([TILE], tl.float32)
-    best_gain = tl.full([TILE], -1.0, tl.float32)
-    for at in range(RATIOS):
-        ratio = first_ratio + (last_ratio - first_ratio) * at / (RATIOS - 1)
-        start = tl.zeros([TILE], tl.float32) + ratio / (HALF - 0.5)
-        step, gain = _least_squares(unit, start, in_dim, HALF)
-        best_step = tl.where(gain > best_gain, step, best_step)
-        best_gain = tl.maximum(gain, best_gain)
+    if RATIOS:
+        step = _clipped_start(unit, level_ptr, in_dim, CELLS, RATIOS, TILE)
+    else:
+        step = tl.zeros([TILE], tl.float32) + 1 / (HALF - 0.5)
     for _ in range(REFINEMENTS):
-        best_step, gain = _least_squares(unit, best_step, in_dim, HALF)
-    tl.store(step_ptr + row + token, best_step * peak)
+        step = _least_squares(unit, step, in_dim, HALF)
+    tl.store(step_ptr + row + token, step * peak)
 
 
 @triton.jit
@@ -112,6 +127,7 @@ def _values_kernel(
     page_ptr,  # [rows, PAGE_BYTES] u8, header written
     scale,
     gain,
+    coarse,
     PAGE: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, HALF: tl.constexpr,
     BITS: tl.constexpr, PAGE_BYTES: tl.constexpr, SCALE_OFFSET: tl.constexpr,
     VALUE_OFFSET: tl.constexpr, TILE: tl.constexpr, HAS_SIGNS: tl.constexpr,
@@ -136,16 +152,18 @@ def _values_kernel(
         to_unit = _inverse(peak)
         nearest = tl.load(page + SCALE_OFFSET + token).to(tl.float32)
         best = nearest
-        least = tl.full([TILE], float("inf"), tl.float32)
-        for turn in tl.static_range(3):
-            # the nearest code itself, then one below and one above
-            offset = (turn == 2) * 1.0 - (turn == 1) * 1.0
-            code = tl.minimum(tl.maximum(nearest + offset, 0.0), 255.0)
-            size = (low + step * code) * to_unit
-            rest = _snap(unit, size, in_dim, HALF) * size[:, None] - unit
-            error = tl.sum(rest * rest, 1)
-            best = tl.where(error < least, code, best)
-            least = tl.minimum(least, error)
+        is_coarse = live & (step > coarse * (low + step * nearest))
+        if tl.max(is_coarse.to(tl.int32), 0) > 0:
+            least = tl.full([TILE], float("inf"), tl.float32)
+            for turn in tl.static_range(3):
+                # the nearest code itself, then one below and one above
+                offset = (turn == 2) * 1.0 - (turn == 1) * 1.0
+                code = tl.minimum(tl.maximum(nearest + offset, 0.0), 255.0)
+                size = (low + step * code) * to_unit
+                rest = _snap(unit, size, in_dim, HALF) * size[:, None] - unit
+                error = tl.sum(rest * rest, 1)
+                best = tl.where(is_coarse & (error < least), code, best)
+                least = tl.minimum(least, error)
         size = (low + step * best) * to_unit
         codes = (_snap(unit, size, in_dim, HALF) + (HALF - 0.5)).to(tl.int32)
         codes = tl.where(live[:, None] & in_dim[None, :], codes, 0)
@@ -177,7 +195,7 @@ def encode_values_into(pages: Tensor, layout: PageLayout, values: Tensor, counts
     rotation, scale = _scaled_rotation(head_dim, values.device)
     has_signs = scale != 1.0 and values.dtype == torch.bfloat16
     steps = torch.empty(values.shape[:2], device=values.device)
-    first, last, count = CLIP_GRID[bits]
+    levels = _levels(bits, values.device)
     shape = {
         "PAGE": layout.page_tokens,
         "DIM": head_dim,
@@ -187,14 +205,21 @@ def encode_values_into(pages: Tensor, layout: PageLayout, values: Tensor, counts
         "HAS_SIGNS": has_signs,
     }
     _steps_kernel[(len(pages), layout.page_tokens // _TILE)](
-        values, rotation, steps, scale, first, last,
-        RATIOS=count, REFINEMENTS=NUM_REFINEMENTS, num_warps=4, **shape,
+        values, rotation, levels, steps, scale,
+        RATIOS=len(levels), CELLS=NUM_CELLS, REFINEMENTS=NUM_REFINEMENTS, num_warps=4, **shape,
     )  # fmt: skip
     _values_kernel[(len(pages),)](
-        values, rotation, steps, counts, pages, scale, READ_GAIN[bits],
+        values, rotation, steps, counts, pages, scale, READ_GAIN[bits], COARSE_STEP[bits],
         BITS=bits, PAGE_BYTES=layout.page_bytes, SCALE_OFFSET=layout.scale_offset,
         VALUE_OFFSET=layout.value_offset, num_warps=4, **shape,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=16)
+def _levels(bits: int, device: torch.device) -> Tensor:
+    """``odd_levels`` as bytes; no row for a width that is not clipped."""
+    levels = odd_levels(bits) if bits in CLIP_RANGE else torch.empty(0, NUM_CELLS)
+    return levels.to(device, torch.uint8)
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,118 +1,113 @@
 // SPDX-License-Identifier: Apache-2.0
-// The clipping ratio that explains most of a value, of all that codec/values.py tries.
+// The clipping ratio that explains most of a value, as codec/clipping.py judges it.
 //
-// A ratio gives a component the level k + 1/2 where k counts the ratio's thresholds at or below it.
-// Thresholds of all ratios, sorted, part the unit interval into bins that are the same for every
-// value. So each component is put into its bin once, count and sum, and the sums a ratio needs are
-// products of its levels with the bins, which tensor cores take byte by byte. Thresholds are
-// multiples of 1 / CELLS: a table from cells to bins is exact. A warp works on its 16 states alone.
+// Every component is counted once, in its cell. The sums that a ratio needs are products of its
+// weights with the counts, which tensor cores take byte by byte: a row per ratio, a column per state.
+// A warp works on its 16 states alone.
 #pragma once
 #include "encode_layout.cuh"
 
-constexpr int RATIOS = SPHKV_RATIOS;
 constexpr int CELLS = SPHKV_CELLS;
-
+constexpr float CELLS_PER_UNIT = CELLS - 0.5f;
+constexpr float FLOOR = 8388608.f;  // added with rounding down, it leaves whole numbers
+constexpr uint32_t FLOOR_BITS = 0x4b000000;
+constexpr int STATES = 4;  // of a lane: 2 * upper + odd
 constexpr int HALF_LEVELS = 1 << (VALUE_BITS - 1);
-constexpr bool IS_BINNED = VALUE_BITS < 8;  // of more thresholds the histogram would not fit
-constexpr int BINS = IS_BINNED ? (RATIOS * (HALF_LEVELS - 1) + 16) / 16 * 16 : 1;
-// Sums of a value stay below 2^24; the bits above count.
-constexpr int UNIT = (1 << 24) / HEAD_DIM - 1;
-// Words of a bin, one per state. Rows of an odd length put neighbouring bins into different banks, so
-// that lanes seldom wait for each other. Of few bins they would meet in the same word: two copies.
-constexpr int COPIES = VALUE_BITS == 2 ? 2 : 1;
-constexpr int COLUMNS = COPIES == 2 ? 2 * TILE : TILE + 1;
+constexpr bool IS_CLIPPED = VALUE_BITS < 8;
+static_assert(HEAD_DIM < 256 && STATES == 4, "counts of four states fill a word");
 
+// Counts of the four states of lanes t, a byte each, in column t. Columns lie half the banks apart,
+// so that a product reads each word once.
 struct ClipMemory {
-  uint32_t tally[WARPS][BINS][COLUMNS];
-  uint8_t bins[IS_BINNED ? (CELLS + 16) / 16 * 16 : 16];
-  uint64_t bins_arrived;
+  static constexpr int COLUMN = CELLS + 16;
+  uint32_t counts[IS_CLIPPED ? WARPS : 0][4][COLUMN];
 };
 
-// What one ratio, or two, make of a value.
+INLINE void clear_counts(ClipMemory& m, int warp, int lane) {
+#pragma unroll
+  for (int t = 0; t < 4; t++) ((uint4*)m.counts[warp][t])[lane] = {0, 0, 0, 0};
+  static_assert(CELLS == 4 * 32, "a lane has four cells of a column");
+}
+
+// Counts components of a lane's state `s`, magnitudes at most 1. The lowest bits of FLOOR + cell are the
+// cell; those of FLOOR are taken off the address.
+template <int COUNT>
+INLINE void count_cells(uint32_t column, const float (&x)[COUNT], int s) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    const float cell = __fmaf_rd(fabsf(x[i]), CELLS_PER_UNIT, FLOOR);
+    add_shared(column - 4 * FLOOR_BITS + 4 * __float_as_uint(cell), 1u << (8 * s));
+  }
+}
+
+// What a ratio makes of a value.
 struct Clip {
   float gain, step;
 
-  INLINE void take(const Clip& other) {
-    if (other.gain > gain) *this = other;
+  // Part by part: of whole structures the compiler would take addresses.
+  static INLINE Clip choose(bool is_first, const Clip& a, const Clip& b) {
+    return {is_first ? a.gain : b.gain, is_first ? a.step : b.step};
+  }
+  INLINE Clip better(const Clip& other) const { return choose(other.gain > gain, other, *this); }
+  INLINE Clip of_lane_xor(int k) const {
+    return {__shfl_xor_sync(ALL_LANES, gain, k), __shfl_xor_sync(ALL_LANES, step, k)};
   }
 };
 
-// Starts a copy of the bins to shared memory.
-INLINE void fetch_bins(const EncodeParams& p, ClipMemory& m) {
-  const uint32_t barrier = shared_address(&m.bins_arrived);
-  barrier_init(barrier, 1);
-  publish_barriers();
-  barrier_expect(barrier, sizeof(m.bins));
-  copy_bulk(shared_address(m.bins), p.bins, sizeof(m.bins), barrier);
-}
+// The best of a lane's two ratios for each of its columns, out of sums over counts.
+struct ClipSums {
+  int low[4], high[4], square[4];
 
-struct Tally {
-  uint32_t bins, to;  // addresses
-
-  // Components of a state, magnitudes at most 1, to cells, and cells to bins. The bits of a subnormal
-  // number are an integer, so that sums of products with such numbers need no conversion.
-  template <int COUNT>
-  INLINE void find(const float (&x)[COUNT], uint32_t (&bin)[COUNT]) const {
+  INLINE Clip best(int column) const {
+    Clip of_row[2];
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      const float cell = __fmaf_rd(fabsf(x[i]), __int_as_float(CELLS), __uint_as_float(bins));
-      bin[i] = load_shared_byte(__float_as_uint(cell));
+    for (int row = 0; row < 2; row++) {
+      const int k = 2 * row + column;
+      const float along = (float)(low[k] + (high[k] << 8));
+      const float ratio = along * reciprocal_fast((float)square[k]);
+      of_row[row] = {along * ratio, ratio * (1.f / CELLS_PER_UNIT)};
     }
-  }
-
-  template <int COUNT>
-  INLINE void add(const float (&x)[COUNT], const uint32_t (&bin)[COUNT], int column) const {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      const float counted = fmaf(fabsf(x[i]), __int_as_float(2 * UNIT), __int_as_float(1 << 24));
-      add_shared(to + 4 * column + bin[i] * (4 * COLUMNS), __float_as_uint(counted));
-    }
+    return of_row[0].better(of_row[1]);
   }
 };
 
-// Bytes of four neighbouring bins of a state: three of the sum and one of the count.
-INLINE void load_bins(const uint32_t* tally, int state, uint32_t (&x)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    x[i] = tally[COLUMNS * i + state];
-    if (COPIES == 2) x[i] += tally[COLUMNS * i + state + TILE];
-  }
-  transpose_bytes(x);
-}
-
-// The best ratio of states 2 t and 2 t + 1 of eight that begin at `first`, for all their lanes.
-// Weights are those of ratios g and g + 8; row 15 counts every level as one.
-INLINE void best_clips(const EncodeParams& p, const uint32_t* tally, int first, int lane,
-                       Clip (&best)[2]) {
-  int low[4] = {}, middle[4] = {}, high[4] = {}, square[4] = {};
-#pragma unroll
-  for (int step = 0; step < BINS / 16; step++) {
-    const uint4 weight = __ldg(p.weights + 32 * step + lane);
-    uint32_t x[4];
-    load_bins(tally + (16 * step + lane % 4 * 4) * COLUMNS, first + lane / 4, x);
-    mma_bytes(low, weight.x, weight.y, x[0]);
-    mma_bytes(middle, weight.x, weight.y, x[1]);
-    mma_bytes(high, weight.x, weight.y, x[2]);
-    mma_bytes(square, weight.z, weight.w, x[3]);
-  }
-  float along[4];
-#pragma unroll
-  for (int k = 0; k < 4; k++) along[k] = (float)(low[k] + (middle[k] << 8) + (high[k] << 16));
-#pragma unroll
-  for (int k = 0; k < 2; k++) {
-    const float total = __shfl_sync(ALL_LANES, along[2 + k], 28 + lane % 4);
-    best[k] = {-1.f, 0.f};
+// Step of the best ratio, to lane (g, t) that of its state g / 2. Of a product's columns the two of
+// lanes t are their states 2 * block and 2 * block + 1.
+INLINE float best_clip(const EncodeParams& p, uint32_t counts, int lane) {
+  const int g = lane / 4, t = lane % 4;
+  const uint32_t from = counts + (g / 2 * ClipMemory::COLUMN + 4 * t) * 4;
+  const uint32_t pick = 0x6240 + 0x1111 * (g % 2);  // this column's byte of two words, both blocks
+  ClipSums sums[2] = {};
+#pragma unroll 1  // the components need the registers
+  for (int step = 0; step < CELLS / 32; step++) {
+    uint32_t count[2][2];  // [block][half]
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      // twice and four times the sums over k + 1/2
-      const float twice = fmaf(2.f, along[2 * half + k], total);
-      const float four = (float)(HEAD_DIM + 4 * square[2 * half + k]);
-      const float ratio = twice * reciprocal_fast(four);
-      if (8 * half + lane / 4 < RATIOS) best[k].take({twice * ratio, ratio * (2.f / UNIT)});
+      const uint4 w = load_shared4(from + (32 * step + 16 * half) * 4);
+      const uint32_t a = __byte_perm(w.x, w.y, pick), b = __byte_perm(w.z, w.w, pick);
+      count[0][half] = __byte_perm(a, b, 0x5410);
+      count[1][half] = __byte_perm(a, b, 0x7632);
     }
+    const uint4* weight = p.weights + 3 * 32 * step + lane;
+    const uint4 low = __ldg(weight), high = __ldg(weight + 32), square = __ldg(weight + 64);
 #pragma unroll
-    for (int other = 4; other < 32; other *= 2)
-      best[k].take({__shfl_xor_sync(ALL_LANES, best[k].gain, other),
-                    __shfl_xor_sync(ALL_LANES, best[k].step, other)});
+    for (int block = 0; block < 2; block++) {
+      const uint2 b = {count[block][0], count[block][1]};
+      mma_bytes(sums[block].low, low, b);
+      mma_bytes(sums[block].high, high, b);
+      mma_bytes(sums[block].square, square, b);
+    }
   }
+  // lanes hand over what belongs to others, as `collect` does
+  const bool is_upper = lane & 16, is_odd = lane & 8;
+  Clip mine[2];
+#pragma unroll
+  for (int odd = 0; odd < 2; odd++) {
+    const Clip first = sums[0].best(odd), second = sums[1].best(odd);
+    const Clip others = Clip::choose(is_upper, first, second).of_lane_xor(16);
+    mine[odd] = Clip::choose(is_upper, second, first).better(others);
+  }
+  const Clip others = Clip::choose(is_odd, mine[0], mine[1]).of_lane_xor(8);
+  const Clip own = Clip::choose(is_odd, mine[1], mine[0]).better(others);
+  return own.better(own.of_lane_xor(4)).step;
 }

@@ -56,8 +56,7 @@ struct EncodeParams {
   const Slots* slots;          // [heads]
   const uint16_t* places;      // [heads][SLOTS] where codes go in shared memory
   const uint2* grid;           // [heads][most_joint][GRID * GRID] candidates
-  const uint8_t* bins;         // [CELLS + 1] clipping thresholds at or below a cell
-  const uint4* weights;        // [BINS / 16][32] levels of ratios, as lanes need them
+  const uint4* weights;        // [CELLS / 32][3][32] of clipping ratios, as lanes need them
   uint32_t header[12];
   int most_joint;
   float read_gain;
@@ -94,6 +93,8 @@ struct Affine {
     step = (float)(((double)high - (double)low) / 255.0);
     inverse = step > 0.f ? 1.f / step : 0.f;
   }
+
+  INLINE float value(float code) const { return low + step * code; }
 
   INLINE float code(float x) const {
     return fminf(fmaxf(floorf((x - low) * inverse + 0.5f), 0.f), 255.f);

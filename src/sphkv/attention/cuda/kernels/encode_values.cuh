@@ -6,11 +6,10 @@
 #include "encode_clip.cuh"
 #include "lane_words.cuh"
 
-constexpr int STATES = 4;               // of a lane: 2 * upper + odd
-constexpr int FEATURES = HEAD_DIM / 8;  // components of each
+constexpr int FEATURES = HEAD_DIM / 8;  // components of a lane's state
 constexpr int REFINEMENTS = SPHKV_REFINEMENTS;
+constexpr float COARSE_STEP = SPHKV_COARSE_STEP;  // of a state's own step, see codec/values.py
 constexpr int VALUE_WORDS = HEAD_DIM * VALUE_BITS / 64;
-constexpr float FLOOR = 8388608.f;  // added with rounding down, it leaves whole numbers
 
 struct ValueMemory {
   ClipMemory clip;
@@ -89,6 +88,15 @@ struct Raw {
       for (int chunk = 0; chunk < CHUNKS; chunk++) word[upper][chunk] = value[4 * chunk];
     }
   }
+
+  // States past the last live one count as zero.
+  INLINE void hide(int num_live, int lane) {
+#pragma unroll
+    for (int upper = 0; upper < 2; upper++)
+      if (8 * upper + lane / 4 >= num_live)
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk++) word[upper][chunk] = {0, 0, 0, 0};
+  }
 };
 
 struct Value {
@@ -96,15 +104,14 @@ struct Value {
   int lane;
 
   // Rotated but for a factor: 32 channels at a time by products, then across these chunks.
-  INLINE void rotate(const Raw& raw, int num_live) {
+  INLINE void rotate(const Raw& raw) {
     const Signs signs(lane);
 #pragma unroll
     for (int upper = 0; upper < 2; upper++) {
       float sums[CHUNKS][2][4] = {};
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        const uint4 none = {0, 0, 0, 0};
-        const uint4 v = 8 * upper + lane / 4 < num_live ? raw.word[upper][chunk] : none;
+        const uint4 v = raw.word[upper][chunk];
         const uint32_t word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int step = 0; step < 2; step++)
@@ -143,7 +150,7 @@ struct Value {
 #pragma unroll
       for (int f = 0; f < FEATURES; f++) x[s][f] *= factor;
     }
-    // components that overflowed would find no bin
+    // components that overflowed would find no cell
     if (__any_sync(ALL_LANES, !(peak < INFINITE)))
 #pragma unroll
       for (int s = 0; s < STATES; s++)
@@ -158,8 +165,8 @@ struct Value {
     return fminf(whole, FLOOR + HALF_LEVELS - 1) - (FLOOR - 0.5f);
   }
 
-  // Best step for the levels that `step` selects, and the energy it explains.
-  INLINE float least_squares(float step, float& gain) const {
+  // Best step for the levels that `step` selects.
+  INLINE float least_squares(float step) const {
     const float own_inverse = reciprocal(step);
     float along[STATES] = {}, square[STATES] = {};
 #pragma unroll
@@ -172,71 +179,23 @@ struct Value {
         square[s] = fmaf(c, c, square[s]);
       }
     }
-    const float own = collect<sum>(along, lane), refined = own / collect<sum>(square, lane);
-    gain = own * refined;
-    return refined;
+    return collect<sum>(along, lane) / collect<sum>(square, lane);
   }
 
-  // Step to begin from, ratio by ratio.
-  INLINE float search_start() const {
-    float best = 0.f, most = -1.f, gain;
-#pragma unroll 1
-    for (int at = 0; at < RATIOS; at++) {
-      const float start = (float)(SPHKV_FIRST_RATIO + at * SPHKV_RATIO_STEP) / CELLS;
-      const float step = least_squares(start, gain);
-      best = gain > most ? step : best;
-      most = fmaxf(gain, most);
+  // Step to begin from.
+  INLINE float start(const EncodeParams& p, ClipMemory& m, int warp) const {
+    if constexpr (IS_CLIPPED) {
+      const uint32_t column = shared_address(m.counts[warp][lane % 4]);
+#pragma unroll
+      for (int s = 0; s < STATES; s++) count_cells(column, x[s], s);
+      __syncwarp();
+      return best_clip(p, shared_address(m.counts[warp]), lane);
+    } else {
+      return 1.f / (HALF_LEVELS - 0.5f);
     }
-    return best;
   }
 
-  // Step to begin from, out of the histograms of a warp.
-  INLINE float find_start(const EncodeParams& p, ClipMemory& m, int warp) const {
-    uint32_t(&tally)[BINS][COLUMNS] = m.tally[warp];
-    const Tally to = {shared_address(m.bins), shared_address(&tally[0][lane / 4 % COPIES * TILE])};
-    uint32_t bin[2][FEATURES];
-    barrier_wait(shared_address(&m.bins_arrived), 0);
-    to.find(x[0], bin[0]);
-#pragma unroll
-    for (int s = 0; s < STATES; s++) {
-      if (s + 1 < STATES) to.find(x[s + 1], bin[(s + 1) % 2]);
-      to.add(x[s], bin[s % 2], state_of(s, lane));
-    }
-    __syncwarp();
-    Clip lower[2], upper[2];
-    best_clips(p, tally[0], 0, lane, lower);
-    best_clips(p, tally[0], 8, lane, upper);
-    const bool is_upper = lane & 16, is_odd = lane & 8;
-    const float even = is_upper ? upper[0].step : lower[0].step;
-    return is_odd ? (is_upper ? upper[1].step : lower[1].step) : even;
-  }
-
-  // Squared errors of three steps, the second the smallest of them. No step is larger than the
-  // smallest by more than a level: so components can be clipped for all of them at once.
-  INLINE void errors(const float (&step)[3], float (&error)[3]) const {
-    float squares[3][STATES] = {};
-#pragma unroll
-    for (int s = 0; s < STATES; s++) {
-      float width[3], inverse[3];
-#pragma unroll
-      for (int k = 0; k < 3; k++)
-        width[k] = spread(step[k], s, lane), inverse[k] = reciprocal_fast(width[k]);
-      const float most = width[1] * (HALF_LEVELS * (1.f - 1e-6f));
-#pragma unroll
-      for (int f = 0; f < FEATURES; f++) {
-        const float clipped = fminf(fabsf(x[s][f]), most);
-#pragma unroll
-        for (int k = 0; k < 3; k++) {
-          const float c = __fmaf_rd(clipped, inverse[k], FLOOR) - (FLOOR - 0.5f);
-          const float rest = fmaf(c, width[k], -fabsf(x[s][f]));
-          squares[k][s] = fmaf(rest, rest, squares[k][s]);
-        }
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < 3; k++) error[k] = collect<sum>(squares[k], lane);
-  }
-
+  // Squared error at a step.
   INLINE float error(float step) const {
     const float own_inverse = reciprocal(step);
     float squares[STATES] = {};
@@ -256,7 +215,7 @@ struct Value {
 // Adds the code in the lowest bits of FLOOR + code to a word. Bits of FLOOR that are not shifted out
 // are taken off again.
 INLINE void add_code(uint32_t& word, float code, int shift) {
-  word += (__float_as_uint(code) << shift) - (0x4b000000u << shift);
+  word += (__float_as_uint(code) << shift) - (FLOOR_BITS << shift);
 }
 
 // Puts the code of a feature where the reader expects it, see fragments.py.
@@ -299,59 +258,50 @@ INLINE void write_values(const Value& value, float step, uint8_t* tile, int num_
 }
 
 // Scale code, the one below and the one above: that of least error.
-INLINE float best_code(const Value& value, const Affine& affine, float nearest_code, float to_unit) {
-  float code[3], step[3], error[3];
-#pragma unroll
+INLINE float best_code(const Value& value, const Affine& affine, float nearest, float to_unit) {
+  float best = nearest, least = INFINITE;
+#pragma unroll 1
   for (int k = 0; k < 3; k++) {
     const float offset = k == 0 ? 0.f : k == 1 ? -1.f : 1.f;
-    code[k] = fminf(fmaxf(nearest_code + offset, 0.f), 255.f);
-    step[k] = (affine.low + affine.step * code[k]) * to_unit;
+    const float code = fminf(fmaxf(nearest + offset, 0.f), 255.f);
+    const float error = value.error(affine.value(code) * to_unit);
+    if (error < least) least = error, best = code;
   }
-  const bool is_close = step[1] > 1e-30f && step[2] * (HALF_LEVELS - 1) < step[1] * (HALF_LEVELS - 1e-3f);
-  if (__all_sync(ALL_LANES, is_close)) {
-    value.errors(step, error);
-  } else {
-#pragma unroll 1
-    for (int k = 0; k < 3; k++) {
-      const float found = value.error(k == 0 ? step[0] : k == 1 ? step[1] : step[2]);
-      error[0] = k == 0 ? found : error[0], error[1] = k == 1 ? found : error[1], error[2] = found;
-    }
-  }
-  const float best = error[1] < error[0] ? code[1] : code[0];
-  return error[2] < fminf(error[0], error[1]) ? code[2] : best;
+  return best;
 }
 
 // Codes, scale codes; returns the range of the steps.
 INLINE Affine encode_values(const EncodeParams& p, ValueMemory& m, uint8_t* page, long long row,
                             int tid) {
   const int warp = tid / 32, lane = tid % 32, first = warp * TILE;
-  const Raw raw(p, row * PAGE + first, lane);
+  Raw raw(p, row * PAGE + first, lane);
   const int count = (int)p.counts[row];
-  if (IS_BINNED && tid == 0) fetch_bins(p, m.clip);
-  if constexpr (IS_BINNED)
-    for (int x = lane; x < (int)sizeof(m.clip.tally[0]) / 16; x += 32)
-      ((uint4*)m.clip.tally[warp])[x] = {0, 0, 0, 0};
-  __syncthreads();
+  if constexpr (IS_CLIPPED) {
+    clear_counts(m.clip, warp, lane);
+    __syncwarp();
+  }
   Value value;
   value.lane = lane;
-  value.rotate(raw, count - first);
+  if (count < PAGE) raw.hide(count - first, lane);
+  value.rotate(raw);
   const float peak = value.scale();
-  float step, gain;
-  if constexpr (IS_BINNED)
-    step = value.find_start(p, m.clip, warp);
-  else
-    step = value.search_start();
+  float step = value.start(p, m.clip, warp);
 #pragma unroll 1
-  for (int k = 0; k < REFINEMENTS; k++) step = value.least_squares(step, gain);
+  for (int k = 0; k < REFINEMENTS; k++) step = value.least_squares(step);
   step *= peak;
   // the state whose sums `collect` leaves in this lane
   const int state = first + state_of(lane / 8, lane);
   const bool is_live = state < count;
   const Affine affine(m.edge, is_live ? step : INFINITE, is_live ? step : MINUS_INFINITY, tid);
   const float to_unit = reciprocal(peak);
-  const float code = best_code(value, affine, affine.code(step), to_unit);
+  float code = affine.code(step);
+  const bool is_coarse = is_live && affine.step > COARSE_STEP * affine.value(code);
+  if (__any_sync(ALL_LANES, is_coarse)) {
+    const float best = best_code(value, affine, code, to_unit);
+    if (is_coarse) code = best;
+  }
   if (lane % 8 < 4) page[gain_offset(state, 1)] = is_live ? (uint8_t)code : 0;
-  write_values(value, (affine.low + affine.step * code) * to_unit,
+  write_values(value, affine.value(code) * to_unit,
                page + VALUE_OFFSET + warp * VALUE_WORDS * 128, count - first);
   return affine;
 }

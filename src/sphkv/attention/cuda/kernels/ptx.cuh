@@ -30,12 +30,6 @@ INLINE uint32_t load_shared_at(uint32_t address) {
   return v;
 }
 
-INLINE uint32_t load_shared_byte(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
-  return v;
-}
-
 INLINE uint2 load_shared2(uint32_t address) {
   uint2 v;
   asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
@@ -207,11 +201,12 @@ INLINE void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// C[16x8] += A[16x16] * B[16x8], bytes in, integers out.
-INLINE void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+// C[16x8] += A[16x32] * B[32x8], bytes in, integers out.
+INLINE void mma_bytes(int (&c)[4], uint4 a, uint2 b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(b));
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
 // D[16x8] = A[16x8] * B[8x8], all half. D is laid out as the B operand of the product above: rows
