@@ -5,9 +5,10 @@
 #include "keys.cuh"
 #include "layout.cuh"
 
-// The compiler must keep the quarter in a register: left alone it finds it, and what depends on it,
-// anew for every page. So with the lane, save where registers are fewest.
-constexpr bool KEEPS_LANE = SHARED_COLUMNS || HEAD_DIM == 64;
+// Whether the compiler must keep the quarter, and the lane, in a register: left alone it finds them, and
+// what depends on them, anew for every page. Where registers are fewest that is the better choice.
+constexpr bool KEEPS_QUARTER = !IS_RUNS;
+constexpr bool KEEPS_LANE = !IS_RUNS && (SHARED_COLUMNS || HEAD_DIM == 64);
 
 // What a warp knows about itself.
 struct WarpPlace {
@@ -17,7 +18,7 @@ struct WarpPlace {
   INLINE WarpPlace(const Params& p, int tid)
       : lane(KEEPS_LANE ? unknown(tid & 31) : tid & 31),
         team((uint32_t)tid / 32 / TEAM_WARPS),
-        quarter(unknown(tid / 32 & TEAM_WARPS - 1)) {
+        quarter(KEEPS_QUARTER ? unknown(tid / 32 & TEAM_WARPS - 1) : tid / 32 & TEAM_WARPS - 1) {
     plain_count = p.window > 0 || p.softcap > 0.f ? PAGE_TOKENS + 1 : PAGE_TOKENS;
   }
   // Which pages this warp asks for, of WARPS in a row.
