@@ -23,16 +23,27 @@ CLIP_RANGE: dict[int, tuple[float, float]] = {2: (0.30, 0.90), 3: (0.45, 1.00), 
 
 
 @functools.lru_cache(maxsize=8)
+def levels_per_middle(bits: int) -> Tensor:
+    """What the middle of a cell is multiplied with to find its level, ratio by ratio.
+
+    Returns:
+        ``[NUM_RATIOS]`` float32. The level is the whole part of the float32 product.
+    """
+    first, last = CLIP_RANGE[bits]
+    ratio = torch.linspace(first, last, NUM_RATIOS, dtype=torch.float64)
+    step = ratio / ((2**bits - 1) / 2)
+    factor: Tensor = 1 / (2 * CELLS_PER_UNIT * step)
+    return factor.float()
+
+
+@functools.lru_cache(maxsize=8)
 def odd_levels(bits: int) -> Tensor:
     """Twice the level that each ratio gives each cell.
 
     Returns:
         ``[NUM_RATIOS, NUM_CELLS]`` int64, odd, below ``2**bits``.
     """
-    first, last = CLIP_RANGE[bits]
-    ratio = torch.linspace(first, last, NUM_RATIOS, dtype=torch.float64)
-    step = ratio / ((2**bits - 1) / 2)
-    level: Tensor = (_middles() / (2 * CELLS_PER_UNIT) / step[:, None]).floor()
+    level: Tensor = (_middles().float() * levels_per_middle(bits)[:, None]).floor()
     return (2 * level.clamp(max=2 ** (bits - 1) - 1) + 1).long()
 
 

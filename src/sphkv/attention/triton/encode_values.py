@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sphkv.attention.triton.encode_keys import quantise_bytes
 from sphkv.attention.triton.pieces import SCALE_LO, SCALE_STEP, read_float
-from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS, odd_levels
+from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS, levels_per_middle
 from sphkv.codec.hadamard import rotation_matrix
 from sphkv.codec.values import COARSE_STEP, NUM_REFINEMENTS, READ_GAIN
 from sphkv.store.layout import PageLayout
@@ -64,17 +64,20 @@ def _least_squares(unit, step, in_dim, HALF: tl.constexpr):
 
 
 @triton.jit
-def _clipped_start(unit, level_ptr, in_dim, CELLS: tl.constexpr, RATIOS: tl.constexpr,
-                   TILE: tl.constexpr):  # fmt: skip
-    """Step of the clipping ratio that explains most; see ``codec/clipping.py``."""
-    cell = tl.minimum(tl.floor(tl.abs(unit) * (CELLS - 0.5)), CELLS - 1).to(tl.int32)
+def _clipped_start(unit, factor_ptr, in_dim, CELLS: tl.constexpr, RATIOS: tl.constexpr,
+                   HALF: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Step of the clipping ratio that explains most; see ``codec/clipping.py``.
+
+    All numbers are whole, and float32 holds their sums exactly.
+    """
+    middle = 2.0 * tl.minimum(tl.floor(tl.abs(unit) * (CELLS - 0.5)), CELLS - 1.0) + 1.0
     best_step = tl.zeros([TILE], tl.float32)
     best_gain = tl.full([TILE], -1.0, tl.float32)
     for at in range(RATIOS):
-        level = tl.load(level_ptr + at * CELLS + cell).to(tl.int32)
-        level = tl.where(in_dim[None, :], level, 0)
-        along = tl.sum(level * (2 * cell + 1), 1).to(tl.float32)
-        step = along / tl.sum(level * level, 1).to(tl.float32)
+        level = tl.minimum(tl.floor(middle * tl.load(factor_ptr + at)), HALF - 1.0)
+        level = tl.where(in_dim[None, :], 2.0 * level + 1.0, 0.0)
+        along = tl.sum(level * middle, 1)
+        step = along / tl.sum(level * level, 1)
         best_step = tl.where(along * step > best_gain, step, best_step)
         best_gain = tl.maximum(along * step, best_gain)
     return best_step / (CELLS - 0.5)
@@ -84,7 +87,7 @@ def _clipped_start(unit, level_ptr, in_dim, CELLS: tl.constexpr, RATIOS: tl.cons
 def _steps_kernel(
     value_ptr,  # [rows, PAGE, DIM]
     rotation_ptr,  # [DIM, DIM] f32
-    level_ptr,  # [RATIOS, CELLS] u8; nothing where no ratio is chosen
+    factor_ptr,  # [RATIOS] f32, levels per middle of a cell; nothing where no ratio is chosen
     step_ptr,  # [rows, PAGE] f32
     scale,
     PAGE: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, HALF: tl.constexpr,
@@ -97,7 +100,7 @@ def _steps_kernel(
     in_dim = dim < DIM
     unit, peak = _unit_values(value_ptr, rotation_ptr, row, token, dim, scale, DIM, HAS_SIGNS)
     if RATIOS:
-        step = _clipped_start(unit, level_ptr, in_dim, CELLS, RATIOS, TILE)
+        step = _clipped_start(unit, factor_ptr, in_dim, CELLS, RATIOS, HALF, TILE)
     else:
         step = tl.zeros([TILE], tl.float32) + 1 / (HALF - 0.5)
     for _ in range(REFINEMENTS):
@@ -195,7 +198,7 @@ def encode_values_into(pages: Tensor, layout: PageLayout, values: Tensor, counts
     rotation, scale = _scaled_rotation(head_dim, values.device)
     has_signs = scale != 1.0 and values.dtype == torch.bfloat16
     steps = torch.empty(values.shape[:2], device=values.device)
-    levels = _levels(bits, values.device)
+    factors = _level_factors(bits, values.device)
     shape = {
         "PAGE": layout.page_tokens,
         "DIM": head_dim,
@@ -205,8 +208,8 @@ def encode_values_into(pages: Tensor, layout: PageLayout, values: Tensor, counts
         "HAS_SIGNS": has_signs,
     }
     _steps_kernel[(len(pages), layout.page_tokens // _TILE)](
-        values, rotation, levels, steps, scale,
-        RATIOS=len(levels), CELLS=NUM_CELLS, REFINEMENTS=NUM_REFINEMENTS, num_warps=4, **shape,
+        values, rotation, factors, steps, scale,
+        RATIOS=len(factors), CELLS=NUM_CELLS, REFINEMENTS=NUM_REFINEMENTS, num_warps=4, **shape,
     )  # fmt: skip
     _values_kernel[(len(pages),)](
         values, rotation, steps, counts, pages, scale, READ_GAIN[bits], COARSE_STEP[bits],
@@ -216,10 +219,9 @@ def encode_values_into(pages: Tensor, layout: PageLayout, values: Tensor, counts
 
 
 @functools.lru_cache(maxsize=16)
-def _levels(bits: int, device: torch.device) -> Tensor:
-    """``odd_levels`` as bytes; no row for a width that is not clipped."""
-    levels = odd_levels(bits) if bits in CLIP_RANGE else torch.empty(0, NUM_CELLS)
-    return levels.to(device, torch.uint8)
+def _level_factors(bits: int, device: torch.device) -> Tensor:
+    """``levels_per_middle``; nothing for a width that is not clipped."""
+    return (levels_per_middle(bits) if bits in CLIP_RANGE else torch.empty(0)).to(device)
 
 
 @functools.lru_cache(maxsize=16)
