@@ -6,14 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from sphkv.attention.cuda.pages import FragmentOrder
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeRequest
 from sphkv.cache.method import CacheMethod
 from sphkv.cache.retained import RetainedSequence
-from sphkv.cache.retained_config import RetainedConfig
+from sphkv.cache.retained_config import RetainedConfig, retention_tiers
+from sphkv.cache.retained_engine import RetainedEngine
 from sphkv.cache.retained_index import PageIndex
 from sphkv.cache.retained_work import PromptWork
+from sphkv.cache.step import StepTokens
 from sphkv.codec.calibration import Calibrator
 from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
@@ -24,6 +27,7 @@ from sphkv.retention.blocks import BlockShape
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.options import VARIANTS, ControlOptions
 from sphkv.retention.protection import ProtectionRule
+from sphkv.testing.fake_gpu import DEVICE, GpuTensor, fake_gpu
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)
 ROPE = RopeSpec.from_config({"rope_theta": 10_000.0}, GEOMETRY.head_dim)
@@ -96,6 +100,25 @@ def check_bytes(sequence: RetainedSequence) -> None:
 def test_is_a_cache_method():
     sequence: CacheMethod = fill(make_config())
     assert sequence.num_tokens() == 520
+
+
+class Aligned(ReferenceBackend):
+    """Slabs as a GPU keeps them: each costs a page more."""
+
+    order = FragmentOrder()
+
+
+@pytest.mark.parametrize("page_tokens", [32, 128])
+def test_budget_holds_with_aligned_slabs(page_tokens):
+    config = make_config("40%", tiers=retention_tiers(page_tokens))
+    sequence = fill(config, tokens=2000, backend=Aligned())
+    check_bytes(sequence)
+    assert sequence.config.is_aligned
+    assert sequence.resident_bytes() > 0.85 * sequence.limit_bytes()
+    for _ in range(20):
+        step(sequence, 20)
+        check_bytes(sequence)
+    assert sequence.refresher.num_rebalances > 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -286,3 +309,74 @@ def test_live_probe_logs_the_drift_of_the_dense_tail():
     drifts = sequence.refresher.drifts
     assert {sample.layer for sample in drifts} == {0, 1}
     assert all(0 < sample.quantiles[0] <= sample.quantiles[2] for sample in drifts)
+
+
+class CodecOrder(FragmentOrder):
+    """Leaves encoding to the codec, as for states the kernel does not take."""
+
+    def encode(self, *_: object) -> None:
+        return None
+
+
+class AlignedByCodec(ReferenceBackend):
+    order = CodecOrder()
+
+
+def run_gpu_pass(engine: RetainedEngine, is_real: Tensor, positions: Tensor) -> list[Tensor | None]:
+    """A forward pass of two rows that see the same states; attention of each layer, if any."""
+    engine.begin(StepTokens(GpuTensor(is_real), GpuTensor(positions)))
+    is_prompt, tokens, start = engine.is_dense_step, is_real.shape[1], engine.length
+    found: list[Tensor | None] = []
+    for layer in range(GEOMETRY.num_layers):
+        one = make_states(layer, tokens, start)
+        query, keys, values = (GpuTensor(part[None].repeat(2, 1, 1, 1)) for part in one)
+        engine.update(layer, keys, values)
+        if is_prompt:
+            engine.settle(layer, query)
+            found.append(None)
+        else:
+            found.append(engine.attend(layer, query, OPTIONS))
+    engine.finish()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "page_tokens"),
+    [(ReferenceBackend(), 32), (AlignedByCodec(), 128)],
+)
+def test_a_batch_on_a_gpu_keeps_its_budgets(backend, page_tokens):
+    config = make_config(
+        "40%",
+        device=str(DEVICE),
+        gate=GateOptions(probe_every=4),
+        tiers=retention_tiers(page_tokens),
+    )
+    engine = RetainedEngine(config, backend, make_codec().calibration)
+    tokens = 10 * page_tokens + 100
+    is_real = torch.ones(2, tokens, dtype=torch.bool)
+    is_real[1, :40] = False
+    with fake_gpu():
+        run_gpu_pass(engine, is_real, (is_real.cumsum(1) - 1).clamp(min=0))
+        for step in range(0, 40, 5):
+            at = torch.arange(step, step + 5) + torch.tensor([[tokens], [tokens - 40]])
+            outputs = run_gpu_pass(engine, torch.ones(2, 5, dtype=torch.bool), at)
+            engine.see_logits(GpuTensor(torch.randn(2, 1, 50)))
+            assert all(row.resident_bytes() <= row.limit_bytes() for row in engine.rows)
+        assert all(isinstance(output, GpuTensor) for output in outputs)
+        row = engine.rows[0]
+        assert row.store.tail(0, 0).keys.device == DEVICE
+        assert all(not part.is_cuda for notes in row.refresher.notes for part in notes.tensors())
+        assert page_tokens > 32 or row.refresher.drifts
+        engine.crop(tokens + 8)
+        engine.select_rows(GpuTensor(torch.tensor([1, 0])))
+    assert engine.length == tokens + 8
+
+
+def test_devices_that_meet_are_noticed():
+    with fake_gpu():
+        one, other = GpuTensor(torch.ones(3)), torch.ones(3)
+        with pytest.raises(RuntimeError, match="two devices"):
+            _ = one + other
+        assert isinstance(one + other.to(one), GpuTensor)
+        assert isinstance(torch.arange(3, device=DEVICE), GpuTensor)
+        assert (one * 2).cpu().tolist() == [2.0, 2.0, 2.0]

@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from sphkv.attention.cuda.pages import FragmentOrder
 from sphkv.cache import retained_bytes
 from sphkv.cache.retained_bytes import contract_bytes
 from sphkv.cache.retained_config import retention_tiers
@@ -19,7 +20,8 @@ GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=2, num_query_heads=2, head_dim=
 
 @pytest.mark.parametrize("slab_pages", [1, 4, 64])
 @pytest.mark.parametrize("granularity", [1, 16])
-def test_prediction_equals_the_live_tensors(slab_pages, granularity, monkeypatch):
+@pytest.mark.parametrize("order", [None, FragmentOrder()])
+def test_prediction_equals_the_live_tensors(slab_pages, granularity, order, monkeypatch):
     # two layers, then the third
     monkeypatch.setattr(retained_bytes, "_PLANNED_UNITS", 4 * 400 // granularity)
     tiers = retention_tiers()
@@ -34,7 +36,7 @@ def test_prediction_equals_the_live_tensors(slab_pages, granularity, monkeypatch
     tier_id = drawn.repeat_interleave(granularity, 2)
     contract = WriteContract(tier_id, torch.zeros_like(tier_id, dtype=torch.bool), granularity)
     ropes = (RopeSpec.unrotated(16),) * 3
-    store = PageStore(config, SphericalCodec(default_calibration(GEOMETRY, ropes)))
+    store = PageStore(config, SphericalCodec(default_calibration(GEOMETRY, ropes)), order=order)
     store.create(0)
     for layer in range(3):
         keys, values = torch.randn(2, 2, tokens + 20, 16, generator=generator)
@@ -47,7 +49,8 @@ def test_prediction_equals_the_live_tensors(slab_pages, granularity, monkeypatch
             torch.arange(tokens),
         )
         store.append(0, layer, keys[:, tokens:], values[:, tokens:])
-    assert contract_bytes(config, contract, tokens) == store.live_bytes
+    is_aligned = order is not None
+    assert contract_bytes(config, contract, tokens, is_aligned=is_aligned) == store.live_bytes
 
 
 def test_pages_of_all_layers_are_listed_without_reading_them():

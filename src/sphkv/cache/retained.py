@@ -24,6 +24,7 @@ from sphkv.retention.controller import RetentionController
 from sphkv.retention.features import TokenFeatures
 from sphkv.retention.pricing import LayerPricer
 from sphkv.store.ledger import ByteLedger
+from sphkv.store.order import PageOrder
 from sphkv.store.store import PageStore
 
 _SEQUENCE = 0
@@ -63,6 +64,8 @@ class RetainedSequence:
             measured: What sequences of the same prompt share whose configs differ only in budget,
                 gate and options; None shares nothing. For comparing them.
         """
+        order: PageOrder | None = getattr(backend, "order", None)
+        config = replace(config, is_aligned=order is not None)
         self.config = config
         self.contract: WriteContract | None = None
         self.features: list[TokenFeatures] = []
@@ -70,7 +73,7 @@ class RetainedSequence:
         self._codec = codec
         self._measured = measured
         self._backend = backend
-        self._store = PageStore(config.store_config(), codec)
+        self._store = PageStore(config.store_config(), codec, order=order)
         self._store.create(_SEQUENCE)
         self._controller = RetentionController(config.page_costs(), config.options)
         self._pricer: LayerPricer | None = None
@@ -128,9 +131,10 @@ class RetainedSequence:
         notes = self._once(
             ("notes", layer), lambda: take_notes(self.config, layer, found, query, keys)
         )
-        self.features.append(found.features)
-        self._refresher.learn(notes)
-        self._controller.add_layer(priced)
+        # measured where the states are, decided on the CPU
+        self.features.append(found.features.to("cpu"))
+        self._refresher.learn(notes.to("cpu"))
+        self._controller.add_layer(priced.to("cpu"))
         self._pending.append((keys, values))
         if layer == self.config.geometry.num_layers - 1:
             self._write(keys.shape[1])
@@ -150,7 +154,10 @@ class RetainedSequence:
         notes = self._refresher.num_bytes
         contract = self._controller.decide(
             self._refresher.usable(self.config.budget.resolve(self.config.geometry, tokens)),
-            lambda contract: notes + contract_bytes(store_config, contract, paged),
+            lambda contract: (
+                notes
+                + contract_bytes(store_config, contract, paged, is_aligned=self.config.is_aligned)
+            ),
         )
         self.contract = contract
         for layer, (keys, values) in enumerate(self._pending):

@@ -21,18 +21,21 @@ GROWTH_SHARE = 16
 _PLANNED_UNITS = 1 << 22
 
 
-def contract_bytes(config: StoreConfig, contract: WriteContract, num_tokens: int) -> int:
+def contract_bytes(
+    config: StoreConfig, contract: WriteContract, num_tokens: int, *, is_aligned: bool = False
+) -> int:
     """Bytes of pages, free pages and tables once the layers are written one after another.
 
     Args:
         config: The store.
         contract: Decision of all layers; only its first ``num_tokens`` are written.
         num_tokens: Tokens that the contract writes; one dense page per head is sealed after.
+        is_aligned: Whether slabs begin at multiples of the page size.
 
     Returns:
         Exactly what the store's live tensors will take, open tails included.
     """
-    twin = _StoreTwin(config)
+    twin = _StoreTwin(config, is_aligned=is_aligned)
     layers, heads, _ = contract.tier_id.shape
     pages = count_pages(config, contract, num_tokens)
     for layer in range(layers):
@@ -74,19 +77,22 @@ def count_pages(
 class _StoreTwin:
     """Pages and tables counted as a store's allocator would make them."""
 
-    def __init__(self, config: StoreConfig) -> None:
+    def __init__(self, config: StoreConfig, *, is_aligned: bool) -> None:
         self._config = config
-        # pages made and pages free of every pool
-        self._pools: dict[PoolKey, tuple[int, int]] = {}
+        self._is_aligned = is_aligned
+        # pages made, pages free and slabs of every pool
+        self._pools: dict[PoolKey, tuple[int, int, int]] = {}
         self._table_bytes = 0
 
     @property
     def num_bytes(self) -> int:
         total = self._table_bytes
-        for (tier_id, mode), (made, _) in self._pools.items():
+        for (tier_id, mode), (made, _, slabs) in self._pools.items():
             tier = self._config.tiers[tier_id]
             layout = PageLayout(tier_id, tier, self._config.geometry.head_dim, mode)
             total += slab_bytes(layout, made)
+            if self._is_aligned:
+                total += slabs * layout.page_bytes
         return total
 
     def write(self, pages: Mapping[PoolKey, Tensor]) -> None:
@@ -105,7 +111,7 @@ class _StoreTwin:
 
     def _take(self, key: PoolKey, wanted: int) -> None:
         """Take pages of a pool, making slabs as ``PageAllocator`` does."""
-        made, free = self._pools.get(key, (0, 0))
+        made, free, slabs = self._pools.get(key, (0, 0, 0))
         most = self._config.max_slab_pages
         while free < wanted:
             missing = wanted - free
@@ -113,5 +119,5 @@ class _StoreTwin:
                 size = -(-missing // most) * most
             else:
                 size = min(most, max(missing, made // GROWTH_SHARE))
-            made, free = made + size, free + size
-        self._pools[key] = (made, free - wanted)
+            made, free, slabs = made + size, free + size, slabs + -(-size // most)
+        self._pools[key] = (made, free - wanted, slabs)

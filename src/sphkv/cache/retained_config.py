@@ -26,8 +26,10 @@ from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
 
-# Small slabs, so that a dropped page soon gives its bytes back.
+# Small slabs, so that a dropped page soon gives its bytes back; larger ones where each costs a page
+# more.
 _SLAB_PAGES = 4
+_ALIGNED_SLAB_PAGES = 32
 _TABLE_ENTRY_BYTES = 10
 
 _RETENTION_BITS = (
@@ -64,6 +66,8 @@ class RetainedConfig:
         gate: Stability gate; None switches it off (A5, NoGate).
         horizon: Tokens after the prompt for which attention is foretold.
         error_samples: States per head on which error models are measured.
+        device: Torch device of the pages, and of what is measured on a prompt.
+        is_aligned: Whether slabs begin at multiples of the page size, see ``PageOrder``.
     """
 
     geometry: KVGeometry
@@ -77,6 +81,8 @@ class RetainedConfig:
     gate: GateOptions | None = None
     horizon: tuple[int, ...] = (8, 32, 96)
     error_samples: int = 256
+    device: str = "cpu"
+    is_aligned: bool = False
 
     def __post_init__(self) -> None:
         """Reject parts that do not fit together."""
@@ -105,7 +111,8 @@ class RetainedConfig:
             self.tiers,
             seal_tier=self.tiers[self.tiers.dense_id].name,
             recent_tokens=0,
-            max_slab_pages=_SLAB_PAGES,
+            max_slab_pages=_ALIGNED_SLAB_PAGES if self.is_aligned else _SLAB_PAGES,
+            device=self.device,
         )
 
     def page_costs(self) -> PageCosts:
@@ -119,20 +126,26 @@ class RetainedConfig:
                 if tier_id == self.tiers.dense_id and shape is BlockShape.RUNS:
                     page_mode = PositionMode.CONTIGUOUS
                 layout = PageLayout(tier_id, self.tiers[tier_id], self.geometry.head_dim, page_mode)
-                sizes.append(slab_bytes(layout, 1) + _TABLE_ENTRY_BYTES)
+                sizes.append(self._page_bytes(layout) + _TABLE_ENTRY_BYTES)
             costs[shape] = tuple(sizes)
         return PageCosts(self.tiers, costs)
+
+    def _page_bytes(self, layout: PageLayout) -> int:
+        """Bytes of a page with its part of what a slab costs."""
+        pages = _ALIGNED_SLAB_PAGES if self.is_aligned else 1
+        return -(-slab_bytes(layout, pages, is_aligned=self.is_aligned) // pages)
 
     def page_tier_bytes(self) -> tuple[int, ...]:
         """Bytes of one full page of a coded page's states at every tier, in runs."""
         return tuple(self.page_costs().block_cost(self.page_tokens, BlockShape.RUNS))
 
     def dense_page_bytes(self) -> int:
-        """Bytes of one dense page of every head of every layer."""
+        """Most bytes of one dense page of every head of every layer, a slab for each layer."""
         dense = PageLayout(
             self.tiers.dense_id,
             self.tiers[self.tiers.dense_id],
             self.geometry.head_dim,
             PositionMode.CONTIGUOUS,
         )
-        return self.geometry.num_layers * self.geometry.num_kv_heads * slab_bytes(dense, 1)
+        heads = self.geometry.num_kv_heads
+        return self.geometry.num_layers * slab_bytes(dense, heads, is_aligned=self.is_aligned)

@@ -86,7 +86,9 @@ class RetainedEngine:
             tiers, geometry = self.config.tiers, self.config.geometry
             no_windows = (None,) * geometry.num_layers
             dense = tiers[tiers.dense_id].name
-            config = CacheConfig(geometry, self.config.ropes, no_windows, tiers, dense)
+            config = CacheConfig(
+                geometry, self.config.ropes, no_windows, tiers, dense, device=self.config.device
+            )
             self._calibrator = PromptCalibrator(config, model_id="prompt")
             codec = SphericalCodec(self._calibrator.calibration)
         self.rows = [RetainedSequence(self.config, codec, self.backend) for _ in range(batch)]
@@ -110,6 +112,7 @@ class RetainedEngine:
         keys, values = self._fresh.pop(layer)
         real, positions, query = self._step.is_real, self._step.positions, query.detach()
         if self._calibrator is not None:
+            real, positions = real.to(keys.device), positions.to(keys.device)
             self._calibrator.observe(layer, query.transpose(0, 1)[:, real], positions[real])
             chosen = real & (positions >= self.config.protection.sink_tokens)
             self._calibrator.fit(layer, keys.transpose(0, 1)[:, chosen], positions[chosen])

@@ -22,7 +22,8 @@ class PageIndex:
 
     Heads and tiers stand in the pointer tables. Importance stands here by page id: its logarithm
     in half precision, infinite for a page with protected states, NaN for one that was not read yet
-    or has no tier yet. Whoever gives up a page says so first, because its id will come again.
+    or has no tier yet. Whoever gives up a page says so first, because its id will come again. All
+    of it is on the CPU, wherever the pages are.
     """
 
     def __init__(self, store: PageStore, sequence: int) -> None:
@@ -56,7 +57,7 @@ class PageIndex:
         unread = log.isnan().nonzero()[:, 0]
         runs = torch.stack([each.log_importance for each in notes])
         for index, view in self._read(pages, unread):
-            rows = view.rows()
+            rows = view.rows().to("cpu")
             where = (pages.layer_ids[index, None], pages.head_ids[index, None])
             run = (rows.positions // RUN_TOKENS).clamp(max=runs.shape[2] - 1)
             each = runs[(*where, run)].float().exp() * rows.live()
@@ -73,20 +74,23 @@ class PageIndex:
         """Dense pages of positions ``first..stop - 1``, by layer, head and position.
 
         Returns:
-            The pages, and their keys and values ``[layers, heads, stop - first, head_dim]``.
+            The pages, and their keys and values ``[layers, heads, stop - first, head_dim]`` on the
+            CPU.
         """
         pages, log = self._look_up()
         # a full tail is sealed in one piece
         sealed = page_tag((self._dense_id, PositionMode.CONTIGUOUS))
         unread = (log.isnan() & (pages.tags == sealed)).nonzero()[:, 0]
         ((index, view),) = self._read(pages, unread)
-        at = view.positions()[:, 0]
+        at = view.positions()[:, 0].cpu()
         inside = ((at >= first) & (at < stop)).nonzero()[:, 0]
         owner = pages.layer_ids * self._store.config.geometry.num_kv_heads + pages.head_ids
         order = inside[(owner[index[inside]] * (1 << 32) + at[inside]).argsort()]
         geometry, chosen = self._store.config.geometry, view.select(order)
         shape = (geometry.num_layers, geometry.num_kv_heads, stop - first, geometry.head_dim)
-        keys, values = chosen.dense_keys().reshape(shape), chosen.dense_values().reshape(shape)
+        keys, values = (
+            x.reshape(shape).cpu() for x in (chosen.dense_keys(), chosen.dense_values())
+        )
         return pages.select(index[order]), keys, values
 
     def _look_up(self) -> tuple[PageList, Tensor]:

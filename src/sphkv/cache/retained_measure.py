@@ -46,7 +46,7 @@ def measure_layer(
         features = expect_surprise(features, rows, values, chance)
     protected = protected_states(config, features.radius)
     sample = sample_states(features.shift, ~protected, config.error_samples)
-    seen = query[:, window_positions(config, tokens)]
+    seen = query[:, window_positions(config, tokens, query.device)]
     errors = measure_tier_errors(
         codec, layer, config.tiers, (seen, keys, values), votes, sample, scale=scale
     )
@@ -65,7 +65,7 @@ def foretell_rows(
         keys: ``[heads, tokens, head_dim]`` after RoPE.
     """
     share = row_share(config, layer)
-    window = window_positions(config, keys.shape[1])
+    window = window_positions(config, keys.shape[1], keys.device)
     scale = config.geometry.head_dim**-0.5
     votes = window_rows(query[:, window], window, keys, scale=scale, share=share)
     return votes, _with_expected(config, layer, votes, query, keys, share)
@@ -97,10 +97,11 @@ def _with_expected(
     policy, tokens = config.policy, keys.shape[1]
     if policy.attention_mix == 0:
         return votes
-    seen = torch.arange(max(0, tokens - 4 * policy.window), tokens, _EXPECTED_STRIDE)
+    first = max(0, tokens - 4 * policy.window)
+    seen = torch.arange(first, tokens, _EXPECTED_STRIDE, device=keys.device)
     expected = expected_rows(
         unrotated_planes(config, layer, query[:, seen], seen),
-        unrotated_planes(config, layer, keys, torch.arange(tokens)),
+        unrotated_planes(config, layer, keys, torch.arange(tokens, device=keys.device)),
         config.ropes[layer].frequencies(),
         scale=config.geometry.head_dim**-0.5,
         horizon=config.horizon,
@@ -109,11 +110,14 @@ def _with_expected(
     return mix_rows(votes, expected, policy.attention_mix)
 
 
-def window_positions(config: RetainedConfig, tokens: int) -> Tensor:
+def window_positions(
+    config: RetainedConfig, tokens: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """Positions of the observation window of a prompt."""
     policy = config.policy
     span = min(tokens, policy.window * policy.window_stride)
-    return torch.arange(tokens - 1, tokens - 1 - span, -policy.window_stride).flip(0)
+    last = tokens - 1
+    return torch.arange(last, last - span, -policy.window_stride, device=device).flip(0)
 
 
 def unrotated_planes(

@@ -37,14 +37,14 @@ def take_notes(
     if config.policy.sensitivity is None:
         scale = 1.0 / max(float(features.output_energy.sum()), 1e-30)
     output = mean_output(rows, values)
-    window = window_positions(config, tokens)
+    every = torch.arange(tokens, device=keys.device)
+    window = window_positions(config, tokens, keys.device)
     queries = QueryStatistics.of(
         unrotated_planes(config, layer, query[:, window], window), heads, output
     )
-    distance = torch.full((tokens,), EXPECTED_DISTANCE) + torch.arange(tokens).flip(0)
     expected = queries.log_weight(
-        unrotated_planes(config, layer, keys, torch.arange(tokens)),
-        distance,
+        unrotated_planes(config, layer, keys, every),
+        EXPECTED_DISTANCE + every.flip(0),
         config.ropes[layer].frequencies(),
         scale=config.geometry.head_dim**-0.5,
     )

@@ -56,14 +56,16 @@ def probe_tail(
         return None
     tier, rope = config.tiers[tier_id], config.ropes[layer]
     heads = tail.keys.shape[0]
-    positions = tail.first_position + torch.arange(tail.num_tokens)
+    device = tail.keys.device
+    positions = tail.first_position + torch.arange(tail.num_tokens, device=device)
     at = positions.expand(heads, -1)
     keys, values = tail.keys.float(), tail.values.float()
     coded, _ = codec.decode(layer, tier, codec.encode(layer, tier, keys, values, at), at)
     last = positions[-1:].expand(heads, -1)
-    query = rope.from_planes(rope.rotate(notes.queries.mean.float()[:, None], last))
+    mean = notes.queries.mean.to(device).float()
+    query = rope.from_planes(rope.rotate(mean[:, None], last))
     drift = (query @ (coded - keys).transpose(1, 2)).abs().flatten()
     drift = drift * config.geometry.head_dim**-0.5
-    found = torch.quantile(drift, torch.tensor(QUANTILES))
+    found = torch.quantile(drift, torch.tensor(QUANTILES, device=device))
     total = store.num_tokens(sequence, layer)
     return DriftSample(layer, total, tier.name, tuple(found.tolist()))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -61,11 +61,16 @@ class PageCosts:
         return max(coded, default=self.tiers[self.tiers.dense_id].page_tokens)
 
     def block_cost(self, num_states: int, shape: BlockShape) -> list[int]:
-        """Bytes of so many states at every tier."""
-        return [
+        """Bytes of so many states at every tier.
+
+        A few states fill no coded page and may take fewer bytes at a higher tier; that one then
+        counts as much as those below it.
+        """
+        sizes = (
             -(-num_states // tier.page_tokens) * size if tier.page_tokens else 0
             for tier, size in zip(self.tiers, self.page_bytes[shape], strict=True)
-        ]
+        )
+        return list(accumulate(sizes, max))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +89,11 @@ class HeadBlocks:
     tokens: Tensor
     distortion: Tensor
     cost: Tensor
+
+    def to(self, device: torch.device | str) -> HeadBlocks:
+        """The same on a device."""
+        parts = (part.to(device) for part in (self.tokens, self.distortion, self.cost))
+        return HeadBlocks(self.shape, *parts)
 
     def spread(self, tier_id: Tensor, out: Tensor) -> None:
         """Write the tier of every block ``[blocks]`` to its tokens in ``out [tokens]``."""

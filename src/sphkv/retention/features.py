@@ -8,7 +8,7 @@ closed form. Derivation: docs/math/retention.md, sections 1 and 2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -65,6 +65,12 @@ class TokenFeatures:
     stability: Tensor
     output_energy: Tensor
     surprise: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> TokenFeatures:
+        """The same on a device."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: part.to(device) for name, part in held.items() if part is not None}
+        return TokenFeatures(**moved)
 
 
 def weigh_tokens(features: TokenFeatures, weight: Tensor) -> TokenFeatures:
@@ -124,7 +130,7 @@ def window_rows(
     window = query.shape[1]
     grouped = query.float().reshape(heads, -1, query.shape[2])
     index = torch.arange(tokens, device=keys.device)
-    distance = positions[:, None] - index
+    distance = positions.to(index.device)[:, None] - index
     is_apt = 2 * distance >= tokens - index
     # the newest tokens have no such query; take what the last one gave them
     is_apt[-1] |= ~is_apt.any(0)
@@ -132,13 +138,14 @@ def window_rows(
     is_apt, is_visible = is_apt.repeat(repeats, 1), (distance >= 0).repeat(repeats, 1)
     logits = scale * grouped @ keys.float().transpose(1, 2)
     weight = logits.masked_fill_(~is_visible, -torch.inf).softmax(-1)
-    return AttentionRows(weight, _row_share(share, heads, grouped.shape[1], window), is_apt)
+    return AttentionRows(weight, _row_share(share, weight, window), is_apt)
 
 
-def _row_share(share: Tensor | None, heads: int, rows: int, repeats: int) -> Tensor:
+def _row_share(share: Tensor | None, weight: Tensor, repeats: int) -> Tensor:
+    heads, rows, _ = weight.shape
     if share is None:
-        return torch.full((heads, rows), 1.0 / rows)
-    spread = share.float().reshape(heads, -1).repeat_interleave(repeats, 1)
+        return torch.full((heads, rows), 1.0 / rows, device=weight.device)
+    spread = share.to(weight).reshape(heads, -1).repeat_interleave(repeats, 1)
     return spread / repeats
 
 
@@ -177,7 +184,7 @@ def expected_rows(
     x, y = key_planes.float().unbind(-1)
     rows = []
     for ahead in horizon:
-        angle = (tokens - 1 + ahead - last)[:, None] * frequencies.float()
+        angle = (tokens - 1 + ahead - last)[:, None] * frequencies.to(x)
         cos, sin = angle.cos(), angle.sin()
         # the key turned back by the distance, seen by the query before its rotation
         turned = torch.stack([x * cos + y * sin, y * cos - x * sin], -1).flatten(2)
@@ -185,7 +192,7 @@ def expected_rows(
         rows.append(logits.softmax(-1))
     weight = torch.stack(rows, 2).flatten(1, 2)  # [heads, group * horizon, tokens]
     is_apt = torch.ones(weight.shape[1:], dtype=torch.bool, device=weight.device)
-    return AttentionRows(weight, _row_share(share, heads, weight.shape[1], len(horizon)), is_apt)
+    return AttentionRows(weight, _row_share(share, weight, len(horizon)), is_apt)
 
 
 def mix_rows(votes: AttentionRows, expected: AttentionRows | None, mix: float) -> AttentionRows:
@@ -280,6 +287,7 @@ def expect_surprise(
         values: ``[heads, tokens, head_dim]``.
         chance: ``[heads]`` part of the later queries that do, per factor e of age.
     """
+    chance = chance.to(rows.share)
     surprise = chance[:, None] * surprise_shift(rows, values)
     each = (chance * rows.share.sum(1))[:, None] * _inverse_age(values)
     return replace(

@@ -39,6 +39,10 @@ class QueryStatistics:
         """Everything that is kept alive."""
         return self.mean, self.spread, self.offset, self.output
 
+    def to(self, device: torch.device | str) -> QueryStatistics:
+        """The same on a device."""
+        return QueryStatistics(*(tensor.to(device) for tensor in self.tensors()))
+
     @classmethod
     def of(cls, query_planes: Tensor, heads: int, output: Tensor) -> QueryStatistics:
         """Statistics of ``[query_heads, samples, planes, 2]`` queries, offset still zero."""
@@ -68,7 +72,7 @@ class QueryStatistics:
             scale: Factor on the dot product.
         """
         x, y = key_planes.float().unbind(-1)
-        angle = distance[:, None].float() * frequencies.float()
+        angle = distance.to(x)[:, None] * frequencies.to(x)
         cos, sin = angle.cos(), angle.sin()
         mean = self.mean.float()
         first, second = x * cos + y * sin, y * cos - x * sin
@@ -98,6 +102,11 @@ class LayerNotes:
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that is kept alive."""
         return self.log_importance, self.tier_ratio, self.gain, *self.queries.tensors()
+
+    def to(self, device: torch.device | str) -> LayerNotes:
+        """The same on a device."""
+        importance, ratio = self.log_importance.to(device), self.tier_ratio.to(device)
+        return LayerNotes(importance, ratio, self.queries.to(device), self.gain.to(device))
 
     @property
     def num_runs(self) -> int:

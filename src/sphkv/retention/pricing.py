@@ -66,6 +66,11 @@ class PricedLayer:
     protected: Tensor
     heads: tuple[dict[BlockShape, HeadBlocks], ...]
 
+    def to(self, device: torch.device | str) -> PricedLayer:
+        """The same on a device."""
+        heads = tuple({key: each.to(device) for key, each in head.items()} for head in self.heads)
+        return PricedLayer(self.protected.to(device), heads)
+
 
 class LayerPricer:
     """Ranks the states of a layer and prices their blocks.
@@ -112,7 +117,7 @@ class LayerPricer:
         # tokens that few rows speak for count as much as the others
         weight = 1 / layer.rows.coverage()
         if self._segments is not None:
-            by_segment = segment_weight(self.policy, self._segments)
+            by_segment = segment_weight(self.policy, self._segments).to(weight.device)
             features = weigh_tokens(features, by_segment)
             weight = weight * by_segment
         pooled = pool_runs(features, RUN_TOKENS)

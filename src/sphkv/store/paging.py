@@ -38,6 +38,10 @@ class PageRows:
         """``[rows, tokens]`` bool, true for states below the count."""
         return live_mask(self.counts, self.positions.shape[1])
 
+    def to(self, device: torch.device | str) -> "PageRows":
+        """The same on a device."""
+        return PageRows(self.positions.to(device), self.counts.to(device), self.flags.to(device))
+
     def select(self, index: Tensor | slice) -> "PageRows":
         """The rows that ``index`` names."""
         return PageRows(self.positions[index], self.counts[index], self.flags[index])

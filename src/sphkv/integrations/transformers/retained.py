@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from sphkv.attention.api import get_backend
 from sphkv.cache.retained import RetainedSequence
-from sphkv.cache.retained_config import RetainedConfig
+from sphkv.cache.retained_config import RetainedConfig, retention_tiers
 from sphkv.cache.retained_engine import RetainedEngine
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.calibration_file import load_calibration
@@ -48,6 +48,9 @@ class RetentionOptions:
         policy: Weights, or a file that ``sphkv fit-policy`` wrote; the fixed recipe if None.
         gate: Stability gate, told the margin of the two best tokens of every pass; off if None.
         backend: What runs decode attention, see ``sphkv.attention.api``.
+        page_tokens: States of a coded page, a multiple of 32. Small pages suit tight budgets and
+            short prompts; the kernel of the ``cuda`` backend reads pages of 128 and leaves others
+            to Triton.
     """
 
     protect: Sequence[Span] = ()
@@ -55,6 +58,7 @@ class RetentionOptions:
     policy: RetentionPolicy | Path | str | None = None
     gate: GateOptions | None = None
     backend: str = "auto"
+    page_tokens: int = 32
 
 
 class RetainedCache(AttachedCache):
@@ -87,7 +91,7 @@ class RetainedCache(AttachedCache):
         """Make a cache for a model and route the model's attention through it.
 
         Args:
-            model: A causal language model with full attention in every layer, on the CPU.
+            model: A causal language model with full attention in every layer.
             budget: Ceiling of each sequence at every step: ``"10%"`` of a dense bfloat16 cache,
                 ``"512B/token"``, ``"64MiB"`` or whole bytes, everything charged.
             calibration: Codebooks or a file of them; fitted on the prompt if None.
@@ -103,10 +107,14 @@ class RetainedCache(AttachedCache):
         policy = options.policy
         if isinstance(policy, Path | str):
             policy = load_policy(Path(policy))
+        device = next(layout.decoder.parameters()).device
+        backend = get_backend(options.backend, device)
         config = RetainedConfig(
             layout.geometry,
             layout.ropes,
             ByteBudget.parse(budget),
+            retention_tiers(options.page_tokens),
+            device=str(device),
             policy=policy or RetentionPolicy(),
             protection=ProtectionRule(spans=tuple(options.protect)),
             segments=SegmentSpans(tuple(options.retrieved)),
@@ -116,7 +124,7 @@ class RetainedCache(AttachedCache):
             calibration = load_calibration(
                 calibration, geometry=layout.geometry, ropes=layout.ropes
             )
-        engine = RetainedEngine(config, get_backend(options.backend), calibration)
+        engine = RetainedEngine(config, backend, calibration)
         return cls(model, layout, engine)
 
     @property
@@ -230,11 +238,6 @@ def _check_layout(layout: ModelLayout) -> None:
         raise UnsupportedModelError(
             "layers with a sliding window forget by themselves, and the controller does not know "
             "windows: use SphericalCache"
-        )
-    device = next(layout.decoder.parameters()).device
-    if device.type != "cpu":
-        raise UnsupportedModelError(
-            f"RetainedCache serves models on the CPU, this one is on {device}: use SphericalCache"
         )
 
 
