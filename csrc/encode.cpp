@@ -203,7 +203,7 @@ float clipped_start(const float* unit, int dim, const ClipTable& clips, std::vec
   counts.assign(clips.cells, 0);
   const float per_unit = static_cast<float>(clips.cells) - 0.5f;
   for (int i = 0; i < dim; ++i) {
-    ++counts[static_cast<int>(std::min(std::fabs(unit[i]), 1.0f) * per_unit)];
+    ++counts[static_cast<int>(std::min(1.0f, std::fabs(unit[i])) * per_unit)];
   }
   float best = 0.0f, most = -1.0f;
   for (int ratio = 0; ratio < clips.ratios; ++ratio) {

@@ -38,6 +38,7 @@ def test_bytes_are_those_of_the_codec(on_the_host, head_dim, key_bits, value_bit
         part.view(2, 2, 128, head_dim).flatten(0, 1).bfloat16()
         for part in random_states(geometry, rope, 256)[:2]
     )
+    values[2, 5] *= 100.0  # makes the scales of its page coarse
     counts = torch.tensor([128, 77, 128, 1])
     rows = PageRows(
         torch.arange(256).view(2, 128).repeat(2, 1),
@@ -50,3 +51,25 @@ def test_bytes_are_those_of_the_codec(on_the_host, head_dim, key_bits, value_bit
     encoded = codec.encode(0, tier, keys, values, rows.positions, head_ids=heads, counts=counts)
     right = to_fragment_order(PageView(layout, write_pages(layout, encoded, rows)))
     assert float((found != right).float().mean()) < MOST_UNLIKE
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_value_that_is_no_number_counts_as_zero(on_the_host, wrong):
+    """A kernel cannot raise; it must not write beside its page or spoil other states either."""
+    on_the_host()
+    rope = RopeSpec.from_config({"rope_theta": 500000.0}, 64)
+    geometry = KVGeometry(1, 1, 4, 64)
+    codec = SphericalCodec(random_calibration(geometry, rope))
+    layout = PageLayout(1, coded_tier(2.0, 4), 64, PositionMode.CONTIGUOUS)
+    keys, values = (part[:, :128].bfloat16() for part in random_states(geometry, rope, 128)[:2])
+    rows = PageRows(
+        torch.arange(128)[None], torch.tensor([128]), torch.zeros(1, 128, dtype=torch.bool)
+    )
+    pages = []
+    for number in (0.0, wrong):
+        broken = values.clone()
+        broken[0, 9] = 0.0
+        broken[0, 9, 3] = number
+        given = (layout, 0, codec, (keys, broken), rows, torch.tensor([0]))
+        pages.append(CudaEncoder().encode(*given))
+    assert torch.equal(*pages)

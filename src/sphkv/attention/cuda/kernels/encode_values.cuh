@@ -150,13 +150,13 @@ struct Value {
 #pragma unroll
       for (int f = 0; f < FEATURES; f++) x[s][f] *= factor;
     }
-    // components that overflowed would find no cell
-    if (__any_sync(ALL_LANES, !(peak < INFINITE)))
+    // components that overflowed or are no numbers would find no cell; of the latter no peak is left
+    if (__any_sync(ALL_LANES, !(peak > 0.f && peak < INFINITE)))
 #pragma unroll
       for (int s = 0; s < STATES; s++)
 #pragma unroll
         for (int f = 0; f < FEATURES; f++) x[s][f] = fabsf(x[s][f]) <= 2.f ? x[s][f] : 0.f;
-    return peak;
+    return peak < INFINITE ? peak : 0.f;
   }
 
   // Magnitude of the nearest centred level. Levels are symmetric, so signs stay out of it.
