@@ -110,9 +110,7 @@ def _with_expected(
     return mix_rows(votes, expected, policy.attention_mix)
 
 
-def window_positions(
-    config: RetainedConfig, tokens: int, device: torch.device | str = "cpu"
-) -> Tensor:
+def window_positions(config: RetainedConfig, tokens: int, device: torch.device) -> Tensor:
     """Positions of the observation window of a prompt."""
     policy = config.policy
     span = min(tokens, policy.window * policy.window_stride)

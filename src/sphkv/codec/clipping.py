@@ -22,7 +22,6 @@ CELLS_PER_UNIT = NUM_CELLS - 0.5
 CLIP_RANGE: dict[int, tuple[float, float]] = {2: (0.30, 0.90), 3: (0.45, 1.00), 4: (0.62, 1.05)}
 
 
-@functools.lru_cache(maxsize=8)
 def levels_per_middle(bits: int) -> Tensor:
     """What the middle of a cell is multiplied with to find its level, ratio by ratio.
 
@@ -36,7 +35,6 @@ def levels_per_middle(bits: int) -> Tensor:
     return factor.float()
 
 
-@functools.lru_cache(maxsize=8)
 def odd_levels(bits: int) -> Tensor:
     """Twice the level that each ratio gives each cell.
 
@@ -47,6 +45,7 @@ def odd_levels(bits: int) -> Tensor:
     return (2 * level.clamp(max=2 ** (bits - 1) - 1) + 1).long()
 
 
+@functools.lru_cache(maxsize=8)
 def clip_weights(bits: int) -> tuple[Tensor, Tensor]:
     """What a component of each cell adds to the two sums of each ratio.
 

@@ -42,6 +42,11 @@ class ModelLayout:
     windows: tuple[int | None, ...]
     max_tokens: int | None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, and its cache will be."""
+        return next(self.decoder.parameters()).device
+
 
 def describe_model(model: PreTrainedModel) -> ModelLayout:
     """Read a model's layout off its config and modules.

@@ -27,7 +27,7 @@ from sphkv.codec.calibration import Calibration, CalibrationOptions
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
 from sphkv.core.tiers import TierSpec, TierTable
-from sphkv.integrations.transformers.architecture import ModelLayout, describe_model
+from sphkv.integrations.transformers.architecture import describe_model
 from sphkv.integrations.transformers.attached import AttachedCache
 from sphkv.integrations.transformers.forward import CachePass, read_step
 from sphkv.store.ledger import ByteLedger
@@ -118,7 +118,7 @@ class SphericalCache(AttachedCache):
             recent_tokens=options.recent_tokens,
             min_calibration_tokens=options.min_calibration_tokens,
             calibration=options.calibration,
-            device=str(_device(layout)),
+            device=str(layout.device),
         )
         parsed = None
         if budget is not None or tiers is None:
@@ -233,7 +233,7 @@ class SphericalCache(AttachedCache):
             CacheFileError: The folder is damaged or belongs to another model.
         """
         layout = describe_model(model)
-        device = str(_device(layout))
+        device = str(layout.device)
         config, budget = read_config(
             Path(folder), layout.geometry, layout.ropes, layout.windows, device=device
         )
@@ -269,7 +269,3 @@ def _highest(table: TierTable) -> str:
     """Name of the highest coded tier, or of the dense one where there is none."""
     coded = [tier.name for tier in table if tier.is_coded]
     return coded[-1] if coded else table[table.dense_id].name
-
-
-def _device(layout: ModelLayout) -> torch.device:
-    return next(layout.decoder.parameters()).device

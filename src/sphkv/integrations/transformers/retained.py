@@ -107,14 +107,13 @@ class RetainedCache(AttachedCache):
         policy = options.policy
         if isinstance(policy, Path | str):
             policy = load_policy(Path(policy))
-        device = next(layout.decoder.parameters()).device
-        backend = get_backend(options.backend, device)
+        backend = get_backend(options.backend, layout.device)
         config = RetainedConfig(
             layout.geometry,
             layout.ropes,
             ByteBudget.parse(budget),
             retention_tiers(options.page_tokens),
-            device=str(device),
+            device=str(layout.device),
             policy=policy or RetentionPolicy(),
             protection=ProtectionRule(spans=tuple(options.protect)),
             segments=SegmentSpans(tuple(options.retrieved)),
