@@ -17,10 +17,10 @@ from torch import Tensor
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.plan import CacheConfig
 from sphkv.codec.calibration_file import load_calibration, save_calibration
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.errors import CacheFileError
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierTable
 from sphkv.store.config import StoreConfig
 from sphkv.store.persist import read_identity

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from sphkv.codec.calibration import LEAST_TOKENS, CalibrationOptions
 from sphkv.codec.codebook import CodebookFit
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import DENSE_BITS, RUN_TOKENS, TierSpec, TierTable, coded_tier
 from sphkv.store.allocator import slab_bytes
 from sphkv.store.config import StoreConfig

@@ -13,15 +13,14 @@ from sphkv.attention.request import AttentionOptions, DecodeBackend
 from sphkv.cache.retained_attention import attend_and_append
 from sphkv.cache.retained_bytes import contract_bytes
 from sphkv.cache.retained_config import RetainedConfig
-from sphkv.cache.retained_measure import measure_layer, paged_tokens
-from sphkv.cache.retained_notes import take_notes
 from sphkv.cache.retained_refresh import Refresher
-from sphkv.cache.retained_work import Found, PromptWork
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.features import TokenFeatures
+from sphkv.retention.measure import Found, PromptWork, measure_layer, paged_tokens
+from sphkv.retention.notes import take_notes
 from sphkv.retention.pricing import LayerPricer
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.order import PageOrder
@@ -67,6 +66,7 @@ class RetainedSequence:
         order: PageOrder | None = getattr(backend, "order", None)
         config = replace(config, is_aligned=order is not None)
         self.config = config
+        self._measure = config.measure_config()
         self.contract: WriteContract | None = None
         self.features: list[TokenFeatures] = []
         self.is_frozen = False
@@ -124,12 +124,12 @@ class RetainedSequence:
             raise ValueError(f"layer {layer} is out of order: {len(self._pending)} came before")
         found = self._once(
             ("measured", layer),
-            lambda: measure_layer(self.config, self._codec, layer, (query, keys, values)),
+            lambda: measure_layer(self._measure, self._codec, layer, (query, keys, values)),
         )
         pricer = self._pricer = self._pricer or self._start(keys.shape[1])
         priced = self._once(("priced", pricer.key, layer), lambda: pricer.price(found))
         notes = self._once(
-            ("notes", layer), lambda: take_notes(self.config, layer, found, query, keys)
+            ("notes", layer), lambda: take_notes(self._measure, layer, found, query, keys)
         )
         # measured where the states are, decided on the CPU
         self.features.append(found.features.to("cpu"))

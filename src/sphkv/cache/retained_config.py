@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import (
     DENSE_BITS,
     RUN_TOKENS,
@@ -15,12 +15,11 @@ from sphkv.core.tiers import (
     TierTable,
     coded_tier,
 )
-from sphkv.retention.blocks import BlockShape, PageCosts
 from sphkv.retention.gate import GateOptions
-from sphkv.retention.options import ControlOptions
-from sphkv.retention.policy import RetentionPolicy
-from sphkv.retention.protection import ProtectionRule
-from sphkv.retention.segments import SegmentSpans
+from sphkv.retention.measure import MeasureConfig
+from sphkv.retention.policy import BlockShape, ControlOptions, RetentionPolicy
+from sphkv.retention.pricing import PageCosts
+from sphkv.retention.protection import ProtectionRule, SegmentSpans
 from sphkv.store.allocator import slab_bytes
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout
@@ -103,6 +102,18 @@ class RetainedConfig:
     def page_tokens(self) -> int:
         """States of a coded page."""
         return next(tier.page_tokens for tier in self.tiers if tier.is_coded)
+
+    def measure_config(self) -> MeasureConfig:
+        """What measuring a prompt needs of this."""
+        return MeasureConfig(
+            self.geometry,
+            self.ropes,
+            self.tiers,
+            policy=self.policy,
+            protection=self.protection,
+            horizon=self.horizon,
+            error_samples=self.error_samples,
+        )
 
     def store_config(self) -> StoreConfig:
         """Config of the store: newest states seal into dense pages, which are demoted later."""

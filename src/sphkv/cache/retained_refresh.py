@@ -14,15 +14,14 @@ from torch import Tensor
 
 from sphkv.cache.retained_config import RetainedConfig
 from sphkv.cache.retained_index import PageIndex
-from sphkv.cache.retained_notes import EXPECTED_DISTANCE
 from sphkv.cache.retained_pages import PageList
 from sphkv.cache.retained_probe import DriftSample, probe_tail
 from sphkv.core.errors import BudgetExceeded
 from sphkv.core.tiers import RUN_TOKENS
-from sphkv.retention.allocate import TierChoices, allocate_tiers, best_at_price
 from sphkv.retention.features import squared_distance
 from sphkv.retention.gate import StabilityGate, danger_score
-from sphkv.retention.notes import LayerNotes, QueryStatistics, run_importance
+from sphkv.retention.notes import EXPECTED_DISTANCE, LayerNotes, QueryStatistics, run_importance
+from sphkv.retention.solver import TierChoices, allocate_tiers, best_at_price
 from sphkv.store.store import PageStore
 
 # Bytes freed beyond need, so that a sequence is not rebalanced at every page.

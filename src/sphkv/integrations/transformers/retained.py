@@ -29,8 +29,7 @@ from sphkv.integrations.transformers.attached import AttachedCache
 from sphkv.integrations.transformers.forward import CachePass, read_step
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.policy import RetentionPolicy, load_policy
-from sphkv.retention.protection import ProtectionRule
-from sphkv.retention.segments import SegmentSpans
+from sphkv.retention.protection import ProtectionRule, SegmentSpans
 from sphkv.store.ledger import ByteLedger
 
 DEFAULT_BUDGET = "10%"
