@@ -13,7 +13,7 @@ from sphkv.retention.measure import LayerInput
 from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.pricing import LayerPricer, PageCosts
 from sphkv.retention.protection import Segment
-from sphkv.retention.scores import recipe_distortion, state_distortion
+from sphkv.retention.scores import SCORES, state_distortion
 from sphkv.retention.solver import SOLVERS, InfeasibleBudget
 
 HEADS, TOKENS, DIM, LAYERS = 2, 400, 16, 2
@@ -187,14 +187,11 @@ def test_price_falls_as_the_budget_grows():
     assert prices[0] > prices[1] > 0
 
 
-def test_fixed_recipe_ranks_tiers_and_segments():
-    part = make_layer(0)
-    segments = torch.zeros(TOKENS, dtype=torch.uint8)
-    segments[:10] = Segment.RETRIEVED
-    policy = RetentionPolicy(segment_weights=(1.0, 2.0, 1.0))
-    found = recipe_distortion(part.features, part.errors, policy, segments)
-    assert bool((found.diff(dim=2) <= 0).all())
-    assert torch.allclose(found[:, 0], 2 * found[:, 20])
+@pytest.mark.parametrize("score", SCORES)
+def test_every_score_yields_a_contract_within_the_budget(score):
+    _, contract = decide(30_000, ControlOptions(score=score))
+    assert 0.9 * 30_000 < used_bytes(contract) <= 30_000
+    assert bool((contract.tier_id[contract.protected] == TIERS.dense_id).all())
 
 
 @pytest.mark.parametrize("variant", ["joint", "keepdrop"])

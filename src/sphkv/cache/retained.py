@@ -20,8 +20,8 @@ from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.features import TokenFeatures
 from sphkv.retention.measure import Found, PromptWork, measure_layer, paged_tokens
-from sphkv.retention.notes import take_notes
 from sphkv.retention.pricing import LayerPricer
+from sphkv.retention.query_notes import take_notes
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.order import PageOrder
 from sphkv.store.store import PageStore
@@ -129,7 +129,8 @@ class RetainedSequence:
         pricer = self._pricer = self._pricer or self._start(keys.shape[1])
         priced = self._once(("priced", pricer.key, layer), lambda: pricer.price(found))
         notes = self._once(
-            ("notes", layer), lambda: take_notes(self._measure, layer, found, query, keys)
+            ("notes", layer),
+            lambda: take_notes(self._measure, layer, found, query, keys, pricer.score),
         )
         # measured where the states are, decided on the CPU
         self.features.append(found.features.to("cpu"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sphkv.cache.retained_pages import PageList, list_pages
 from sphkv.core.tiers import RUN_TOKENS
-from sphkv.retention.notes import LEAST_IMPORTANCE, LayerNotes
+from sphkv.retention.query_notes import LEAST_IMPORTANCE, LayerNotes
 from sphkv.store.layout import PageLayout, PageView
 from sphkv.store.paging import PositionMode
 from sphkv.store.pointers import page_tag, pool_of_tag

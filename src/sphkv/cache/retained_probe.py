@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sphkv.cache.retained_config import RetainedConfig
-from sphkv.retention.notes import LayerNotes
+from sphkv.retention.query_notes import LayerNotes
 from sphkv.store.store import PageStore
 
 QUANTILES = (0.5, 0.9, 0.99)

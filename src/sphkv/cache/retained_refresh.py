@@ -20,7 +20,12 @@ from sphkv.core.errors import BudgetExceeded
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.features import squared_distance
 from sphkv.retention.gate import StabilityGate, danger_score
-from sphkv.retention.notes import EXPECTED_DISTANCE, LayerNotes, QueryStatistics, run_importance
+from sphkv.retention.query_notes import (
+    EXPECTED_DISTANCE,
+    LayerNotes,
+    QueryStatistics,
+    run_importance,
+)
 from sphkv.retention.solver import TierChoices, allocate_tiers, best_at_price
 from sphkv.store.store import PageStore
 

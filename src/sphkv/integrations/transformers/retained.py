@@ -44,7 +44,7 @@ class RetentionOptions:
         protect: Token ranges ``(start, stop)`` of the prompt that stay bfloat16: instructions,
             tool schemas, evidence.
         retrieved: Token ranges of retrieved passages, which the policy weighs by themselves.
-        policy: Weights, or a file that ``sphkv fit-policy`` wrote; the fixed recipe if None.
+        policy: Weights, or a file that ``sphkv fit-policy`` wrote; equal weights if None.
         gate: Stability gate, told the margin of the two best tokens of every pass; off if None.
         backend: What runs decode attention, see ``sphkv.attention.api``.
         page_tokens: States of a coded page, a multiple of 32. Small pages suit tight budgets and
