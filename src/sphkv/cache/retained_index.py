@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sphkv.cache.retained_pages import PageList, list_pages
 from sphkv.core.tiers import RUN_TOKENS
-from sphkv.retention.query_notes import LEAST_IMPORTANCE, LayerNotes
+from sphkv.retention.notes import LEAST_IMPORTANCE
+from sphkv.retention.query_notes import LayerNotes
 from sphkv.store.layout import PageLayout, PageView
 from sphkv.store.paging import PositionMode
 from sphkv.store.pointers import page_tag, pool_of_tag

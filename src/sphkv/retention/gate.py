@@ -129,7 +129,8 @@ def norm_quantile(query: Tensor, num_kv_heads: int) -> Tensor:
         ``[heads]`` float32.
     """
     norms = query.float().norm(dim=-1).reshape(num_kv_heads, -1)
-    return norms.quantile(DRIFT_QUANTILE, dim=1)
+    quantile: Tensor = norms.quantile(DRIFT_QUANTILE, dim=1)
+    return quantile
 
 
 class StabilityGate:
