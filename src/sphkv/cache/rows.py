@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
-from sphkv.cache.method import CacheMethod
+from sphkv.cache.sequence import CacheSequence
 
 
 def real_states(
     is_real: Tensor, *states: Tensor
 ) -> Iterator[tuple[int, slice | Tensor, tuple[Tensor, ...]]]:
-    """Each row that has tokens: its index, their slots, and their states without padding.
+    """Each row that has tokens: its index, their places, and their states without padding.
 
     Args:
-        is_real: ``[rows, slots]`` bool.
-        states: ``[rows, heads, slots, head_dim]`` each.
+        is_real: ``[rows, length]`` bool.
+        states: ``[rows, heads, length, head_dim]`` each.
     """
     for index, real in enumerate(is_real.cpu()):
         own = tuple(part[index] for part in states)
@@ -31,7 +31,7 @@ def real_states(
 
 
 def attend_rows(
-    rows: Sequence[CacheMethod],
+    rows: Sequence[CacheSequence],
     is_real: Tensor,
     layer: int,
     states: tuple[Tensor, Tensor, Tensor],

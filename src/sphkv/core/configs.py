@@ -10,6 +10,7 @@ import difflib
 import tomllib
 import types
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -22,7 +23,7 @@ def build_config(
     """Build a config dataclass from plain data.
 
     Fields may be ``bool``, ``int``, ``float`` (which also takes an int), ``str``, ``Path``,
-    ``Literal``, unions (``X | None``), tuples, ``Mapping[str, X]`` and other dataclasses.
+    ``Literal``, string enums, unions (``X | None``), tuples, ``Mapping[str, X]`` and other dataclasses.
 
     Args:
         config_type: A dataclass type.
@@ -163,6 +164,8 @@ def _convert_scalar(value: object, hint: Any, key: str) -> Any:
         if value is None:
             return None
         raise _wrong_type(key, "nothing", value)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return hint(_convert_literal(value, tuple(str(member) for member in hint), key))
     # bool is a subclass of int, so types are compared exactly.
     if type(value) is hint and hint in (bool, int, float, str):
         return value
