@@ -20,11 +20,11 @@ from sphkv.cache import (
 from sphkv.cache.files import load_engine, read_config, save_engine
 from sphkv.cache.plan import allowed_bytes, holds_from, parse_tiers
 from sphkv.codec.calibration import default_calibration
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.errors import BudgetExceeded, CacheFileError
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierTable, coded_tier
 from sphkv.store.store import PageStore
 

@@ -15,18 +15,17 @@ from sphkv.cache.retained import RetainedSequence
 from sphkv.cache.retained_config import RetainedConfig, retention_tiers
 from sphkv.cache.retained_engine import RetainedEngine
 from sphkv.cache.retained_index import PageIndex
-from sphkv.cache.retained_work import PromptWork
 from sphkv.cache.step import StepTokens
 from sphkv.codec.calibration import Calibrator
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
-from sphkv.retention.allocate import InfeasibleBudget
-from sphkv.retention.blocks import BlockShape
+from sphkv.core.rope import RopeSpec
 from sphkv.retention.gate import GateOptions
-from sphkv.retention.options import VARIANTS, ControlOptions
+from sphkv.retention.measure import PromptWork
+from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions
 from sphkv.retention.protection import ProtectionRule
+from sphkv.retention.solver import InfeasibleBudget
 from sphkv.testing.fake_gpu import DEVICE, GpuTensor, fake_gpu
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)

@@ -13,8 +13,8 @@ from sphkv.attention.request import AttentionOptions
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.plan import CacheConfig, parse_tiers
 from sphkv.cache.step import StepTokens
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.testing.cases import random_calibration, random_states
 
 GEOMETRY = KVGeometry(2, 2, 6, 64)

@@ -10,7 +10,7 @@ from sphkv.attention.api import (
 )
 from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.request import AttentionOptions, DecodeRequest
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
 from sphkv.testing.oracle import dense_oracle

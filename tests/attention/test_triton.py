@@ -7,8 +7,8 @@ import torch
 from sphkv.attention.api import decode_attention, get_backend
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, DecodeRequest
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.contract import LayerContract
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
 from sphkv.testing.oracle import dense_oracle

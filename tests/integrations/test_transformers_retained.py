@@ -15,8 +15,8 @@ from sphkv import RetainedCache
 from sphkv.integrations.transformers.calibrate import calibrate_model
 from sphkv.integrations.transformers.retained import RetentionOptions
 from sphkv.integrations.transformers.stepping import score
-from sphkv.retention.allocate import InfeasibleBudget
 from sphkv.retention.gate import GateOptions
+from sphkv.retention.solver import InfeasibleBudget
 
 REFERENCE = RetentionOptions(backend="reference")
 

@@ -6,15 +6,15 @@ import torch
 
 from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
-from sphkv.retention.allocate import SOLVERS, InfeasibleBudget
-from sphkv.retention.blocks import BlockShape, PageCosts
 from sphkv.retention.controller import RetentionController
-from sphkv.retention.distortion import TierErrors, recipe_distortion, state_distortion
+from sphkv.retention.errors import TierErrors
 from sphkv.retention.features import expect_surprise, measure_features, window_rows
-from sphkv.retention.options import VARIANTS, ControlOptions
-from sphkv.retention.policy import RetentionPolicy
-from sphkv.retention.pricing import LayerInput, LayerPricer
-from sphkv.retention.segments import Segment
+from sphkv.retention.measure import LayerInput
+from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions, RetentionPolicy
+from sphkv.retention.pricing import LayerPricer, PageCosts
+from sphkv.retention.protection import Segment
+from sphkv.retention.scores import recipe_distortion, state_distortion
+from sphkv.retention.solver import SOLVERS, InfeasibleBudget
 
 HEADS, TOKENS, DIM, LAYERS = 2, 400, 16, 2
 TIERS = TierTable(
@@ -98,7 +98,7 @@ def decide(budget: int, options: ControlOptions):
     return controller, controller.decide(budget, used_bytes)
 
 
-def foretold_loss(contract: WriteContract) -> float:
+def predicted_loss(contract: WriteContract) -> float:
     """Loss of coded states by the model, and of drops by what is really gone."""
     total = 0.0
     for layer in range(LAYERS):
@@ -126,7 +126,7 @@ def test_joint_control_loses_least(budget):
             assert variant == "quant"
             continue
         assert used_bytes(contract) <= budget
-        losses[variant] = foretold_loss(contract)
+        losses[variant] = predicted_loss(contract)
     assert losses["joint"] <= 1.02 * min(losses.values())
     assert losses["joint"] < 0.9 * losses["decoupled"]
 
@@ -160,7 +160,7 @@ def test_uniform_heads_get_the_same_counts():
     counts = contract.state_counts(len(TIERS)).flatten(0, 1)
     assert bool((counts == counts[0]).all())
     _, adaptive = decide(34_000, replace(options, uniform_heads=False))
-    assert foretold_loss(adaptive) <= foretold_loss(contract)
+    assert predicted_loss(adaptive) <= predicted_loss(contract)
 
 
 def test_heavier_segments_keep_more():

@@ -7,11 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sphkv.retention.features import head_spread, segment_spread
 from sphkv.retention.gate import GateOptions, StabilityGate, danger_score, logit_drift_bound
 from sphkv.retention.policy import RetentionPolicy, load_policy, save_policy
-from sphkv.retention.protection import ProtectionRule, widen_to_runs
-from sphkv.retention.segments import Segment, SegmentSpans, find_segments
-from sphkv.retention.statistics import head_spread, segment_spread
+from sphkv.retention.protection import (
+    ProtectionRule,
+    Segment,
+    SegmentSpans,
+    find_segments,
+    widen_to_runs,
+)
 
 
 def test_protection_marks_sinks_spans_suffix_and_outliers():

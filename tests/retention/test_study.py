@@ -7,11 +7,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sphkv.cache.retained_config import RetainedConfig
+from sphkv.cache.retained_config import retention_tiers
 from sphkv.cli.main import main
-from sphkv.codec.rope import RopeSpec
-from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.evaluation.retention.config import StudyConfig
 from sphkv.evaluation.retention.fit import describe_fit, head_sensitivity, regress_weights
 from sphkv.evaluation.retention.probes import ChangedStates, Probe, rank_correlation
@@ -25,6 +24,7 @@ from sphkv.integrations.prompt_states import (
     read_prompt,
 )
 from sphkv.integrations.teacher_forcing import hidden_states
+from sphkv.retention.measure import MeasureConfig
 
 
 def tiny_model() -> LlamaForCausalLM:
@@ -85,7 +85,7 @@ class Nudged:
 
 
 @pytest.mark.parametrize(("layer", "head"), [(0, 1), (1, 3)])
-def test_sensitivity_foretells_the_loss_of_a_small_move(layer, head):
+def test_sensitivity_predicts_the_loss_of_a_small_move(layer, head):
     model, ids = tiny_model(), tokens(400)
     found = torch.stack([head_sensitivity(model, ids, seed=seed) for seed in range(4)]).mean(0)
     assert found.shape == (2, 4)
@@ -106,7 +106,7 @@ def test_sensitivity_needs_some_text():
 def test_a_head_surprises_whose_later_queries_ask_for_what_none_asked_for():
     geometry = KVGeometry(num_layers=1, num_kv_heads=2, num_query_heads=2, head_dim=64)
     ropes = (RopeSpec.from_config({"rope_theta": 10_000.0}, 64),)
-    config = RetainedConfig(geometry, ropes, ByteBudget.parse("50%"))
+    config = MeasureConfig(geometry, ropes, retention_tiers())
     generator = torch.Generator().manual_seed(0)
     known, later = 320, 64
     keys, values = (torch.randn(2, known + later, 64, generator=generator) for _ in range(2))
@@ -140,7 +140,7 @@ def test_weights_are_found_again_and_ratios_count_alike():
     assert [found["alpha_theta"], found["alpha_value"], found["alpha_drop"]] == pytest.approx(
         weights.tolist(), rel=1e-3
     )
-    # one drop that is nine times as bad and one as foretold: three times
+    # one drop that is nine times as bad and one as predicted: three times
     assert regress_weights(probes(1, 1, 9, 1))["alpha_drop"] == pytest.approx(2.1, rel=1e-3)
     assert regress_weights(probes(1, 1, 1, 9))["alpha_drop"] == pytest.approx(2.1, rel=1e-3)
 

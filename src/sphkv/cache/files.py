@@ -17,11 +17,11 @@ from torch import Tensor
 from sphkv.cache.config import CacheConfig, ResidencyPlan, RetentionConfig
 from sphkv.cache.engine import CacheEngine
 from sphkv.codec.calibration_file import load_calibration, save_calibration
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.configs import build_config, config_to_dict
 from sphkv.core.errors import CacheFileError
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierTable
 from sphkv.store.config import StoreConfig
 from sphkv.store.persist import read_identity

@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_fit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "fit-policy",
-        help="fit the controller's weights and print how well they foretell measured loss",
+        help="fit the controller's weights and print how well they predict measured loss",
         allow_abbrev=False,
     )
     parser.add_argument("--model", required=True, help="smollm2, a local folder or a hub name")
@@ -92,7 +92,7 @@ def run_fit(args: argparse.Namespace) -> int:
     ]
     print("\nrank correlation with measured KL")
     print(format_table(("score", "all probes", "drops"), rows))
-    print("\nheads whose later queries were foretold least")
+    print("\nheads whose later queries were predicted least")
     print(format_table(("layer", "head", "surprise"), record["surprise"]))
     return 0
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import WriteContract
-from sphkv.retention.allocate import InfeasibleBudget
-from sphkv.retention.blocks import BlockShape, HeadBlocks, PageCosts
-from sphkv.retention.options import ControlOptions
-from sphkv.retention.pricing import PricedLayer
+from sphkv.retention.policy import BlockShape, ControlOptions
+from sphkv.retention.pricing import HeadBlocks, PageCosts, PricedLayer
+from sphkv.retention.solver import InfeasibleBudget
 from sphkv.retention.variants import decide_blocks
 
 _ROUNDS = 16
@@ -29,7 +28,7 @@ class RetentionController:
         costs: Bytes of pages.
         options: What is decided, and how.
         price: Loss a byte is worth at the decision; 0 before it.
-        loss: Foretold loss of the decision; in nats per token if the policy is fitted.
+        loss: Predicted loss of the decision; in nats per token if the policy is fitted.
     """
 
     def __init__(self, costs: PageCosts, options: ControlOptions | None = None) -> None:
@@ -143,5 +142,5 @@ class _Bracket:
 
 
 def _loss_of(decision: list[tuple[HeadBlocks, Tensor]]) -> float:
-    """Foretold loss of a decision."""
+    """Predicted loss of a decision."""
     return sum(float(blocks.distortion.gather(1, tier[:, None]).sum()) for blocks, tier in decision)

@@ -2,7 +2,7 @@
 """What the controller remembers of a layer once the prompt's attention is gone.
 
 Importance of every run of 16 tokens and head in half precision, how much of it each tier loses,
-and the head's mean query, which foretells the importance of tokens to come.
+and the head's mean query, which predicts the importance of tokens to come.
 """
 
 from __future__ import annotations
@@ -14,9 +14,20 @@ import torch
 from torch import Tensor
 
 from sphkv.core.tiers import RUN_TOKENS
+from sphkv.retention.features import mean_output, squared_distance
+from sphkv.retention.measure import (
+    LayerInput,
+    MeasureConfig,
+    unrotated_planes,
+    window_positions,
+)
+from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.scores import state_distortion
 
 # Importances span many decades; their logarithm is what half precision keeps well.
 LEAST_IMPORTANCE = 1e-30
+# How far queries to come are from a new token, on average.
+EXPECTED_DISTANCE = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -90,8 +101,8 @@ class LayerNotes:
         log_importance: ``[heads, runs]`` float16 log of the mean loss of a state of the run.
         tier_ratio: ``[heads, tiers]`` float32 loss of a tier over the importance; tier 0 is
             the loss of dropping.
-        queries: What foretells new tokens.
-        gain: ``[heads]`` float32: importance over foretold importance, on the prompt.
+        queries: What predicts new tokens.
+        gain: ``[heads]`` float32: importance over predicted importance, on the prompt.
     """
 
     log_importance: Tensor
@@ -139,3 +150,49 @@ def run_importance(per_state: Tensor) -> Tensor:
 def log_runs(per_state: Tensor) -> Tensor:
     """``run_importance`` as notes keep it."""
     return run_importance(per_state).clamp(min=LEAST_IMPORTANCE).log().half()
+
+
+def take_notes(
+    config: MeasureConfig, layer: int, found: LayerInput, query: Tensor, keys: Tensor
+) -> LayerNotes:
+    """Importance of runs, losses of tiers relative to it, and what predicts new tokens.
+
+    Args:
+        config: Model, tiers and policy.
+        layer: Index of the layer.
+        found: What was measured of it.
+        query: ``[query_heads, tokens, head_dim]`` after RoPE.
+        keys: ``[heads, tokens, head_dim]`` after RoPE.
+    """
+    heads, tokens, _ = keys.shape
+    features, rows, values = found.features, found.rows, found.values
+    scale = 1.0
+    if config.policy.sensitivity is None:
+        scale = 1.0 / max(float(features.output_energy.sum()), 1e-30)
+    output = mean_output(rows, values)
+    every = torch.arange(tokens, device=keys.device)
+    window = window_positions(config, tokens, keys.device)
+    queries = QueryStatistics.of(
+        unrotated_planes(config, layer, query[:, window], window), heads, output
+    )
+    expected = queries.log_weight(
+        unrotated_planes(config, layer, keys, every),
+        EXPECTED_DISTANCE + every.flip(0),
+        config.ropes[layer].frequencies(),
+        scale=config.geometry.head_dim**-0.5,
+    )
+    queries.offset = expected.logsumexp(1)
+    importance = scale * features.shift
+    predicted = (expected - queries.offset[:, None]).mul(2).exp() * squared_distance(values, output)
+    middle = slice(config.protection.sink_tokens, tokens - RUN_TOKENS)
+    gain = importance[:, middle].mean(1) / predicted[:, middle].mean(1).clamp(min=1e-30)
+    return LayerNotes(log_runs(importance), _ratios(found, config.policy), queries, gain)
+
+
+def _ratios(found: LayerInput, policy: RetentionPolicy) -> Tensor:
+    """``[heads, tiers]`` loss of each tier per unit of importance, averaged over states."""
+    ratios = []
+    for head, shift in enumerate(found.features.shift):
+        loss = state_distortion(found.features, found.errors, policy, head=head)
+        ratios.append(loss.sum(0) / shift.sum().clamp(min=1e-30))
+    return torch.stack(ratios)

@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 
 from sphkv.core.tiers import TierTable
-from sphkv.retention.allocate import (
-    Allocation,
-    InfeasibleBudget,
-    TierChoices,
-    allocate_tiers,
-)
-from sphkv.retention.blocks import BlockShape, HeadBlocks
-from sphkv.retention.options import ControlOptions
+from sphkv.retention.policy import BlockShape, ControlOptions
+from sphkv.retention.pricing import HeadBlocks
+from sphkv.retention.solver import Allocation, InfeasibleBudget, TierChoices, allocate_tiers
 
 Decision = list[tuple[HeadBlocks, Tensor]]
 

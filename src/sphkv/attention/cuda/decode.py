@@ -27,7 +27,7 @@ from sphkv.attention.cuda.tables import build_tables, turn_rows
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import AngleCodebook
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 from sphkv.store.paging import PositionMode
 
 ENTRY_POINT = "sphkv_decode"

@@ -11,8 +11,8 @@ import torch
 from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import KernelShape
 from sphkv.attention.cuda.selftest import self_test
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 
 _LEAST_POSITIONS = 8192

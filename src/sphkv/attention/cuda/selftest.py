@@ -11,7 +11,7 @@ from sphkv.attention.cuda.page_lists import PageLists, PagePool
 from sphkv.attention.cuda.synthetic import Oracle, random_pages, set_bases, set_counts, tier_layout
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import AngleCodebook
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 from sphkv.store.paging import PositionMode
 
 # Relative error of the output: half-precision products and weights.

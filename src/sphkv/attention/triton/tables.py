@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from sphkv.codec.codebook import SLOT_LEVELS, AngleCodebook
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 
 ENTRY_BLOCK = 16

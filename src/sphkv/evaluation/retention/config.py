@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sphkv.core.budget import ByteBudget
-from sphkv.retention.blocks import BlockShape
-from sphkv.retention.options import ControlOptions
+from sphkv.retention.policy import BlockShape, ControlOptions
 
 BUDGETS = ("20%", "15%", "10%", "7%", "5%")
 

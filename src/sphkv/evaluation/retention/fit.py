@@ -3,7 +3,7 @@
 
 Sensitivities are the diagonal of the Fisher information of attention outputs: half its trace per
 channel is the KL that a unit squared move of a head's output causes. One backward pass of a short
-text gives them. What heads do that no prompt foretells is measured on other stretches of the texts.
+text gives them. What heads do that no prompt predicts is measured on other stretches of the texts.
 The weights of angle, radius, value and drop terms are then regressed on measured KL of probes.
 Derivation: docs/math/retention.md, section 5.
 """
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
-from sphkv.cache.retained_config import RetainedConfig
-from sphkv.core.budget import ByteBudget
+from sphkv.cache.retained_config import retention_tiers
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.retention.config import StudyConfig
 from sphkv.evaluation.retention.probes import Probe, measure_probes, rank_correlation
@@ -32,6 +31,7 @@ from sphkv.evaluation.retention.study import (
 from sphkv.evaluation.retention.surprise import head_surprise
 from sphkv.evaluation.text import read_tokens
 from sphkv.integrations.prompt_states import PromptStates, attending, read_prompt
+from sphkv.retention.measure import MeasureConfig
 from sphkv.retention.policy import RetentionPolicy, save_policy
 
 # Leading tokens see so little context that their gradients say nothing about long prompts.
@@ -181,9 +181,9 @@ def fit_policy(
     model_id = runner.config.model
     policy = replace(runner.policy, sensitivity=_rows(found.mean(0)), model_id=model_id)
     report("sensitivities measured")
-    cache = RetainedConfig(runner.geometry, runner.ropes, ByteBudget.parse("100%"), policy=policy)
+    measured = MeasureConfig(runner.geometry, runner.ropes, retention_tiers(), policy=policy)
     surprise = head_surprise(
-        cache, (read_prompt(runner.model, ids) for ids in stretches), num_later=_LATER_TOKENS
+        measured, (read_prompt(runner.model, ids) for ids in stretches), num_later=_LATER_TOKENS
     )
     policy = replace(policy, surprise=_rows(surprise))
     report("surprise measured")

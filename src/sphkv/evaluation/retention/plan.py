@@ -21,9 +21,8 @@ from sphkv.evaluation.retention.prompts import passage_segments
 from sphkv.integrations.models import load_model
 from sphkv.integrations.prompt_states import PromptStates, read_prompt, store_prompt
 from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
-from sphkv.retention.options import ControlOptions
-from sphkv.retention.policy import RetentionPolicy, load_policy
-from sphkv.retention.statistics import head_spread, segment_spread, state_bytes_of
+from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
+from sphkv.retention.policy import ControlOptions, RetentionPolicy, load_policy
 
 _CALIBRATION_TOKENS = 1024
 

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
-from sphkv.cache.retained_config import RetainedConfig
-from sphkv.cache.retained_measure import measure_layer
-from sphkv.core.budget import ByteBudget
+from sphkv.cache.retained_config import retention_tiers
 from sphkv.core.tiers import TierTable
 from sphkv.integrations.prompt_states import PromptStates, continue_prompt
 from sphkv.retention.features import drop_losses
+from sphkv.retention.measure import LayerInput, MeasureConfig, measure_layer
 from sphkv.retention.policy import RetentionPolicy
-from sphkv.retention.pricing import LayerInput
 from sphkv.store.ledger import ByteLedger
 
 if TYPE_CHECKING:
@@ -29,13 +27,13 @@ _PARTS = 6
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One change of some layers, what was foretold and what happened.
+    """One change of some layers, what was predicted and what happened.
 
     Attributes:
         name: Layers and change.
         kind: ``"tier"`` or ``"drop"``.
-        terms: Foretold angle, value and drop terms, unweighted.
-        by_age: What age alone foretells: the sum of 1 / age over dropped states, and bits lost.
+        terms: Predicted angle, value and drop terms, unweighted.
+        by_age: What age alone predicts: the sum of 1 / age over dropped states, and bits lost.
         by_votes: The same with attention votes.
         kl: Measured KL.
     """
@@ -115,7 +113,7 @@ def measure_probes(
     report: Callable[[str], None],
 ) -> list[Probe]:
     """Change a few layers at a time by every tier and by dropping tokens, and measure KL."""
-    config = RetainedConfig(runner.geometry, runner.ropes, ByteBudget.parse("100%"), policy=policy)
+    config = MeasureConfig(runner.geometry, runner.ropes, retention_tiers(), policy=policy)
     tiers = config.tiers
     layers = [
         measure_layer(config, runner.codec, layer, (part.query, part.keys, part.values))

@@ -13,7 +13,7 @@ from sphkv.evaluation.retention.config import StudyConfig
 from sphkv.evaluation.text import read_tokens
 from sphkv.evaluation.workloads.qa import fit_prompt, read_questions
 from sphkv.integrations.prompt_states import PromptStates, read_prompt
-from sphkv.retention.segments import SegmentSpans, find_segments
+from sphkv.retention.protection import SegmentSpans, find_segments
 
 _OFFSET = 40_000
 _ANSWER_TOKENS = 16

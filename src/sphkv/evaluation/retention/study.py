@@ -15,7 +15,6 @@ from torch import Tensor
 from sphkv.attention.api import get_backend
 from sphkv.cache.retained import RetainedSequence
 from sphkv.cache.retained_config import RetainedConfig, retention_tiers
-from sphkv.cache.retained_work import PromptWork
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.codec.states import SphericalCodec
@@ -28,9 +27,10 @@ from sphkv.integrations.prompt_states import continue_prompt, store_prompt
 from sphkv.integrations.teacher_forcing import log_probabilities
 from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
 from sphkv.integrations.transformers.calibrate import calibrate_model
-from sphkv.retention.allocate import InfeasibleBudget
+from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
+from sphkv.retention.measure import PromptWork
 from sphkv.retention.policy import RetentionPolicy, load_policy
-from sphkv.retention.statistics import head_spread, segment_spread, state_bytes_of
+from sphkv.retention.solver import InfeasibleBudget
 
 
 def calibration_books(data: str) -> list[Path]:

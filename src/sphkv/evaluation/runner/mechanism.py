@@ -11,7 +11,7 @@ from sphkv.cache.method import CacheMethod
 from sphkv.cache.retained import RetainedSequence
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.evaluation.runner.drift import TokenDrift
-from sphkv.retention.statistics import head_spread, segment_spread, state_bytes_of
+from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
 
 MARGIN_EDGES = (0.1, 0.3, 1.0, 3.0)
 """Gaps of the two best tokens, in nats, between which tokens are counted; small is brittle."""
@@ -51,7 +51,7 @@ def describe_margins(drift: TokenDrift, method: CacheMethod) -> dict[str, Any]:
 
     Args:
         drift: The method against the exact model.
-        method: A controller also tells the drift it foretells, to be set against its margins.
+        method: A controller also tells the drift it predicts, to be set against its margins.
     """
     bins = torch.bucketize(drift.margin, torch.tensor(MARGIN_EDGES, device=drift.margin.device))
     num_bins = len(MARGIN_EDGES) + 1

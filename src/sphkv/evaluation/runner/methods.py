@@ -15,10 +15,10 @@ from sphkv.cache.retained import RetainedSequence
 from sphkv.cache.retained_config import RetainedConfig
 from sphkv.cache.sequence import SphericalSequence
 from sphkv.codec.calibration import Calibration
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierTable
 from sphkv.evaluation.runner.shared_work import SharedWork
 from sphkv.retention.gate import GateOptions

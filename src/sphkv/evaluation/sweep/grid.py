@@ -29,7 +29,7 @@ from sphkv.evaluation.runner.sampling import sampled_quality
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.sweep.config import QAWorkload, SweepConfig
 from sphkv.evaluation.workloads.case import Case
-from sphkv.retention.allocate import InfeasibleBudget
+from sphkv.retention.solver import InfeasibleBudget
 
 Tell = Callable[[str], None]
 

@@ -43,9 +43,9 @@ from sphkv.evaluation.witness.suite import WitnessPrompt, build_suite, first_of_
 from sphkv.evaluation.workloads.case import check_context
 from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.integrations.prompt_states import continue_prompt, store_prompt
-from sphkv.retention.allocate import InfeasibleBudget
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule
+from sphkv.retention.solver import InfeasibleBudget
 
 FORMAT = "sphkv-certificate-1"
 _ANSWER_TOKENS = 32

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 _FREQUENCY_TOLERANCE = 1e-4

@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sphkv.retention.allocate import (
+from sphkv.retention.solver import (
     SOLVERS,
     InfeasibleBudget,
     TierChoices,
@@ -136,7 +136,7 @@ def test_unknown_solver_is_refused():
 
 
 def test_very_many_units_are_decided_like_few():
-    """A sample foretells the price, and only contested units compete for the last bytes."""
+    """A sample predicts the price, and only contested units compete for the last bytes."""
     generator = torch.Generator().manual_seed(5)
     pull = torch.exp(2 * torch.randn(200_000, 1, generator=generator))
     loss = (pull * torch.tensor([1.0, 0.3, 0.08, 0.0])).half()

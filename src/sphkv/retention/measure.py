@@ -3,33 +3,94 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
-from sphkv.cache.retained_config import RetainedConfig
-from sphkv.cache.retained_errors import measure_tier_errors, sample_states
 from sphkv.core.contract import StateCodec
-from sphkv.core.tiers import RUN_TOKENS
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
+from sphkv.core.tiers import RUN_TOKENS, TierTable
+from sphkv.retention.errors import TierErrors, measure_tier_errors, sample_states
 from sphkv.retention.features import (
     AttentionRows,
+    TokenFeatures,
     expect_surprise,
     expected_rows,
     measure_features,
     mix_rows,
     window_rows,
 )
-from sphkv.retention.pricing import LayerInput
+from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.protection import ProtectionRule
+
+Found = TypeVar("Found")
 
 _EXPECTED_STRIDE = 2
 
 
+@dataclass(frozen=True, slots=True)
+class MeasureConfig:
+    """What measuring a prompt needs to know of the cache that will hold it.
+
+    Attributes:
+        geometry: Shape of the cache.
+        ropes: Rotary embedding of every layer.
+        tiers: Precision tiers.
+        policy: Weights of the distortion.
+        protection: States that stay dense.
+        horizon: Tokens after the prompt for which attention is predicted.
+        error_samples: States per head on which error models are measured.
+    """
+
+    geometry: KVGeometry
+    ropes: tuple[RopeSpec, ...]
+    tiers: TierTable
+    policy: RetentionPolicy = field(default_factory=RetentionPolicy)
+    protection: ProtectionRule = field(default_factory=ProtectionRule)
+    horizon: tuple[int, ...] = (8, 32, 96)
+    error_samples: int = 256
+
+    def __post_init__(self) -> None:
+        """Reject parts that belong to different models."""
+        if len(self.ropes) != self.geometry.num_layers:
+            raise ValueError(f"{len(self.ropes)} ropes for {self.geometry.num_layers} layers")
+        geometry = self.geometry
+        self.policy.check_shape(
+            geometry.num_layers, geometry.num_query_heads, geometry.num_kv_heads
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInput:
+    """What the controller needs of one layer.
+
+    Attributes:
+        features: Measured features.
+        errors: Error models.
+        rows: Predicted attention, for the loss of dropping; not kept.
+        values: ``[heads, tokens, head_dim]``.
+        protected: ``[heads, tokens]`` bool.
+    """
+
+    features: TokenFeatures
+    errors: TierErrors
+    rows: AttentionRows
+    values: Tensor
+    protected: Tensor
+
+
 def measure_layer(
-    config: RetainedConfig, codec: StateCodec, layer: int, states: tuple[Tensor, Tensor, Tensor]
+    config: MeasureConfig, codec: StateCodec, layer: int, states: tuple[Tensor, Tensor, Tensor]
 ) -> LayerInput:
     """Features, error models and protection of a layer.
 
     Args:
-        config: The cache.
+        config: Model, tiers and policy.
         codec: The encoder it will use.
         layer: Index of the layer.
         states: Queries ``[query_heads, tokens, head_dim]``, keys and values
@@ -37,7 +98,7 @@ def measure_layer(
     """
     query, keys, values = states
     tokens, scale = keys.shape[1], config.geometry.head_dim**-0.5
-    votes, rows = foretell_rows(config, layer, query, keys)
+    votes, rows = predict_rows(config, layer, query, keys)
     features = measure_features(
         rows, keys, values, sinks=config.protection.sink_tokens, recent=RUN_TOKENS
     )
@@ -53,13 +114,13 @@ def measure_layer(
     return LayerInput(features, errors, rows, values, protected)
 
 
-def foretell_rows(
-    config: RetainedConfig, layer: int, query: Tensor, keys: Tensor
+def predict_rows(
+    config: MeasureConfig, layer: int, query: Tensor, keys: Tensor
 ) -> tuple[AttentionRows, AttentionRows]:
     """Votes of the observation window, and these with what is expected in closed form.
 
     Args:
-        config: The cache.
+        config: Model, tiers and policy.
         layer: Index of the layer.
         query: ``[query_heads, tokens, head_dim]`` after RoPE.
         keys: ``[heads, tokens, head_dim]`` after RoPE.
@@ -71,13 +132,13 @@ def foretell_rows(
     return votes, _with_expected(config, layer, votes, query, keys, share)
 
 
-def row_share(config: RetainedConfig, layer: int) -> Tensor | None:
+def row_share(config: MeasureConfig, layer: int) -> Tensor | None:
     """``[query_heads]`` importance of each query head's rows; None if all count alike."""
     sensitivity = config.policy.sensitivity
     return None if sensitivity is None else torch.tensor(sensitivity[layer])
 
 
-def protected_states(config: RetainedConfig, radius: Tensor) -> Tensor:
+def protected_states(config: MeasureConfig, radius: Tensor) -> Tensor:
     """States of a prompt that stay dense, ``[heads, tokens]`` bool, from their key norms."""
     protected = config.protection.state_mask(radius)
     # what is not paged is dense anyway, and nothing to decide about
@@ -86,7 +147,7 @@ def protected_states(config: RetainedConfig, radius: Tensor) -> Tensor:
 
 
 def _with_expected(
-    config: RetainedConfig,
+    config: MeasureConfig,
     layer: int,
     votes: AttentionRows,
     query: Tensor,
@@ -110,7 +171,7 @@ def _with_expected(
     return mix_rows(votes, expected, policy.attention_mix)
 
 
-def window_positions(config: RetainedConfig, tokens: int, device: torch.device) -> Tensor:
+def window_positions(config: MeasureConfig, tokens: int, device: torch.device) -> Tensor:
     """Positions of the observation window of a prompt."""
     policy = config.policy
     span = min(tokens, policy.window * policy.window_stride)
@@ -119,7 +180,7 @@ def window_positions(config: RetainedConfig, tokens: int, device: torch.device) 
 
 
 def unrotated_planes(
-    config: RetainedConfig, layer: int, states: Tensor, positions: Tensor
+    config: MeasureConfig, layer: int, states: Tensor, positions: Tensor
 ) -> Tensor:
     """States ``[heads, tokens, head_dim]`` in planes, before RoPE."""
     rope = config.ropes[layer]
@@ -140,3 +201,30 @@ def paged_tokens(num_tokens: int) -> int:
             f"retention needs a prompt of at least {3 * RUN_TOKENS} tokens, got {num_tokens}"
         )
     return whole - RUN_TOKENS
+
+
+class PromptWork:
+    """Findings about one prompt that do not depend on a budget, with the seconds they took.
+
+    Everything is kept until the object goes: for comparing budgets and variants, not for serving.
+
+    Attributes:
+        reused_s: Seconds that finding out again would have taken, over all uses so far.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self.reused_s = 0.0
+        self._found: dict[Hashable, tuple[Any, float]] = {}
+
+    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What ``find`` returned when the key was first asked for."""
+        if key in self._found:
+            found, seconds = self._found[key]
+            self.reused_s += seconds
+        else:
+            began = time.perf_counter()
+            found = find()
+            self._found[key] = found, time.perf_counter() - began
+        result: Found = found
+        return result

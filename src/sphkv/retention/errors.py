@@ -15,12 +15,39 @@ from torch import Tensor
 
 from sphkv.core.contract import StateCodec
 from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierSpec, TierTable
-from sphkv.retention.distortion import TierErrors
 from sphkv.retention.features import AttentionRows
 
 _TINY = torch.finfo(torch.float32).tiny
 # A logit error beyond this leaves a weight of one or none.
 _MOST_LOGIT_ERROR = 8.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TierErrors:
+    """Error models of one layer: what a tier does to a state of unit norm.
+
+    Attributes:
+        angle: ``[heads, tiers]`` squared relative change of a weight from the direction of the
+            key, per squared radius.
+        radius: ``[heads, tiers]`` the same from its length.
+        value: ``[heads, tiers]`` squared error of a value, per squared norm.
+        common: ``[heads, tiers]`` squared error that all values share, times the part of the
+            attention that coded states get: what sums of many values do not average out.
+    """
+
+    angle: Tensor
+    radius: Tensor
+    value: Tensor
+    common: Tensor
+
+    def __post_init__(self) -> None:
+        """Reject shapes that differ and errors that are negative or not finite."""
+        for name in ("angle", "radius", "value", "common"):
+            tensor = getattr(self, name)
+            if tensor.shape != self.angle.shape or tensor.dim() != 2:
+                raise ValueError(f"{name} must be [heads, tiers], got {tuple(tensor.shape)}")
+            if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
+                raise ValueError(f"{name} errors must be finite and not negative")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,9 +166,9 @@ def _look(votes: AttentionRows, sample: StateSample, keys: Tensor, values: Tenso
     heads, rows = votes.share.shape
     index = sample.index[:, None].expand(-1, rows, -1)
     weight = votes.weight.gather(2, index)
-    is_apt = votes.is_apt.expand(heads, -1, -1).gather(2, index)
+    is_valid = votes.is_valid.expand(heads, -1, -1).gather(2, index)
     coverage = votes.coverage().gather(1, sample.index)
-    share = votes.share[..., None] * is_apt * (sample.weight / coverage)[:, None]
+    share = votes.share[..., None] * is_valid * (sample.weight / coverage)[:, None]
     output = votes.weight @ values.float()
     values = values.gather(1, sample.index[..., None].expand_as(keys)).float()
     apart = output.square().sum(-1, keepdim=True) + values.square().sum(-1)[:, None]

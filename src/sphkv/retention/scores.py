@@ -6,41 +6,12 @@ Derivation: docs/math/retention.md, section 2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from sphkv.retention.errors import TierErrors
 from sphkv.retention.features import TokenFeatures
 from sphkv.retention.policy import RetentionPolicy
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TierErrors:
-    """Error models of one layer: what a tier does to a state of unit norm.
-
-    Attributes:
-        angle: ``[heads, tiers]`` squared relative change of a weight from the direction of the
-            key, per squared radius.
-        radius: ``[heads, tiers]`` the same from its length.
-        value: ``[heads, tiers]`` squared error of a value, per squared norm.
-        common: ``[heads, tiers]`` squared error that all values share, times the part of the
-            attention that coded states get: what sums of many values do not average out.
-    """
-
-    angle: Tensor
-    radius: Tensor
-    value: Tensor
-    common: Tensor
-
-    def __post_init__(self) -> None:
-        """Reject shapes that differ and errors that are negative or not finite."""
-        for name in ("angle", "radius", "value", "common"):
-            tensor = getattr(self, name)
-            if tensor.shape != self.angle.shape or tensor.dim() != 2:
-                raise ValueError(f"{name} must be [heads, tiers], got {tuple(tensor.shape)}")
-            if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
-                raise ValueError(f"{name} errors must be finite and not negative")
 
 
 def state_distortion(
