@@ -22,7 +22,7 @@ from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
-from sphkv.retention.allocate import InfeasibleBudget
+from sphkv.errors import BudgetError
 from sphkv.retention.blocks import BlockShape
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.options import VARIANTS, ControlOptions
@@ -208,7 +208,7 @@ def test_a_fixed_number_of_bytes_holds_too():
 
 
 def test_missing_bytes_are_named():
-    with pytest.raises(InfeasibleBudget, match=r"by \d+ bytes") as error:
+    with pytest.raises(BudgetError, match=r"by \d+ bytes") as error:
         fill(make_config("1%"))
     assert error.value.missing > 0
 

@@ -19,9 +19,9 @@ from sphkv.cache.plan import CacheConfig
 from sphkv.codec.calibration_file import load_calibration, save_calibration
 from sphkv.codec.rope import RopeSpec
 from sphkv.core.budget import ByteBudget
-from sphkv.core.errors import CacheFileError
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
+from sphkv.errors import BudgetError, CacheFileError
 from sphkv.store.config import StoreConfig
 from sphkv.store.persist import read_identity
 from sphkv.store.store import PageStore
@@ -117,6 +117,7 @@ def load_engine(engine: CacheEngine, folder: Path) -> None:
 
     Raises:
         CacheFileError: A file is missing, damaged, or belongs to another model.
+        BudgetError: The saved states do not fit the limit.
     """
     about = _read_about(folder)
     if _hash(folder / _STATE) != about["state_hash"]:
@@ -136,6 +137,8 @@ def load_engine(engine: CacheEngine, folder: Path) -> None:
         engine.import_state(state, files, codec_hash=about["codec_hash"])
     except (SafetensorError, KeyError, OSError) as error:
         raise CacheFileError(f"{folder} is damaged: {error}") from error
+    except BudgetError:
+        raise
     except ValueError as error:
         raise CacheFileError(f"{folder}: {error}") from error
     for row, first_kept in zip(engine.rows, about["first_kept"], strict=True):

@@ -115,7 +115,7 @@ class RetainedSequence:
         """Take a layer of the prompt; the last one triggers the decision about all.
 
         Raises:
-            InfeasibleBudget: The parts that must stay dense do not fit the budget.
+            BudgetError: The parts that must stay dense do not fit the budget.
             ValueError: A layer comes out of order or without its queries.
         """
         if query is None:

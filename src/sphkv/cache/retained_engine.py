@@ -106,7 +106,7 @@ class RetainedEngine:
             query: ``[batch, query_heads, tokens, head_dim]`` after RoPE.
 
         Raises:
-            InfeasibleBudget: What must stay dense does not fit a budget.
+            BudgetError: What must stay dense does not fit a budget.
         """
         assert self._step is not None
         keys, values = self._fresh.pop(layer)

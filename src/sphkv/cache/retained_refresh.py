@@ -17,8 +17,8 @@ from sphkv.cache.retained_index import PageIndex
 from sphkv.cache.retained_notes import EXPECTED_DISTANCE
 from sphkv.cache.retained_pages import PageList
 from sphkv.cache.retained_probe import DriftSample, probe_tail
-from sphkv.core.errors import BudgetExceeded
 from sphkv.core.tiers import RUN_TOKENS
+from sphkv.errors import BudgetError
 from sphkv.retention.allocate import TierChoices, allocate_tiers, best_at_price
 from sphkv.retention.features import squared_distance
 from sphkv.retention.gate import StabilityGate, danger_score
@@ -112,7 +112,7 @@ class Refresher:
         """Decide about full pages of new states, then meet the budget.
 
         Raises:
-            BudgetExceeded: Nothing is left that may be dropped.
+            BudgetError: Nothing is left that may be dropped.
         """
         page = self._config.page_tokens
         tail = self._store.tail(self._sequence, 0).first_position
@@ -219,7 +219,7 @@ class Refresher:
             target -= over
         over = self._needed() - limit
         if over > 0:
-            raise BudgetExceeded(over, 0, limit)
+            raise BudgetError(over, 0, limit, "what must be kept")
 
     def _choices(self, pages: PageList, importance: Tensor) -> TierChoices:
         """What each tier would lose and cost; a page's own tier is what it has lost already."""

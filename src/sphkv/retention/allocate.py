@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sphkv.errors import BudgetError
 from sphkv.retention.choices import CHUNK_UNITS, TierChoices
 from sphkv.retention.repair import climb_hulls, fill_budget, solve_core
 
-__all__ = ["SOLVERS", "Allocation", "InfeasibleBudget", "Solver", "TierChoices", "allocate_tiers"]
+__all__ = ["SOLVERS", "Allocation", "Solver", "TierChoices", "allocate_tiers"]
 
 Solver = Literal["lagrangian", "value-per-byte", "one-shot"]
 SOLVERS: tuple[Solver, ...] = ("lagrangian", "value-per-byte", "one-shot")
@@ -33,23 +34,6 @@ _MANY_UNITS = 1 << 16
 _CONTESTED = 0.98
 # Few units leave a large last gap, so there the contested ones are decided exactly.
 _CORE_PROBLEM_UNITS = 512
-
-
-class InfeasibleBudget(ValueError):  # noqa: N818
-    """The lowest tiers that protection allows need more than the budget.
-
-    Attributes:
-        missing: Bytes by which they exceed it.
-    """
-
-    def __init__(self, missing: int, budget: int) -> None:
-        """Say both byte counts in the message."""
-        self.missing = missing
-        self.budget = budget
-        super().__init__(
-            f"protected states and fixed parts exceed the budget of {budget} bytes by "
-            f"{missing} bytes"
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,14 +73,14 @@ def allocate_tiers(
         price: Loss per byte for ``"one-shot"``; by default just below the price of the budget.
 
     Raises:
-        InfeasibleBudget: The lowest allowed tiers do not fit.
+        BudgetError: The lowest allowed tiers do not fit.
         ValueError: There is no such solver.
     """
     if solver not in SOLVERS:
         raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
     least = choices.bytes_of(choices.lowest())
     if least > budget:
-        raise InfeasibleBudget(least - budget, budget)
+        raise BudgetError(least, budget, budget, "what must be kept")
     found, low, high = _bisect_price(choices, budget)
     if solver == "one-shot":
         # just below the price of the budget units want more than it has: order decides

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sphkv.cache.method import CacheMethod
-from sphkv.core.errors import BudgetExceeded
 from sphkv.core.tiers import RUN_TOKENS
+from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.metrics.stability import Reply
 from sphkv.evaluation.records import content_id
@@ -43,7 +43,6 @@ from sphkv.evaluation.witness.suite import WitnessPrompt, build_suite, first_of_
 from sphkv.evaluation.workloads.case import check_context
 from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.integrations.prompt_states import continue_prompt, store_prompt
-from sphkv.retention.allocate import InfeasibleBudget
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule
 
@@ -154,7 +153,7 @@ class _Examiner:
         """Notes what does not fit the budget, be it while storing or many tokens later."""
         try:
             yield
-        except (BudgetExceeded, InfeasibleBudget) as error:
+        except BudgetError as error:
             self._broken.append(f"{case_id}: {error}")
             self._tell(self._broken[-1])
 

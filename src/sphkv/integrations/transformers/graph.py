@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from sphkv.attention.cuda.batch import BatchDecode, UnsupportedBatchError, can_capture
+from sphkv.attention.cuda.batch import BatchDecode, can_capture
 from sphkv.cache.engine import CacheEngine
+from sphkv.errors import UnsupportedBatchError
 from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
 from sphkv.integrations.transformers.cache import SphericalCache
 from sphkv.integrations.transformers.forward import read_options

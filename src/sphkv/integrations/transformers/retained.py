@@ -20,11 +20,8 @@ from sphkv.cache.retained_engine import RetainedEngine
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
-from sphkv.integrations.transformers.architecture import (
-    ModelLayout,
-    UnsupportedModelError,
-    describe_model,
-)
+from sphkv.errors import UnsupportedModelError
+from sphkv.integrations.transformers.architecture import ModelLayout, describe_model
 from sphkv.integrations.transformers.attached import AttachedCache
 from sphkv.integrations.transformers.forward import CachePass, read_step
 from sphkv.retention.gate import GateOptions
