@@ -27,7 +27,8 @@ void add_entry(HeadCodebook& head, int slot, int plane, const float* xy, int str
     const float x = xy[code * stride], y = xy[code * stride + 1];
     head.points[at + code] = x;
     head.points[at + kSlotLevels + code] = y;
-    radius = std::max(radius, std::hypot(x, y));
+    // not hypot: its newest version would bind the extension to glibc 2.35
+    radius = std::max(radius, std::sqrt(x * x + y * y));
   }
   const float scale = radius > 0.0f ? kPointPeak / radius : 0.0f;
   for (int i = 0; i < 2 * kSlotLevels; ++i) {

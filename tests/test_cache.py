@@ -22,10 +22,10 @@ from sphkv.cache.plan import allowed_bytes, holds_from, parse_tiers
 from sphkv.codec.calibration import default_calibration
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
-from sphkv.core.errors import BudgetExceeded, CacheFileError
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierTable, coded_tier
+from sphkv.errors import BudgetError, CacheFileError
 from sphkv.store.store import PageStore
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)
@@ -385,7 +385,7 @@ def test_total_budget_is_a_hard_limit():
     limited = replace(config, max_bytes=limit)
     engine = CacheEngine(limited)
     run_pass(engine, batch_states(600), all_real(600))
-    with pytest.raises(BudgetExceeded):
+    with pytest.raises(BudgetError):
         run_pass(engine, batch_states(300, 600), all_real(300))
     # the failed pass was undone on the next begin
     run_pass(engine, batch_states(20, 600), all_real(20))

@@ -4,11 +4,12 @@
 import pytest
 import torch
 
-from sphkv.attention.api import BackendUnavailableError, decode_attention, get_backend
+from sphkv.attention.api import decode_attention, get_backend
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.pages import FragmentOrder, place_pages
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.errors import BackendUnavailableError
 from sphkv.store.layout import PageView, write_pages
 from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
 

@@ -2,16 +2,12 @@
 import pytest
 import torch
 
-from sphkv.attention.api import (
-    BackendUnavailableError,
-    decode_attention,
-    decode_attention_batch,
-    get_backend,
-)
+from sphkv.attention.api import decode_attention, decode_attention_batch, get_backend
 from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.errors import BackendUnavailableError
 from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
 from sphkv.testing.oracle import dense_oracle
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import LayerContract
-from sphkv.core.errors import BudgetExceeded
+from sphkv.errors import BudgetError
 from sphkv.store.spans import Span
 from sphkv.store.store import PageStore
 
@@ -212,7 +212,7 @@ def test_bad_prompts_change_nothing(
         store.write_prompt([0, 1], 0, SPANS, keys, spoilt)
     with unchanged(store), pytest.raises(ValueError, match="2 sequences and keys"):
         store.write_prompt([0, 1], 0, SPANS, keys[:1], values[:1])
-    with unchanged(store), pytest.raises(BudgetExceeded):
+    with unchanged(store), pytest.raises(BudgetError):
         store.write_prompt([0, 1], 0, SPANS, keys, values)
     store.append(0, 0, keys[0, :, :3], values[0, :, :3])
     with unchanged(store), pytest.raises(ValueError, match="written already"):

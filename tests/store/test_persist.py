@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sphkv.core.contract import LayerContract
-from sphkv.core.errors import BudgetExceeded, CacheFileError
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
+from sphkv.errors import BudgetError, CacheFileError
 from sphkv.store.config import StoreConfig
 from sphkv.store.store import PageStore
 
@@ -250,7 +250,7 @@ def test_headers_are_checked_behind_a_valid_hash(
 
 def test_load_respects_limit_and_tail_size(path: Path, config: StoreConfig, codec: Any) -> None:
     small = PageStore(replace(config, max_bytes=2_000), codec)
-    with pytest.raises(BudgetExceeded):
+    with pytest.raises(BudgetError):
         small.load(0, path, codec_hash="abc")
     assert small.live_tensors() == []
     short = PageStore(replace(config, recent_tokens=0), codec)

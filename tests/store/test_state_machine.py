@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from sphkv.core.contract import LayerContract
-from sphkv.core.errors import BudgetExceeded
+from sphkv.errors import BudgetError
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageView
 from sphkv.store.paging import PositionMode
@@ -98,7 +98,7 @@ class StoreMachine(RuleBasedStateMachine):
         before = self.ledger
         try:
             call(*args)
-        except BudgetExceeded as refusal:
+        except BudgetError as refusal:
             error = refusal
         else:
             self.steps[name] += 1

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import LayerContract, WriteContract
-from sphkv.core.errors import BudgetExceeded
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable, default_tiers
+from sphkv.errors import BudgetError
 from sphkv.store.config import StoreConfig
 from sphkv.store.paging import PositionMode
 from sphkv.store.store import PageStore
@@ -159,7 +159,7 @@ def test_limit_holds_to_the_byte(make_store: StoreMaker, codec: Any, unchanged: 
     short = make_store(max_bytes=needed - 1)
     short.create(0)
     held = short.live_bytes
-    with unchanged(short), pytest.raises(BudgetExceeded) as caught:
+    with unchanged(short), pytest.raises(BudgetError) as caught:
         short.append(0, 0, *numbered(codec, 40))
     assert caught.value.needed == needed - held
     assert caught.value.free == needed - held - 1
@@ -181,11 +181,11 @@ def test_refused_calls_change_nothing(
         ),
     ]
     for call in calls:
-        with unchanged(store), pytest.raises(BudgetExceeded):
+        with unchanged(store), pytest.raises(BudgetError):
             call()
         assert store.num_tokens(0, 1) == 0
     tiny = make_store(max_bytes=10)
-    with pytest.raises(BudgetExceeded):
+    with pytest.raises(BudgetError):
         tiny.create(0)
     assert tiny.sequences == ()
 
@@ -199,7 +199,7 @@ def test_fork_needs_room_for_its_own_tail(
     store = make_store(max_bytes=2 * probe.live_bytes - 1)
     store.create(0)
     store.append(0, 0, *numbered(codec, 10))
-    with unchanged(store), pytest.raises(BudgetExceeded):
+    with unchanged(store), pytest.raises(BudgetError):
         store.fork(0, 1)
 
 

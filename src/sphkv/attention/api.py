@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sphkv.attention.cuda.driver import CudaUnavailableError
 from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeRequest
+from sphkv.errors import BackendUnavailableError
 from sphkv.store.store import PageStore
 
 _log = logging.getLogger(__name__)
@@ -45,10 +45,6 @@ BACKENDS: dict[str, Callable[[], DecodeBackend]] = {
 _FASTEST_FIRST = {"cpu": ("native",), "cuda": ("cuda", "triton")}
 
 
-class BackendUnavailableError(RuntimeError):
-    """A backend was asked for by name and cannot run here."""
-
-
 def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> DecodeBackend:
     """The backend of that name; ``auto`` takes the fastest one that can run and logs a fallback.
 
@@ -66,7 +62,7 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> Decod
         raise ValueError(f"backend must be auto or one of {sorted(BACKENDS)}, got {name!r}")
     try:
         return BACKENDS[name]()
-    except (ImportError, CudaUnavailableError) as error:
+    except (ImportError, BackendUnavailableError) as error:
         raise BackendUnavailableError(f"backend {name!r} cannot run here: {error}") from error
 
 
@@ -74,7 +70,7 @@ def _fastest(device_type: str) -> DecodeBackend:
     for name in _FASTEST_FIRST.get(device_type, ()):
         try:
             return BACKENDS[name]()
-        except (ImportError, CudaUnavailableError) as error:
+        except (ImportError, BackendUnavailableError) as error:
             _log.warning("decode cannot run on the %s backend: %s", name, error)
     _log.warning("decode runs on the slow reference backend")
     return ReferenceBackend()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one byte limit of a store."""
 
-from sphkv.core.errors import BudgetExceeded
+from sphkv.errors import BudgetError
 
 
 class ByteMeter:
@@ -22,10 +22,10 @@ class ByteMeter:
         """Raise if ``delta`` more bytes would pass the limit.
 
         Raises:
-            BudgetExceeded: They would.
+            BudgetError: They would.
         """
         if self.limit is not None and delta > 0 and self.used + delta > self.limit:
-            raise BudgetExceeded(delta, self.limit - self.used, self.limit)
+            raise BudgetError(delta, self.limit - self.used, self.limit)
 
     def add(self, delta: int) -> None:
         """Count bytes that are live now, or negative ones that are gone."""

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from sphkv.core.errors import CacheFileError
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
+from sphkv.errors import CacheFileError
 from sphkv.store.allocator import PoolKey
 from sphkv.store.layout import PageLayout, PageView
 from sphkv.store.paging import MAX_POSITION, PositionMode
@@ -188,7 +188,7 @@ def read_sequence(
     Raises:
         CacheFileError: The file is truncated, tampered with, or of another geometry, tier
             table or codec; the message names what differs.
-        BudgetExceeded: ``check_room`` refused.
+        BudgetError: ``check_room`` refused.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

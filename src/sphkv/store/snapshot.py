@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import StateCodec
-from sphkv.core.errors import CacheFileError
+from sphkv.errors import CacheFileError
 from sphkv.store.allocator import PoolKey
 from sphkv.store.encoding import EncodedPages
 from sphkv.store.layout import PageView

@@ -187,7 +187,7 @@ class PageStore:
             values: ``[heads, tokens, head_dim]``; kept as bfloat16.
 
         Raises:
-            BudgetExceeded: The states do not fit.
+            BudgetError: The states do not fit.
         """
         state = self._get(sequence, layer)
         keys, values = self._check_states(keys, values, torch.bfloat16)
@@ -259,7 +259,7 @@ class PageStore:
             positions: ``[tokens]`` int64, rising, none below ``num_tokens``.
 
         Raises:
-            BudgetExceeded: The states do not fit.
+            BudgetError: The states do not fit.
         """
         state = self._get(sequence, layer)
         keys, values = self._check_states(keys, values)
@@ -301,7 +301,7 @@ class PageStore:
             first_position: Position of the first token.
 
         Raises:
-            BudgetExceeded: The states do not fit.
+            BudgetError: The states do not fit.
         """
         states = [self._get(sequence, layer) for sequence in sequences]
         write_prompt(self._pool, states, layer, spans, (keys, values), first_position)
@@ -320,7 +320,7 @@ class PageStore:
         Raises:
             ValueError: A page is not of this layer, not above ``tier``, or holds a
                 protected state.
-            BudgetExceeded: The new pages do not fit beside those that stay.
+            BudgetError: The new pages do not fit beside those that stay.
         """
         state = self._get(sequence, layer)
         tiers = self.config.tiers
@@ -347,7 +347,7 @@ class PageStore:
         A layer that is shorter already stays as it is.
 
         Raises:
-            BudgetExceeded: A page shared with another sequence must be cut, and its copy
+            BudgetError: A page shared with another sequence must be cut, and its copy
                 does not fit.
         """
         state = self._get(sequence)
@@ -397,7 +397,7 @@ class PageStore:
 
         Raises:
             CacheFileError: The file is damaged or belongs to another store.
-            BudgetExceeded: The states do not fit.
+            BudgetError: The states do not fit.
         """
         self._check_new(sequence)
         saved = read_sequence(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.cuda.compiler import ARCHITECTURES
-from sphkv.attention.cuda.driver import CudaUnavailableError
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
 from sphkv.attention.cuda.page_lists import PageLists
@@ -23,6 +22,7 @@ from sphkv.attention.partial import PartialAttention
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import DecodeRequest
 from sphkv.attention.triton.backend import TritonBackend
+from sphkv.errors import CudaUnavailableError
 from sphkv.store.pointers import PointerTable
 from sphkv.store.sequence import PageGroup
 

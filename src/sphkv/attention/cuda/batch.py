@@ -26,14 +26,11 @@ from sphkv.attention.request import AttentionOptions
 from sphkv.attention.triton.dense import TailList
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierSpec
+from sphkv.errors import UnsupportedBatchError
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
 from sphkv.store.sequence import PageGroup
 from sphkv.store.store import PageStore
-
-
-class UnsupportedBatchError(ValueError):
-    """A cache holds pages that a captured step cannot read; the message says which."""
 
 
 @dataclass(slots=True, eq=False)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sphkv.cache.method import CacheMethod
-from sphkv.core.errors import BudgetExceeded
 from sphkv.core.tiers import RUN_TOKENS
+from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.metrics.stability import Reply
 from sphkv.evaluation.records import content_id
@@ -154,7 +154,7 @@ class _Examiner:
         """Notes what does not fit the budget, be it while storing or many tokens later."""
         try:
             yield
-        except (BudgetExceeded, InfeasibleBudget) as error:
+        except BudgetError as error:
             self._broken.append(f"{case_id}: {error}")
             self._tell(self._broken[-1])
 

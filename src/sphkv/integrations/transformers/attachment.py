@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sphkv.integrations.transformers.architecture import ModelLayout, UnsupportedModelError
+from sphkv.errors import UnsupportedModelError
+from sphkv.integrations.transformers.architecture import ModelLayout
 
 ATTENTION_NAME = "sphkv"
 AttentionResult = tuple[Tensor, Tensor | None]
