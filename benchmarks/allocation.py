@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from sphkv.cache.retained_bytes import contract_bytes
 from sphkv.cache.retained_config import RetainedConfig
+
 from sphkv.core.budget import ByteBudget
 from sphkv.core.contract import WriteContract
 from sphkv.core.geometry import KVGeometry

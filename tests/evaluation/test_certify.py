@@ -2,8 +2,8 @@
 import json
 
 import pytest
-
 from sphkv.cache.retained_refresh import Refresher
+
 from sphkv.cli.main import main
 from sphkv.errors import BudgetError
 from sphkv.evaluation.report.studies import certificate_part

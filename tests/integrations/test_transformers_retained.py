@@ -9,14 +9,13 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="the extra sphkv[transformers] is not installed")
 
+from sphkv.integrations.transformers.retained import RetainedCache, RetentionOptions
 from transformers import DynamicCache
 
 from sphkv.errors import BudgetError
 from sphkv.integrations.transformers.calibrate import calibrate_model
-from sphkv.integrations.transformers.retained import RetainedCache, RetentionOptions
 from sphkv.integrations.transformers.stepping import score
 from sphkv.retention.gate import GateOptions
-from sphkv.retention.solver import InfeasibleBudget
 
 REFERENCE = RetentionOptions(backend="reference")
 

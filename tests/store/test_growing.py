@@ -170,7 +170,7 @@ def test_no_room_for_pages_leaves_tails_full(
     store = make_store(recent_tokens=0, max_bytes=probe.live_bytes)
     store.create(0)
     store.append(0, 0, *codec.numbered(32))
-    with unchanged(store), pytest.raises(BudgetExceeded):
+    with unchanged(store), pytest.raises(BudgetError):
         store.make_room([0])
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from sphkv.codec.calibration import LEAST_TOKENS, CalibrationOptions
 from sphkv.codec.codebook import CodebookFit
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, TierSpec, TierTable
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.options import ControlOptions

@@ -157,7 +157,7 @@ class CacheEngine:
 
         Raises:
             ValueError: The batch or the positions do not continue what the cache holds.
-            BudgetExceeded: Nothing is left that may be dropped to hold the budget.
+            BudgetError: Nothing is left that may be dropped to hold the budget.
         """
         if self._broken:
             raise RuntimeError(self._broken)
@@ -246,9 +246,7 @@ class CacheEngine:
             )
         else:
             residency = UniformResidency(self.config, self.plan, self.store, sequence)
-        row = CacheSequence(
-            self.config, self.plan, self.store, sequence, self.backend, residency
-        )
+        row = CacheSequence(self.config, self.plan, self.store, sequence, self.backend, residency)
         self.rows.append(row)
         return row
 
@@ -289,7 +287,7 @@ class CacheEngine:
             query: ``[batch, query_heads, tokens, head_dim]`` after RoPE, of this step.
 
         Raises:
-            BudgetExceeded: What must stay dense does not fit a budget.
+            BudgetError: What must stay dense does not fit a budget.
         """
         step, held = self._step, self._dense[layer]
         if step is None or held is None:

@@ -19,10 +19,10 @@ from sphkv.cache.engine import CacheEngine
 from sphkv.codec.calibration_file import load_calibration, save_calibration
 from sphkv.core.budget import ByteBudget
 from sphkv.core.configs import build_config, config_to_dict
-from sphkv.core.errors import CacheFileError
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierTable
+from sphkv.errors import CacheFileError
 from sphkv.store.config import StoreConfig
 from sphkv.store.persist import read_identity
 from sphkv.store.store import PageStore

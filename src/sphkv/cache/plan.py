@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sphkv.cache.config import CacheConfig, ResidencyPlan, allowed_bytes
-from sphkv.core.errors import BudgetExceeded
 from sphkv.core.tiers import DENSE_BITS, RUN_TOKENS, TierSpec, TierTable, coded_tier
+from sphkv.errors import BudgetError
 from sphkv.store.allocator import slab_bytes
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
@@ -49,7 +49,7 @@ def choose_residency(config: CacheConfig, num_tokens: int) -> ResidencyPlan | No
         num_tokens: Tokens of the shortest sequence that the budget must hold for.
 
     Raises:
-        BudgetExceeded: A budget of total bytes is too small for any residency.
+        BudgetError: A budget of total bytes is too small for any residency.
     """
     if config.tier is not None:
         return ResidencyPlan("uniform", config.tiers, config.tier, config.recent_tokens)
@@ -107,9 +107,7 @@ def holds_from(config: CacheConfig) -> int | None:
         return retention_holds_from(config)
     if budget.kind == "total":
         return 1
-    starts = [
-        uniform_holds_from(config, tier.name) for tier in config.tiers if tier.kind != "drop"
-    ]
+    starts = [uniform_holds_from(config, tier.name) for tier in config.tiers if tier.kind != "drop"]
     return min((start for start in starts if start is not None), default=None)
 
 
@@ -158,7 +156,7 @@ def retention_holds_from(config: CacheConfig) -> int:
     """Shortest length from which on the controller can hold the budget.
 
     Raises:
-        BudgetExceeded: A budget of total bytes, or one too small for windows, never holds.
+        BudgetError: A budget of total bytes, or one too small for windows, never holds.
     """
     budget = config.budget
     assert budget is not None
@@ -171,7 +169,7 @@ def retention_holds_from(config: CacheConfig) -> int:
     found = least if fits(least) else _first(fits, _LONGEST // RUN_TOKENS)
     if found is None:
         missing = retention_fixed_bytes(config, LEAST_DECIDED_TOKENS)
-        raise BudgetExceeded(missing, 0, allowed_bytes(budget, config, LEAST_DECIDED_TOKENS))
+        raise BudgetError(missing, 0, allowed_bytes(budget, config, LEAST_DECIDED_TOKENS))
     return max(found, least) * RUN_TOKENS
 
 

@@ -45,7 +45,7 @@ class Residency(Protocol):
         """Before a pass: have the tails take so many tokens, the ceiling kept at every moment.
 
         Raises:
-            BudgetExceeded: Nothing is left that may be dropped.
+            BudgetError: Nothing is left that may be dropped.
         """
         ...
 

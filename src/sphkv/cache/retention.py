@@ -20,15 +20,15 @@ from sphkv.cache.plan import Ceiling
 from sphkv.cache.residency import window_start
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
-from sphkv.core.errors import BudgetExceeded
 from sphkv.core.tiers import RUN_TOKENS
+from sphkv.errors import BudgetError
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.features import TokenFeatures
 from sphkv.retention.gate import StabilityGate, danger_score
 from sphkv.retention.measure import MeasureConfig, PromptWork, measure_layer
 from sphkv.retention.notes import RunNotes
 from sphkv.retention.pricing import BlockShape, LayerPricer, PageCosts
-from sphkv.retention.solver import InfeasibleBudget, TierChoices, allocate_tiers
+from sphkv.retention.solver import TierChoices, allocate_tiers
 from sphkv.store.forecast import contract_bytes
 from sphkv.store.layout import PageLayout
 from sphkv.store.page_list import PageIndex, PageList
@@ -117,7 +117,7 @@ class RetentionResidency:
         """Take a layer of the prompt; the last one triggers the decision about all.
 
         Raises:
-            BudgetExceeded: The parts that must stay dense do not fit the budget.
+            BudgetError: The parts that must stay dense do not fit the budget.
             ValueError: A layer comes out of order.
         """
         if layer != len(self._pending) or self.contract is not None:
@@ -206,8 +206,8 @@ class RetentionResidency:
 
         try:
             contract = self._controller.decide(limit, exact_bytes)
-        except InfeasibleBudget as error:
-            raise BudgetExceeded(error.missing, 0, limit) from error
+        except BudgetError as error:
+            raise BudgetError(error.missing, 0, limit) from error
         self.drift = (2 * self._controller.loss) ** 0.5
         return self._with_windows(contract)
 
@@ -303,9 +303,7 @@ class RetentionResidency:
         contract = self._keep_short(tokens)
         for layer, (keys, values) in enumerate(states):
             positions = torch.arange(tokens)
-            self._store.write(
-                self._sequence, layer, contract.layer(layer), keys, values, positions
-            )
+            self._store.write(self._sequence, layer, contract.layer(layer), keys, values, positions)
 
     def _rebalance(self, limit: int, sealed: int) -> None:
         """Demote or drop pages where that costs least until ``limit`` bytes are in use.
@@ -315,7 +313,7 @@ class RetentionResidency:
             sealed: Pages before this position may change; the newest ``young_pages`` may not.
 
         Raises:
-            BudgetExceeded: Nothing is left that may be dropped.
+            BudgetError: Nothing is left that may be dropped.
         """
         self.num_rebalances += 1
         young = self._retention.young_pages + int(self.gate is not None and self.gate.is_on)
@@ -337,7 +335,7 @@ class RetentionResidency:
             target -= over
         over = self._used() - limit
         if over > 0:
-            raise BudgetExceeded(over, 0, limit)
+            raise BudgetError(over, 0, limit)
 
     def _choices(self, pages: PageList) -> TierChoices:
         """What each tier of each page would lose and cost.

@@ -217,9 +217,7 @@ class CacheSequence:
 
 def _parts(query: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Queries, so many at once as a backend takes, with the place of each part's first."""
-    return (
-        (at, query[:, at : at + _QUERY_BLOCK]) for at in range(0, query.shape[1], _QUERY_BLOCK)
-    )
+    return ((at, query[:, at : at + _QUERY_BLOCK]) for at in range(0, query.shape[1], _QUERY_BLOCK))
 
 
 def _attend_chunk(

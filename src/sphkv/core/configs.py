@@ -23,7 +23,8 @@ def build_config(
     """Build a config dataclass from plain data.
 
     Fields may be ``bool``, ``int``, ``float`` (which also takes an int), ``str``, ``Path``,
-    ``Literal``, string enums, unions (``X | None``), tuples, ``Mapping[str, X]`` and other dataclasses.
+    ``Literal``, string enums, unions (``X | None``), tuples, ``Mapping[str, X]`` and other
+    dataclasses.
 
     Args:
         config_type: A dataclass type.

@@ -208,7 +208,7 @@ class PageStore:
             Whether anything was sealed.
 
         Raises:
-            BudgetExceeded: The pages do not fit.
+            BudgetError: The pages do not fit.
         """
         if num_new < 1:
             raise ValueError(f"num_new must be positive, got {num_new}")

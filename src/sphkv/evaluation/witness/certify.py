@@ -45,7 +45,6 @@ from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.integrations.prompt_states import continue_prompt, store_prompt
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule
-from sphkv.retention.solver import InfeasibleBudget
 
 FORMAT = "sphkv-certificate-1"
 _ANSWER_TOKENS = 32

@@ -99,7 +99,7 @@ class CapturedSteps:
     ) -> Tensor:
         """Captured attention of one layer, which also stores the new states."""
         graph = self._engine.graph
-        assert graph is not None and self._is_capturing
+        assert graph is not None
         return graph.attend(layer, query, keys, values, options, sink_logits=sink_logits)
 
     def _capture(self, forward: Callable[..., Any], ids: Tensor, cache: Any) -> None:
