@@ -171,7 +171,7 @@ def take_notes(
         scale = 1.0 / max(float(features.output_energy.sum()), 1e-30)
     output = mean_output(rows, values)
     every = torch.arange(tokens, device=keys.device)
-    window = window_positions(config, tokens, keys.device)
+    window = window_positions(config, query, tokens)
     queries = QueryStatistics.of(
         unrotated_planes(config, layer, query[:, window], window), heads, output
     )
