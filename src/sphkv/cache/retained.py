@@ -24,7 +24,6 @@ from sphkv.retention.controller import RetentionController
 from sphkv.retention.features import TokenFeatures
 from sphkv.retention.pricing import LayerPricer
 from sphkv.store.ledger import ByteLedger
-from sphkv.store.order import PageOrder
 from sphkv.store.store import PageStore
 
 _SEQUENCE = 0
@@ -64,7 +63,7 @@ class RetainedSequence:
             measured: What sequences of the same prompt share whose configs differ only in budget,
                 gate and options; None shares nothing. For comparing them.
         """
-        order: PageOrder | None = getattr(backend, "order", None)
+        order = backend.page_order
         config = replace(config, is_aligned=order is not None)
         self.config = config
         self.contract: WriteContract | None = None

@@ -44,7 +44,7 @@ def attend_and_append(
     outputs = []
     for at in range(0, query.shape[1], _QUERY_BLOCK):
         part = query[:, at : at + _QUERY_BLOCK]
-        positions = torch.arange(first + at, first + at + part.shape[1], device=query.device)
+        positions = torch.arange(first + at, first + at + part.shape[1])
         request = DecodeRequest(store, sequence, layer, part, positions, options)
         outputs.append(decode_attention(request, sink_logits=sink_logits, backend=backend))
     return torch.cat(outputs, 1)

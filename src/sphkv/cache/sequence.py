@@ -16,7 +16,6 @@ from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeReque
 from sphkv.cache.plan import CacheConfig
 from sphkv.core.contract import StateCodec
 from sphkv.store.ledger import ByteLedger
-from sphkv.store.order import PageOrder
 from sphkv.store.spans import Span
 from sphkv.store.store import PageStore
 
@@ -28,8 +27,7 @@ def open_store(
     config: CacheConfig, num_sequences: int, codec: StateCodec | None, backend: DecodeBackend
 ) -> PageStore:
     """An empty store for a batch, its pages in the order the backend wants."""
-    order: PageOrder | None = getattr(backend, "order", None)
-    return PageStore(config.store_config(num_sequences), codec, order=order)
+    return PageStore(config.store_config(num_sequences), codec, order=backend.page_order)
 
 
 class SphericalSequence:
@@ -128,7 +126,7 @@ class SphericalSequence:
     def _request(
         self, layer: int, query: Tensor, first: int, options: AttentionOptions
     ) -> DecodeRequest:
-        positions = torch.arange(first, first + query.shape[1], device=query.device)
+        positions = torch.arange(first, first + query.shape[1])
         return DecodeRequest(self._store, self.sequence, layer, query, positions, options)
 
     def forget_outside_windows(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from sphkv.attention.cuda.batch import BatchDecode, UnsupportedBatchError, can_capture
+from sphkv.attention.request import StepGraph, UnsupportedBatchError
 from sphkv.cache.engine import CacheEngine
 from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
 from sphkv.integrations.transformers.cache import SphericalCache
@@ -28,7 +28,7 @@ _WARM_UP_STEPS = 2
 class _GraphCache(Cache):
     """The ``past_key_values`` of a captured forward pass, and its listener."""
 
-    def __init__(self, engine: CacheEngine, batch: BatchDecode) -> None:
+    def __init__(self, engine: CacheEngine, batch: StepGraph) -> None:
         self._windows = engine.config.windows
         layers = range(len(self._windows))
         super().__init__(layers=[LayerView(self, layer) for layer in layers])
@@ -92,23 +92,19 @@ class GraphDecoder:
             UnsupportedBatchError: The cache cannot be read by captured steps.
         """
         engine = cache.engine
-        head_dim = engine.config.geometry.head_dim
-        if not can_capture(engine.backend, engine.config.spec, head_dim) or engine.store is None:
-            raise UnsupportedBatchError(
-                f"captured steps need a coded cache on the 'cuda' backend with a tier it serves; "
-                f"got tier {engine.config.spec.name!r} on {engine.backend_name!r}"
-            )
-        if any(window is not None for window in engine.config.windows):
-            raise UnsupportedBatchError("captured steps do not drop pages behind sliding windows")
+        if engine.store is None:
+            raise UnsupportedBatchError("the cache holds no prompt yet")
         self._model, self._engine = model, engine
-        sequences = [row.sequence for row in engine.rows]
-        self._batch = BatchDecode(
-            engine.store,
-            sequences,
-            engine.config.spec,
-            max_tokens=max(engine.num_tokens) + max_new_tokens,
+        sequences, windows = [row.sequence for row in engine.rows], engine.config.windows
+        max_tokens = max(engine.num_tokens) + max_new_tokens
+        batch = engine.backend.capture(
+            engine.store, sequences, max_tokens=max_tokens, windows=windows
         )
-        self._cache = _GraphCache(engine, self._batch)
+        if batch is None:
+            reason = engine.backend.why_not(engine.store, sequences, windows=windows)
+            raise UnsupportedBatchError(reason)
+        self._batch = batch
+        self._cache = _GraphCache(engine, batch)
         self._graph: torch.cuda.CUDAGraph | None = None
         self.tokens = torch.zeros(len(sequences), 1, dtype=torch.int64, device="cuda")
         self.logits = torch.empty(0)
