@@ -39,7 +39,7 @@ def test_tail_seals_its_oldest_page_at_capacity(
     store = make_store()
     store.create(0)
     store.append(0, 1, *numbered(codec, num_tokens))
-    sealed = 32 * max(0, (num_tokens - 4) // 32)
+    sealed = 32 * max(0, -(-(num_tokens - 36) // 32))
     tail = store.tail(0, 1)
     assert (tail.num_tokens, tail.first_position) == (num_tokens - sealed, sealed)
     pages = store.pages(0, 1)

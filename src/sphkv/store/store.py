@@ -12,7 +12,7 @@ from sphkv.store.allocator import PageAllocator, Slab
 from sphkv.store.changes import plan_crop, plan_demotion, plan_drop, plan_write
 from sphkv.store.config import StoreConfig
 from sphkv.store.encoding import FlatStates, check_positions, check_states
-from sphkv.store.growing import append_states, seal_full_tails, write_prompt
+from sphkv.store.growing import append_states, make_room, write_prompt
 from sphkv.store.layout import PageView
 from sphkv.store.ledger import ByteLedger, measure_bytes
 from sphkv.store.order import PageOrder
@@ -80,15 +80,20 @@ class PageStore:
             [tail for state in states for tail in state.live_tails()],
         )
 
-    def create(self, sequence: int, *, codec: StateCodec | None = None) -> None:
+    def create(
+        self, sequence: int, *, codec: StateCodec | None = None, seal_tier: str | None = None
+    ) -> None:
         """Begin an empty sequence.
 
         Args:
             sequence: An id that is not in use.
             codec: Its own encoder; the store's if None.
+            seal_tier: Name of the tier of pages that its full tails become; the config's if None.
+                Its pages divide ``StoreConfig.seal_tokens``.
         """
         self._check_new(sequence)
-        self._insert(sequence, SequenceState.blank(self.config, codec or self._codec))
+        state = SequenceState.blank(self.config, codec or self._codec, seal_tier)
+        self._insert(sequence, state)
 
     def _insert(self, sequence: int, state: SequenceState) -> None:
         self._pool.meter.check(state.nbytes)
@@ -129,6 +134,10 @@ class PageStore:
         """Encoder of a sequence."""
         return self._get(sequence).codec
 
+    def seal_tier(self, sequence: int) -> str:
+        """Name of the tier of pages that full tails of a sequence become."""
+        return self.config.tiers[self._get(sequence).seal_tier_id].name
+
     def num_tokens(self, sequence: int, layer: int = 0) -> int:
         """Tokens a layer has been given: the position of the next one."""
         return self._get(sequence, layer).next_position[layer]
@@ -167,7 +176,9 @@ class PageStore:
         return self._get(sequence, layer).tails[layer]
 
     def append(self, sequence: int, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Add the next tokens of a layer to its tail, sealing pages as it fills.
+        """Add the next tokens of a layer to its tail, which may be full then.
+
+        Before that, as many of its oldest pages are sealed as the new states need room.
 
         Args:
             sequence: Sequence to extend.
@@ -182,30 +193,40 @@ class PageStore:
         keys, values = self._check_states(keys, values, torch.bfloat16)
         append_states(self._pool, state, layer, keys, values)
 
-    def make_room(self, sequences: Sequence[int]) -> bool:
-        """Seal the oldest page of tails that the next token would fill, as ``append`` does.
+    def make_room(self, sequences: Sequence[int], num_new: int = 1) -> bool:
+        """Seal the oldest pages of all tails that the next tokens would overflow, all or none.
+
+        A tail that has fewer whole pages than that seals those it has; ``append`` seals the rest
+        together with new states. That cannot be while ``num_new`` is at most one more than
+        ``recent_tokens``.
 
         Args:
-            sequences: Sequences of one codec.
+            sequences: Sequences of any lengths.
+            num_new: Tokens that come next in every layer.
 
         Returns:
-            Whether there were any.
+            Whether anything was sealed.
+
+        Raises:
+            BudgetExceeded: The pages do not fit.
         """
-        return seal_full_tails(self._pool, [self._get(sequence) for sequence in sequences])
+        if num_new < 1:
+            raise ValueError(f"num_new must be positive, got {num_new}")
+        return make_room(self._pool, [self._get(sequence) for sequence in sequences], num_new)
 
     def absorb(self, sequences: Sequence[int]) -> None:
         """Count one state per layer and head that a kernel wrote behind each tail's last one.
 
         Args:
-            sequences: Sequences whose tails ``make_room`` has seen to.
+            sequences: Sequences whose tails ``make_room`` has seen to; they may be full then.
 
         Raises:
-            ValueError: A layer has no tail, or one that is full.
+            ValueError: A layer has no tail, or one that was full.
         """
         states = [self._get(sequence) for sequence in sequences]
         capacity = self.config.tail_capacity
         for state in states:
-            if any(tail is None or tail.num_tokens + 1 >= capacity for tail in state.tails):
+            if any(tail is None or tail.num_tokens >= capacity for tail in state.tails):
                 raise ValueError(f"a layer of {list(sequences)} has no room in its tail")
         for state in states:
             state.next_position = [position + 1 for position in state.next_position]
@@ -274,8 +295,7 @@ class PageStore:
         Args:
             sequences: Sequences of one codec that hold nothing in this layer.
             layer: Layer the states belong to.
-            spans: One behind the other from the first token on; fewer tokens follow them than
-                fill a tail.
+            spans: One behind the other from the first token on; the tokens behind them fit a tail.
             keys: ``[sequences, heads, tokens, head_dim]`` after rotary embedding.
             values: ``[sequences, heads, tokens, head_dim]``.
             first_position: Position of the first token.
