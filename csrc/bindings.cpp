@@ -174,7 +174,8 @@ NB_MODULE(_kernels, m) {
                                  at_address<int64_t>(slot_plane), at_address<int64_t>(num_pairs),
                                  at_address<float>(constant));
            },
-           nb::keep_alive<1, 2>());
+           nb::keep_alive<1, 2>())
+      .def_prop_ro("nbytes", &Codebook::nbytes);
   nb::class_<PageKind>(m, "PageKind");
   m.def("make_kind", &make_kind, nb::arg("fields"), nb::arg("codebook").none(),
         nb::keep_alive<0, 2>());

@@ -38,7 +38,7 @@ def test_stores_are_read_right(on_the_host, mix, options, num_queries):
     on_the_host()
     case = CacheCase(tiers=TIERS, mix=mix, num_tokens=700)
     backend = CudaBackend(CPU)
-    store = build_store(case, order=backend.order)
+    store = build_store(case, order=backend.page_order)
     end = store.num_tokens(0)
     first = end - num_queries
     _, _, query = random_states(case.geometry(), rope_of(store), num_queries, first=first, seed=50)

@@ -6,8 +6,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from sphkv.attention.cuda.backend import CudaBackend
 from sphkv.attention.cuda.batch import BatchDecode
+
+from sphkv.attention.cuda.backend import CudaBackend
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions
 from sphkv.cache.engine import CacheEngine

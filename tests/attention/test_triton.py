@@ -16,6 +16,7 @@ from sphkv.testing.oracle import dense_oracle
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
 from sphkv.attention.cuda.batch import can_capture
+
 from sphkv.attention.triton.backend import TritonBackend
 from sphkv.attention.triton.dense import TailList, launch_dense
 from sphkv.attention.triton.rows import PartSlots, QueryRows
