@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sphkv.attention.cuda.driver import CudaUnavailableError
 from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import BatchRequest, DecodeBackend, DecodeRequest
+from sphkv.errors import BackendUnavailableError, CudaUnavailableError
 
 _log = logging.getLogger(__name__)
 
@@ -43,10 +43,6 @@ BACKENDS: dict[str, Callable[[], DecodeBackend]] = {
     "cuda": _cuda,
 }
 _FASTEST_FIRST = {"cpu": ("native",), "cuda": ("cuda", "triton")}
-
-
-class BackendUnavailableError(RuntimeError):
-    """A backend was asked for by name and cannot run here."""
 
 
 def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> DecodeBackend:

@@ -164,10 +164,6 @@ def spherical_codec(store: PageStore, sequence: int) -> SphericalCodec:
     return codec
 
 
-class UnsupportedBatchError(ValueError):
-    """Steps cannot be captured, or not be gone on with; the message says why."""
-
-
 class StepGraph(Protocol):
     """Attention of a batch's decode steps at addresses that stay, for a captured graph.
 
@@ -176,9 +172,11 @@ class StepGraph(Protocol):
 
     Attributes:
         positions: ``[rows, 1]`` int64 on the device: position of each row's newest token.
+        max_tokens: Tokens that a sequence may reach.
     """
 
     positions: Tensor
+    max_tokens: int
 
     def prepare(self) -> None:
         """Make room in the tails for one token more of every row, and list what was sealed."""

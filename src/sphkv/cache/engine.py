@@ -198,11 +198,13 @@ class CacheEngine:
         Args:
             max_tokens: Tokens a sequence may reach before ``end_graph``.
         """
-        if self.store is None or any(window is not None for window in self.config.windows):
-            return False
-        sequences = [row.sequence for row in self.rows]
-        if self.graph is None:
-            self.graph = self.backend.capture(self.store, sequences, max_tokens=max_tokens)
+        if self.graph is None and self.store is not None:
+            self.graph = self.backend.capture(
+                self.store,
+                [row.sequence for row in self.rows],
+                max_tokens=max_tokens,
+                windows=self.config.windows,
+            )
         return self.graph is not None
 
     def end_graph(self) -> None:

@@ -28,6 +28,7 @@ class CacheSequence:
         sequence: Its id in the store.
         store: Pages and tails, perhaps of other sequences too.
         residency: Where its states go.
+        backend: What runs decode attention.
         first_kept: First position each layer still stores; above 0 behind sliding windows.
     """
 
@@ -46,7 +47,7 @@ class CacheSequence:
         self.residency = residency
         self._config = config
         self._plan = plan
-        self._backend = backend
+        self.backend = backend
         self.first_kept = [0] * config.geometry.num_layers
         self._versions = [-1] * config.geometry.num_layers
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
@@ -57,7 +58,7 @@ class CacheSequence:
         self.store.fork(self.sequence, sequence)
         residency = self.residency.fork(self.store, sequence)
         other = CacheSequence(
-            self._config, self._plan, self.store, sequence, self._backend, residency
+            self._config, self._plan, self.store, sequence, self.backend, residency
         )
         other.first_kept = list(self.first_kept)
         return other
@@ -113,9 +114,9 @@ class CacheSequence:
             # all of them stay in the tail, where they are dense; one pass reads pages and tail
             self.store.append(self.sequence, layer, keys, values)
             request = self._request(layer, query, start, options)
-            return decode_attention(request, sink_logits=sink_logits, backend=self._backend)
+            return decode_attention(request, sink_logits=sink_logits, backend=self.backend)
         past = [
-            self._backend.attend(self._request(layer, part, start + at, options))
+            self.backend.attend(self._request(layer, part, start + at, options))
             for at, part in _parts(query)
         ]
         merged = merge_partials(
@@ -161,7 +162,7 @@ class CacheSequence:
     def _request(
         self, layer: int, query: Tensor, first: int, options: AttentionOptions
     ) -> DecodeRequest:
-        positions = torch.arange(first, first + query.shape[1], device=query.device)
+        positions = torch.arange(first, first + query.shape[1])
         return DecodeRequest(self.store, self.sequence, layer, query, positions, options)
 
     def forget_outside_windows(self) -> None:

@@ -21,7 +21,7 @@ from sphkv.attention.request import (
     DecodeBackend,
     DecodeRequest,
 )
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.store.order import PageOrder
 from sphkv.store.store import PageStore

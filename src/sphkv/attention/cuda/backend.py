@@ -11,7 +11,6 @@ import torch
 
 from sphkv.attention.cuda.compiler import ARCHITECTURES
 from sphkv.attention.cuda.decode import MAX_WINDOW
-from sphkv.attention.cuda.driver import CudaUnavailableError
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
 from sphkv.attention.cuda.pages import FragmentOrder, ServedPages, place_pages
@@ -28,6 +27,7 @@ from sphkv.attention.request import (
 )
 from sphkv.attention.triton.backend import PageList, TritonBackend
 from sphkv.codec.states import SphericalCodec
+from sphkv.errors import CudaUnavailableError
 from sphkv.store.layout import PageLayout
 from sphkv.store.order import PageOrder
 from sphkv.store.store import PageStore

@@ -21,9 +21,10 @@ from sphkv.attention.cuda.page_lists import LayerLists, list_entries
 from sphkv.attention.cuda.pages import HOPPER, page_base, page_numbers, place_pages
 from sphkv.attention.listing import ListedPages, count_pages, list_pages, list_starts
 from sphkv.attention.partial import PartialAttention
-from sphkv.attention.request import AttentionOptions, UnsupportedBatchError, spherical_codec
+from sphkv.attention.request import AttentionOptions, spherical_codec
 from sphkv.attention.triton.dense import TailList
 from sphkv.codec.states import SphericalCodec
+from sphkv.errors import UnsupportedBatchError
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
 from sphkv.store.pointers import pool_of_tag

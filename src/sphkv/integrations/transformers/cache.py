@@ -23,14 +23,11 @@ from sphkv.codec.calibration import Calibration, CalibrationOptions
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
 from sphkv.core.tiers import TierSpec, TierTable
-from sphkv.integrations.transformers.architecture import (
-    ModelLayout,
-    UnsupportedModelError,
-    describe_model,
-)
+from sphkv.errors import UnsupportedModelError
+from sphkv.integrations.transformers.architecture import ModelLayout, describe_model
 from sphkv.integrations.transformers.attached import AttachedCache
 from sphkv.integrations.transformers.forward import CachePass, read_step
-from sphkv.integrations.transformers.graph import CapturedSteps
+from sphkv.integrations.transformers.graph import DecoderGraph
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.policy import RetentionPolicy, load_policy
 from sphkv.retention.protection import ProtectionRule, SegmentSpans
@@ -110,7 +107,7 @@ class SphericalCache(AttachedCache):
         has_gate = retention is not None and retention.gate is not None
         self._unwatch = _watch_logits(self, model) if has_gate else None
         self._has_graphs = cuda_graphs
-        self._captured = CapturedSteps(engine) if cuda_graphs else None
+        self._captured = DecoderGraph(engine) if cuda_graphs else None
 
     @classmethod
     def for_model(

@@ -13,7 +13,7 @@ from sphkv.attention.request import AttentionOptions
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.step import StepTokens
 from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
-from sphkv.integrations.transformers.graph import CapturedSteps
+from sphkv.integrations.transformers.graph import DecoderGraph
 
 
 class HeldSlots(Protocol):
@@ -37,7 +37,7 @@ class CachePass:
         self,
         engine: CacheEngine,
         *,
-        captured: CapturedSteps | None = None,
+        captured: DecoderGraph | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
         """Serve one pass.

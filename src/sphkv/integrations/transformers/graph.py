@@ -31,7 +31,7 @@ _CARRIED = frozenset(
 )
 
 
-class CapturedSteps:
+class DecoderGraph:
     """Captures single-token passes of a cache's model, and replays them.
 
     A graph holds addresses of the cache's pages and lists, so it goes as soon as anything but such
