@@ -17,6 +17,7 @@ class ByteMeter:
             raise ValueError(f"byte limit must not be negative, got {limit!r}")
         self.limit = limit
         self.used = 0
+        self._peak = 0
 
     def check(self, delta: int) -> None:
         """Raise if ``delta`` more bytes would pass the limit.
@@ -30,3 +31,9 @@ class ByteMeter:
     def add(self, delta: int) -> None:
         """Count bytes that are live now, or negative ones that are gone."""
         self.used += delta
+        self._peak = max(self._peak, self.used)
+
+    def take_peak(self) -> int:
+        """Most bytes that were live at once since the last time this was asked."""
+        peak, self._peak = self._peak, self.used
+        return peak

@@ -17,7 +17,7 @@ from sphkv.store.layout import PageView
 from sphkv.store.ledger import ByteLedger, measure_bytes
 from sphkv.store.order import PageOrder
 from sphkv.store.persist import FileIdentity, read_sequence, write_sequence
-from sphkv.store.pointers import PointerTable
+from sphkv.store.pointers import PointerTable, pool_of_tag
 from sphkv.store.pool import PagePool
 from sphkv.store.sequence import PageGroup, SequenceState, page_groups
 from sphkv.store.snapshot import export_sequence, import_sequence
@@ -60,6 +60,10 @@ class PageStore:
     def live_bytes(self) -> int:
         """Bytes of all live tensors."""
         return self._pool.meter.used
+
+    def take_peak(self) -> int:
+        """Most bytes that were live at any moment since the last time this was asked."""
+        return self._pool.meter.take_peak()
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -141,6 +145,19 @@ class PageStore:
     def num_tokens(self, sequence: int, layer: int = 0) -> int:
         """Tokens a layer has been given: the position of the next one."""
         return self._get(sequence, layer).next_position[layer]
+
+    def state_counts(self, sequence: int) -> dict[str, int]:
+        """States of a sequence at each tier, over all layers and heads; no page is read."""
+        state, counts = self._get(sequence), dict[str, int]()
+        for tail in state.live_tails():
+            dense = self.config.tiers[self.config.tiers.dense_id].name
+            counts[dense] = counts.get(dense, 0) + tail.num_tokens * tail.keys.shape[0]
+        for table in state.tables:
+            for tag in table.present_tags():
+                name = self.config.tiers[pool_of_tag(tag)[0]].name
+                ids = table.page_ids[table.tags == tag]
+                counts[name] = counts.get(name, 0) + int(self.allocator.counts(ids).sum())
+        return counts
 
     def table(self, sequence: int, layer: int) -> PointerTable:
         """Pointer table of a layer, to be read only; its version rises with every change."""
