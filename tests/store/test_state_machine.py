@@ -288,6 +288,14 @@ class StoreMachine(RuleBasedStateMachine):
                 del model.tail[head][max(0, length - first) :]
 
     @precondition(lambda self: self.model)
+    @rule()
+    def compact(self) -> None:
+        held = self.store.live_bytes
+        if self.store.compact() is not None:
+            assert self.store.live_bytes < held
+            self.steps["compact"] += 1
+
+    @precondition(lambda self: self.model)
     @rule(choice=pick)
     def save_and_load(self, choice: int) -> None:
         sequence = self._sequence(choice)

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,6 +139,20 @@ def test_bigger_models_work_with_default_tiers(codec: Any) -> None:
     assert ledger.total == sum(tensor.nbytes for tensor in store.live_tensors())
     assert ledger.b_kv(300) == ledger.total / 300
     assert ledger.eta_meta == 1 - ledger.payload / ledger.total
+
+
+def test_tables_beside_the_store_are_told_apart(make_store: StoreMaker, codec: Any) -> None:
+    store = make_store()
+    store.create(0)
+    store.append(0, 0, *numbered(codec, 40))
+    plain = store.ledger()
+    both = replace(plain, tables=1000)
+    assert both.total == plain.total == plain.total_with_tables
+    assert both.total_with_tables == plain.total + 1000
+    assert both.eta_meta == plain.eta_meta
+    record = both.to_dict()
+    assert (record["total"], record["tables"]) == (plain.total, 1000)
+    assert record["total_with_tables"] == plain.total + 1000
 
 
 def test_ledger_of_nothing(make_store: StoreMaker) -> None:

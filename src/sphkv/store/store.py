@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page store: carries out write contracts under one byte limit."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import LayerContract, StateCodec
-from sphkv.store.allocator import PageAllocator, Slab
+from sphkv.store.allocator import PageAllocator, PageMoves, Slab, held_page_bytes
 from sphkv.store.changes import plan_crop, plan_demotion, plan_drop, plan_write
 from sphkv.store.config import StoreConfig
 from sphkv.store.encoding import FlatStates, check_positions, check_states
@@ -69,6 +70,25 @@ class PageStore:
     def sequences(self) -> tuple[int, ...]:
         """Sequences the store holds."""
         return tuple(self._sequences)
+
+    @property
+    def slack_bytes(self) -> int:
+        """Bytes that belong to no sequence: free pages of slabs, and their alignment."""
+        return self.allocator.slack_bytes
+
+    def sequence_bytes(self, sequence: int) -> int:
+        """Bytes of a sequence's pages, shared ones in full, tables and tails; reads no page.
+
+        If it is the only one, ``slack_bytes`` is what is missing to ``live_bytes``.
+        """
+        state = self._get(sequence)
+        num_pages: Counter[int] = Counter()
+        for table in state.tables:
+            num_pages.update(table.tag_counts())
+        return state.nbytes + sum(
+            num * held_page_bytes(self._pool.layout(pool_of_tag(tag)))
+            for tag, num in num_pages.items()
+        )
 
     def live_tensors(self) -> list[Tensor]:
         """Every tensor the store keeps alive."""
@@ -380,6 +400,25 @@ class PageStore:
             if tail is not None:
                 tail.crop(num_tokens)
             state.next_position[layer] = min(state.next_position[layer], num_tokens)
+
+    def compact(self) -> PageMoves | None:
+        """Fill free places of slabs with pages of the emptiest ones, and release those.
+
+        Afterwards every pool of pages (a tier and position mode) has fewer free pages than its
+        smallest slab has pages. Tables of all sequences follow; where a page moved, the version
+        rises.
+
+        Returns:
+            Old and new ids of the pages that moved; None if no slab could be released.
+        """
+        moves, released = self.allocator.compact()
+        self._pool.meter.add(-released)
+        if moves is None:
+            return None
+        for state in self._sequences.values():
+            for table in state.tables:
+                table.remap(moves)
+        return moves
 
     def save(self, sequence: int, path: Path, *, codec_hash: str = "") -> None:
         """Write a sequence to one safetensors file, whole or not at all.
