@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sphkv.cache.config import CacheConfig, ResidencyPlan, allowed_bytes
+from sphkv.core.budget import ByteBudget
+from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import DENSE_BITS, RUN_TOKENS, TierSpec, TierTable, coded_tier
 from sphkv.errors import BudgetError
 from sphkv.store.allocator import slab_bytes
@@ -32,6 +34,10 @@ _RETENTION_BITS = (
     *((3.0, 4), (4.0, 4), (6.0, 8)),
 )
 _DENSE_NAME = "max"
+# Budgets from this share on seal new states at the finer of two tiers (key and value bits).
+_FINE_SEAL_SHARE = 0.09
+_FINE_SEAL, _COARSE_SEAL = (6.0, 8), (4.0, 4)
+_SEAL_CONTEXT = 8192
 _SLAB_GROWTH_SHARE = 16
 _TABLE_ENTRY_BYTES = 10
 # Bytes of notes about one run of a head: importance and loss of dropping, in half precision.
@@ -284,11 +290,30 @@ def budget_tiers(head_dim: int, coded: Iterable[TierSpec] | None = None) -> Tier
     return TierTable((TierSpec("drop", "drop", 0.0, 0, 0), *ladder, dense))
 
 
-def retention_tiers(page_tokens: int = 32) -> TierTable:
-    """Drop, eight coded tiers and bfloat16, with pages small enough for a tight budget."""
-    coded = [coded_tier(k, v, page_tokens=page_tokens) for k, v in _RETENTION_BITS]
-    dense = TierSpec(_DENSE_NAME, "dense", float(DENSE_BITS), DENSE_BITS, RUN_TOKENS)
-    return TierTable((TierSpec("drop", "drop", 0.0, 0, 0), *coded, dense))
+def retention_tiers(
+    head_dim: int, page_tokens: int = 32, table: TierTable | None = None
+) -> TierTable:
+    """Tiers the controller chooses from, with pages small enough for a tight budget.
+
+    Args:
+        head_dim: Elements of one key.
+        page_tokens: States of a coded page.
+        table: Tiers to take instead of the default ones.
+    """
+    bits = _RETENTION_BITS
+    if table is not None:
+        bits = tuple((tier.key_bits, tier.value_bits) for tier in table if tier.is_coded)
+    return budget_tiers(head_dim, [coded_tier(k, v, page_tokens=page_tokens) for k, v in bits])
+
+
+def choose_seal_tier(tiers: TierTable, budget: ByteBudget, geometry: KVGeometry) -> str:
+    """Tier at which new states leave the dense tail: a finer one where bytes are plenty."""
+    dense = geometry.dense_bytes_per_token * _SEAL_CONTEXT
+    share = budget.resolve(geometry, _SEAL_CONTEXT) / dense
+    coded = [tier for tier in tiers if tier.is_coded]
+    wanted = _FINE_SEAL if share >= _FINE_SEAL_SHARE else _COARSE_SEAL
+    fitting = [tier for tier in coded if (tier.key_bits, tier.value_bits) <= wanted]
+    return (fitting or coded)[-1].name
 
 
 def parse_tiers(

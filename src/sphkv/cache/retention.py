@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,10 +26,11 @@ from sphkv.errors import BudgetError
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.features import TokenFeatures
 from sphkv.retention.gate import StabilityGate, danger_score
-from sphkv.retention.measure import MeasureConfig, PromptWork, measure_layer
+from sphkv.retention.measure import MeasureConfig, PromptWork, measure_layer, paged_tokens
 from sphkv.retention.notes import RunNotes
 from sphkv.retention.pricing import BlockShape, LayerPricer, PageCosts
 from sphkv.retention.solver import TierChoices, allocate_tiers
+from sphkv.store.allocator import slab_bytes
 from sphkv.store.forecast import contract_bytes
 from sphkv.store.layout import PageLayout
 from sphkv.store.page_list import PageIndex, PageList
@@ -96,7 +98,6 @@ class RetentionResidency:
         self._tier_bytes = torch.tensor(
             self._costs.block_cost(plan.spec.page_tokens, BlockShape.RUNS), dtype=torch.int64
         )
-        self._index = PageIndex(store, sequence)
         gate = config.retention.gate
         self.gate = StabilityGate(gate) if gate is not None else None
         self.contract: WriteContract | None = None
@@ -111,7 +112,7 @@ class RetentionResidency:
     @property
     def num_bytes(self) -> int:
         """Bytes of the controller's own tensors."""
-        return sum(notes.num_bytes for notes in self.notes) + self._index.num_bytes
+        return sum(notes.num_bytes for notes in self.notes)
 
     def take_prompt(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
         """Take a layer of the prompt; the last one triggers the decision about all.
@@ -139,7 +140,9 @@ class RetentionResidency:
         priced = self._once(("priced", pricer.key, layer), lambda: pricer.price(found).to("cpu"))
         notes = self._once(
             ("notes", pricer.key, layer),
-            lambda: RunNotes.of(found, priced, self._retention.policy).to("cpu"),
+            lambda: RunNotes.of_prompt(
+                pricer.run_losses(found).to("cpu"), priced, num_tokens=paged_tokens(keys.shape[1])
+            ),
         )
         self.features.append(found.features.to("cpu"))
         self.notes.append(notes.copy())
@@ -194,7 +197,7 @@ class RetentionResidency:
             tiers = self._plan.tiers
             full = self._config.full_layers
             self.notes = [RunNotes.unmeasured(heads, tiers) for _ in full]
-        self._compact()
+        self._store.compact()
 
     def _decide(self, tokens: int, paged: int) -> WriteContract:
         """The contract of a measured prompt, with room left for the first pages to seal."""
@@ -257,8 +260,9 @@ class RetentionResidency:
         geometry = self._config.geometry
         pages = geometry.num_layers * geometry.num_kv_heads
         key = (self._plan.tiers.id_of(self._plan.tier), PositionMode.CONTIGUOUS)
+        one = np.ones(geometry.num_kv_heads, dtype=np.int64)
         tables = sum(
-            self._store.table(self._sequence, layer).growth_for_one()
+            self._store.table(self._sequence, layer).growth_bytes(one)
             for layer in range(geometry.num_layers)
         )
         return self._store.allocator.forecast([{key: pages}]) + tables
@@ -291,7 +295,8 @@ class RetentionResidency:
         for notes in self.notes:
             missing = position // RUN_TOKENS - notes.num_runs
             if missing > 0:
-                notes.extend(missing, num_tokens=tokens, scale=self._retention.new_run_scale)
+                age = tokens - notes.num_runs * RUN_TOKENS - RUN_TOKENS // 2
+                notes.extend(missing, age, scale=self._retention.new_run_scale)
 
     def _seal_first(self) -> None:
         """Seal a tail that begins with the sequence itself: its sinks stay dense."""
@@ -319,15 +324,17 @@ class RetentionResidency:
         young = self._retention.young_pages + int(self.gate is not None and self.gate.is_on)
         before = sealed - (young - 1) * self._plan.spec.page_tokens
         target = limit
+        # what pages hold is read when it is needed: keeping it would cost the budget
+        index = self._store.page_index(self._sequence)
         for _ in range(_REBALANCE_ROUNDS):
-            pages = self._index.pages(before=before, layers=self._config.full_layers)
+            pages = self._changeable(index.look(), before)
             if pages.num_pages == 0:
                 break
             choices = self._choices(pages)
             held = choices.bytes_of(pages.tier_ids)
             found = allocate_tiers(choices, max(0, held - (self._used() - target)))
             changed = (found.tier_id < pages.tier_ids).nonzero()[:, 0]
-            self._apply(pages.select(changed), found.tier_id[changed])
+            self._apply(pages.select(changed), found.tier_id[changed], index)
             over = self._used() - limit
             if over <= 0:
                 return
@@ -336,6 +343,13 @@ class RetentionResidency:
         over = self._used() - limit
         if over > 0:
             raise BudgetError(over, 0, limit)
+
+    def _changeable(self, pages: PageList, before: int) -> PageList:
+        """Pages of full attention that begin before a position and hold nothing protected."""
+        is_full = torch.zeros(self._config.geometry.num_layers, dtype=torch.bool)
+        is_full[list(self._config.full_layers)] = True
+        is_old = pages.first_runs * RUN_TOKENS < before
+        return pages.select(is_old & ~pages.is_protected & is_full[pages.layer_ids])
 
     def _choices(self, pages: PageList) -> TierChoices:
         """What each tier of each page would lose and cost.
@@ -347,7 +361,7 @@ class RetentionResidency:
         place = {layer: index for index, layer in enumerate(self._config.full_layers)}
         losses = torch.stack([notes.losses(tokens) for notes in self.notes])
         where = torch.tensor([place[layer] for layer in pages.layer_ids.tolist()])
-        runs = pages.runs
+        runs = pages.runs.long()
         each = losses[where[:, None], pages.head_ids[:, None], runs.clamp(0, losses.shape[2] - 1)]
         loss = (each * (runs >= 0)[..., None]).sum(1)
         tier = torch.arange(loss.shape[1])[None]
@@ -357,23 +371,17 @@ class RetentionResidency:
         loss = torch.where(is_barred, torch.maximum(loss, loss[:, :1]), loss)
         return TierChoices(loss, self._tier_bytes, ceiling=pages.tier_ids)
 
-    def _apply(self, pages: PageList, tier_id: Tensor) -> None:
+    def _apply(self, pages: PageList, tier_id: Tensor, index: PageIndex) -> None:
         """Demote pages, or drop them, and give the places they leave back."""
-        if pages.num_pages == 0:
-            return
-        self._index.forget(pages.page_ids)
         # drops first: what is demoted takes new places
         for tier in sorted(set(tier_id.tolist())):
             chosen = tier_id == tier
             for layer in sorted(set(pages.layer_ids[chosen].tolist())):
                 ids = pages.page_ids[chosen & (pages.layer_ids == layer)]
                 self._store.demote(self._sequence, layer, ids, tier)
-        self._compact()
-
-    def _compact(self) -> None:
         moves = self._store.compact()
         if moves is not None:
-            self._index.follow(moves)
+            index.remap(moves)
 
     def observe_logits(self, row: Tensor) -> None:
         """Tell the gate how close a decision is, from logits ``[vocabulary]``."""
@@ -386,7 +394,6 @@ class RetentionResidency:
         """Forget what was noted about tokens from ``num_tokens`` on."""
         for notes in self.notes:
             notes.crop(num_tokens)
-        self._index.clear()
 
     def fork(self, store: PageStore, sequence: int) -> RetentionResidency:
         """The same for a copy of the sequence."""
@@ -425,6 +432,7 @@ class RetentionResidency:
 def page_costs(config: CacheConfig, plan: ResidencyPlan, store: PageStore) -> PageCosts:
     """Bytes of one page of every tier and shape, counters and table entry included."""
     costs = {}
+    is_aligned = store.allocator.order is not None
     for shape, mode in _MODE_OF_SHAPE.items():
         sizes = [0]
         for tier_id in range(1, len(plan.tiers)):
@@ -433,6 +441,8 @@ def page_costs(config: CacheConfig, plan: ResidencyPlan, store: PageStore) -> Pa
             if tier_id == plan.tiers.dense_id and shape is BlockShape.RUNS:
                 page_mode = PositionMode.CONTIGUOUS
             layout = PageLayout(tier_id, plan.tiers[tier_id], config.geometry.head_dim, page_mode)
-            sizes.append(store.allocator.page_cost(layout) + PointerTable.entry_bytes)
+            pages = store.config.max_slab_pages if is_aligned else 1
+            held = -(-slab_bytes(layout, pages, is_aligned=is_aligned) // pages)
+            sizes.append(held + PointerTable.entry_bytes)
         costs[shape] = tuple(sizes)
     return PageCosts(plan.tiers, costs)
