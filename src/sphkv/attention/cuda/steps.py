@@ -32,10 +32,10 @@ from sphkv.store.store import PageStore
 from sphkv.store.tail import OpenTail
 
 
-def _sealed_layout(store: PageStore) -> PageLayout:
-    """Layout of the pages that full tails become."""
+def _sealed_layout(store: PageStore, sequence: int) -> PageLayout:
+    """Layout of the pages that full tails of a sequence become."""
     tiers, head_dim = store.config.tiers, store.config.geometry.head_dim
-    tier = tiers[store.config.seal_tier]
+    tier = tiers[store.seal_tier(sequence)]
     return PageLayout(tiers.id_of(tier.name), tier, head_dim, PositionMode.CONTIGUOUS)
 
 
@@ -54,39 +54,53 @@ def why_not_captured(
         sequences: One per row.
         windows: Sliding window of each layer, None for full attention.
     """
-    sealed, group = _sealed_layout(store), store.config.geometry.group_size
     if not sequences:
         return "there is no sequence"
     if any(window is not None for window in windows):
         return "captured steps do not drop pages behind sliding windows"
+    reasons = (_why_not_kernels(store, sequences[0]), _why_not_batch(store, sequences))
+    rows = (_why_not_sequence(store, row) for row in sequences)
+    return next(filter(None, (*reasons, *rows)), "")
+
+
+def _why_not_kernels(store: PageStore, sequence: int) -> str:
+    """Why kernels cannot do it, by shapes and device."""
+    sealed, group = _sealed_layout(store, sequence), store.config.geometry.group_size
     if not is_served(sealed):
         return f"the decode kernel does not read tier {sealed.tier.name!r} of sealed pages"
+    if sealed.page_tokens != store.config.seal_tokens:
+        return f"{store.config.seal_tokens} tokens are sealed at once, in several pages"
     if store.allocator.order is None:
         return "the store keeps its pages in an order that the decode kernel does not read"
+    if not any(slab.layout == sealed for slab in store.allocator.slabs()):
+        return f"no page of tier {sealed.tier.name!r} is sealed yet"
     if group > MAX_GROUP:
         return f"{group} query heads share a KV head, the dense kernel takes {MAX_GROUP}"
     # no self-test watches over the kernel of dense states: it serves where it was checked
     if torch.cuda.get_device_capability() != HOPPER:
         return f"captured steps need compute capability {HOPPER}"
+    return ""
+
+
+def _why_not_batch(store: PageStore, sequences: Sequence[int]) -> str:
+    """Why sequences cannot share a step, by codecs and tiers."""
     if not all(isinstance(store.codec(row), SphericalCodec) for row in sequences):
         return "a sequence has no spherical codec"
     if len({id(store.codec(row)) for row in sequences}) > 1:
         return "the sequences have codecs of their own"
-    if not any(slab.layout == sealed for slab in store.allocator.slabs()):
-        return f"no page of tier {sealed.tier.name!r} is sealed yet"
-    return next(filter(None, (_why_not_sequence(store, row) for row in sequences)), "")
+    tiers = sorted({*map(store.seal_tier, sequences)})
+    return f"the sequences seal at tiers {tiers}" if len(tiers) > 1 else ""
 
 
 def _why_not_sequence(store: PageStore, sequence: int) -> str:
     """Why steps of one sequence cannot be captured, by its pages and tails."""
     tiers = store.config.tiers
-    readable = {(tiers.id_of(store.config.seal_tier), PositionMode.CONTIGUOUS)}
-    readable.add((tiers.dense_id, PositionMode.CONTIGUOUS))
+    readable = {tiers.id_of(store.seal_tier(sequence)), tiers.dense_id}
     extents = set()
     for layer in range(store.config.geometry.num_layers):
         for tag in store.table(sequence, layer).present_tags():
             tier_id, mode = pool_of_tag(tag)
-            if (tier_id, mode) not in readable:
+            if tier_id not in readable or mode is not PositionMode.CONTIGUOUS:
                 return (
                     f"layer {layer} of sequence {sequence} has pages of tier "
                     f"{tiers[tier_id].name!r} with {mode.name.lower()} positions"
@@ -119,7 +133,8 @@ class CapturedSteps:
         """
         geometry, self._device = store.config.geometry, torch.device(store.config.device)
         self._store, self._sequences = store, list(sequences)
-        self._sealed, self._codec = _sealed_layout(store), spherical_codec(store, sequences[0])
+        self._sealed = _sealed_layout(store, sequences[0])
+        self._codec = spherical_codec(store, sequences[0])
         layers, num_rows = range(geometry.num_layers), len(sequences)
         page = self._sealed.page_tokens
         self.max_tokens = max_tokens
@@ -244,7 +259,7 @@ class CapturedSteps:
             raise UnsupportedBatchError(
                 f"a sequence has {longest} tokens, room is {self.max_tokens}"
             )
-        if self._store.make_room(self._sequences):
+        if self._store.make_room(self._sequences, num_new=1):
             self._list_newest(np.array(before))
             self._version = self._table_version()
             self.recount()
