@@ -137,6 +137,16 @@ def test_errors_live_in_one_file_that_imports_nothing():
     assert [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))] == []
 
 
+def test_contributing_names_files_that_exist():
+    text = (CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/.]+(?:/|\.py|\.toml|\.txt|\.md))`", text))
+    optional = {"pg19/", "tests/golden/"}
+    places = (PACKAGE, CHECKOUT)
+    gone = [name for name in named - optional if not any((at / name).exists() for at in places)]
+    assert len(named) > 40
+    assert sorted(gone) == []
+
+
 def test_version_is_the_same_everywhere():
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["version"] == sphkv.__version__

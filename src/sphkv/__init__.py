@@ -23,9 +23,12 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from sphkv.integrations.models import load_model
-    from sphkv.integrations.transformers.cache import CacheOptions, SphericalCache
+    from sphkv.integrations.transformers.cache import (
+        CacheOptions,
+        RetentionOptions,
+        SphericalCache,
+    )
     from sphkv.integrations.transformers.calibrate import calibrate_model
-    from sphkv.integrations.transformers.retained import RetentionOptions
     from sphkv.retention.gate import GateOptions
 
 __version__ = "0.1.0"
@@ -61,7 +64,7 @@ _HOMES = {
     "CudaUnavailableError": "sphkv.errors",
     "GateOptions": "sphkv.retention.gate",
     "NativeUnavailableError": "sphkv.errors",
-    "RetentionOptions": "sphkv.integrations.transformers.retained",
+    "RetentionOptions": "sphkv.integrations.transformers.cache",
     "SphKVError": "sphkv.errors",
     "SphericalCache": "sphkv.integrations.transformers.cache",
     "TierSpec": "sphkv.core.tiers",
