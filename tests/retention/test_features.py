@@ -19,8 +19,8 @@ from sphkv.retention.features import (
     window_rows,
 )
 from sphkv.retention.policy import BlockShape, RetentionPolicy
-from sphkv.retention.pricing import PageCosts, convex_steps, rank_units, sum_blocks, unit_tokens
-from sphkv.retention.scores import state_distortion
+from sphkv.retention.pricing import PageCosts, rank_units
+from sphkv.retention.scores import convex_steps, state_distortion, sum_blocks, unit_tokens
 
 HEADS, TOKENS, DIM = 2, 96, 16
 

@@ -37,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--following", type=int, default=64, help="tokens compared after a text")
     parser.add_argument("--texts", type=int, default=3, help="books")
     parser.add_argument("--questions", type=int, default=4, help="questions")
-    parser.add_argument("--policy", help="policy file; default: the fixed recipe")
+    parser.add_argument("--policy", help="policy file; default: equal weights")
     parser.add_argument("--calibration", help="calibration file; default: pg19/calibration")
     parser.add_argument("--page-tokens", type=int, default=32, help="states of a coded page")
     parser.add_argument("--out", help="file for the JSON record")

@@ -75,6 +75,7 @@ class LayerInput:
         rows: Predicted attention, for the loss of dropping; not kept.
         values: ``[heads, tokens, head_dim]``.
         protected: ``[heads, tokens]`` bool.
+        token_weight: ``[tokens]`` float32 factor on every loss of a token; None for one.
     """
 
     features: TokenFeatures
@@ -82,6 +83,7 @@ class LayerInput:
     rows: AttentionRows
     values: Tensor
     protected: Tensor
+    token_weight: Tensor | None = None
 
 
 def measure_layer(

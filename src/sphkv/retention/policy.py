@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sphkv.core.tiers import RUN_TOKENS
+from sphkv.retention.scores import check_score
 from sphkv.retention.solver import Solver
 
 Variant = Literal["joint", "keepdrop", "quant", "decoupled"]
@@ -49,6 +50,8 @@ class ControlOptions:
         use_segments: Weigh tokens by their segment; off is NoSeg (A4).
         fixed_tier: Tier of what KeepDrop keeps; None takes the one with the least predicted loss.
         keep_share: States that Decoupled keeps.
+        score: What values states: ``"attention"``, the expected move of a head's output;
+            ``"recipe"``, the paper's fixed recipe; ``"votes"``, attention votes alone.
     """
 
     variant: Variant = "joint"
@@ -58,15 +61,17 @@ class ControlOptions:
     use_segments: bool = True
     fixed_tier: str | None = None
     keep_share: float = 0.5
+    score: str = "attention"
 
     def __post_init__(self) -> None:
-        """Reject unknown variants and an empty choice of shapes."""
+        """Reject unknown variants and scores, and an empty choice of shapes."""
         if self.variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
         if not self.shapes:
             raise ValueError("shapes must not be empty")
         if not 0 < self.keep_share <= 1:
             raise ValueError(f"keep_share must be in (0, 1], got {self.keep_share!r}")
+        check_score(self.score)
 
     @property
     def granularity(self) -> int:
@@ -92,7 +97,7 @@ class RetentionPolicy:
             takes every layer's outputs relative to their own energy.
         surprise: Part of later queries that turn to a token which the prompt's queries did not
             ask for, per factor e of its age, ``[layers][KV heads]``; None expects none.
-        model_id: Model the weights were fitted on; empty for the fixed recipe.
+        model_id: Model the weights were fitted on; empty if they are not fitted.
     """
 
     alpha_theta: float = 1.0

@@ -9,18 +9,17 @@ differ only in what is made of these prices. Derivation: docs/math/retention.md,
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from sphkv.core.tiers import RUN_TOKENS, TierTable
-from sphkv.retention.features import TokenFeatures, drop_losses, pool_runs, weigh_tokens
 from sphkv.retention.measure import LayerInput
 from sphkv.retention.policy import BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import widen_to_runs
-from sphkv.retention.scores import segment_weight, state_distortion
+from sphkv.retention.scores import make_score, segment_weight, unit_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,40 +111,6 @@ def rank_units(score: Tensor, is_free: Tensor, *, block_units: int) -> Tensor:
     return flat.reshape(blocks, block_units)
 
 
-def unit_tokens(units: Tensor, granularity: int, num_tokens: int) -> Tensor:
-    """Tokens of blocks of units: ``[blocks, units]`` to ``[blocks, units * granularity]``."""
-    index = units[..., None] * granularity + torch.arange(granularity, device=units.device)
-    is_token = (units[..., None] >= 0) & (index < num_tokens)
-    return torch.where(is_token, index, -1).flatten(1)
-
-
-def convex_steps(losses: Tensor) -> Tensor:
-    """Steps of the greatest convex curve under ``losses [points]``: rising, ``[points - 1]``.
-
-    Dropping one block more then never looks cheaper than the one before, which a sum of
-    independent choices needs.
-    """
-    values = losses.double().tolist()
-    hull = [0]
-    for point in range(1, len(values)):
-        while len(hull) > 1:
-            a, b = hull[-2], hull[-1]
-            if (values[b] - values[a]) * (point - b) < (values[point] - values[b]) * (b - a):
-                break
-            hull.pop()
-        hull.append(point)
-    steps = torch.empty(max(0, len(values) - 1), dtype=torch.float32)
-    for a, b in pairwise(hull):
-        steps[a:b] = max(0.0, (values[b] - values[a]) / (b - a))
-    return steps
-
-
-def sum_blocks(per_state: Tensor, blocks: Tensor) -> Tensor:
-    """Sum ``[tokens, n]`` over the states of each block: ``[blocks, n]``."""
-    live = (blocks >= 0)[..., None].to(per_state.dtype)
-    return (per_state[blocks.clamp(min=0)] * live).sum(1)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PricedLayer:
     """A layer as blocks with their losses and bytes.
@@ -171,6 +136,7 @@ class LayerPricer:
         costs: Bytes of pages.
         policy: Weights.
         options: What is decided, and how.
+        score: What values states, by ``options.score``.
     """
 
     def __init__(
@@ -191,13 +157,19 @@ class LayerPricer:
         self.costs = costs
         self.policy = policy
         self.options = options
+        self.score = make_score(options.score, policy)
         self._segments = segments if options.use_segments else None
 
     @property
     def key(self) -> Hashable:
         """Equal for pricers that price a layer alike, given the same costs and policy."""
         options = self.options
-        return options.shapes, options.use_segments, options.variant == "decoupled"
+        return (
+            options.score,
+            options.shapes,
+            options.use_segments,
+            options.variant == "decoupled",
+        )
 
     def price(self, layer: LayerInput) -> PricedLayer:
         """Blocks of every head of a layer."""
@@ -205,38 +177,45 @@ class LayerPricer:
         if any(shape.granularity > 1 for shape in self.options.shapes):
             # a run is decided as a whole, so one that is partly protected is protected whole
             protected = widen_to_runs(protected)
-        features = layer.features
-        # tokens that few rows speak for count as much as the others
-        weight = 1 / layer.rows.coverage()
-        if self._segments is not None:
-            by_segment = segment_weight(self.policy, self._segments).to(weight.device)
-            features = weigh_tokens(features, by_segment)
-            weight = weight * by_segment
-        pooled = pool_runs(features, RUN_TOKENS)
-        scale = 1.0
-        if self.policy.sensitivity is None:
-            # outputs of layers differ in size and only the relative move matters
-            scale = 1.0 / max(float(features.output_energy.sum()), 1e-30)
+        layer = self._weighed(layer)
+        sizes = {shape.granularity for shape in self.options.shapes}
+        losses = {size: self.score.losses(layer, granularity=size) for size in sizes}
+        ranks = {size: self._rank(layer, found.loss, size) for size, found in losses.items()}
         heads = []
         for head in range(protected.shape[0]):
             shapes = {}
             for shape in self.options.shapes:
-                source = features if shape is BlockShape.TOKENS else pooled
-                loss = scale * state_distortion(source, layer.errors, self.policy, head=head)
-                units = self._units(self._score(source, head, loss), ~protected[head], shape)
-                tokens = unit_tokens(units, shape.granularity, layer.values.shape[1])
-                drops = drop_losses(layer.rows, layer.values, tokens, head)
-                drops *= self.policy.alpha_drop * scale
-                distortion = sum_blocks(loss, units)
-                distortion[:, 0] = _drop_steps(drops, tokens, weight[head])
-                if source.surprise is not None:
-                    unforeseen = sum_blocks(source.surprise[head][:, None], units)[:, 0]
-                    distortion[:, 0] += self.policy.alpha_drop * scale * unforeseen
+                size = shape.granularity
+                units = self._units(ranks[size][head], ~protected[head], shape)
+                tokens = unit_tokens(units, size, protected.shape[1])
+                distortion = losses[size].of_blocks(head, units)
                 shapes[shape] = HeadBlocks(shape, tokens, distortion, self._bytes(tokens, shape))
             heads.append(shapes)
         return PricedLayer(protected, tuple(heads))
 
-    def _units(self, score: Tensor, is_free: Tensor, shape: BlockShape) -> Tensor:
+    def run_losses(self, layer: LayerInput) -> Tensor:
+        """``[heads, runs, tiers]`` float32 loss of every run of 16 tokens by itself."""
+        return self.score.losses(self._weighed(layer), granularity=RUN_TOKENS).loss
+
+    def _weighed(self, layer: LayerInput) -> LayerInput:
+        """The layer with the weights of its tokens' segments."""
+        if self._segments is None:
+            return layer
+        weight = segment_weight(self.policy, self._segments)
+        return replace(layer, token_weight=weight.to(layer.protected.device))
+
+    def _rank(self, layer: LayerInput, loss: Tensor, granularity: int) -> Tensor:
+        """``[heads, units]`` importance by which units are cut into blocks."""
+        if self.options.variant != "decoupled":
+            return loss[..., 0]
+        # a separate first stage knows attention votes only
+        votes = layer.features.mass
+        if layer.token_weight is not None:
+            votes = votes * layer.token_weight
+        padded = torch.nn.functional.pad(votes, (0, -votes.shape[1] % granularity))
+        return padded.unflatten(1, (-1, granularity)).sum(2)
+
+    def _units(self, rank: Tensor, is_free: Tensor, shape: BlockShape) -> Tensor:
         """Blocks of states or runs, ``[blocks, units]``, padded with -1."""
         if shape is not BlockShape.TOKENS:
             runs = torch.nn.functional.pad(is_free, (0, -is_free.numel() % RUN_TOKENS))
@@ -245,13 +224,7 @@ class LayerPricer:
             units = is_free.nonzero().reshape(1, -1)
             return units if units.numel() else units.new_empty((0, 1))
         size = self.costs.block_tokens // shape.granularity
-        return rank_units(score, is_free, block_units=size)
-
-    def _score(self, features: TokenFeatures, head: int, loss: Tensor) -> Tensor:
-        if self.options.variant == "decoupled":
-            # a separate first stage knows attention votes only
-            return features.mass[head]
-        return loss[:, 0]
+        return rank_units(rank, is_free, block_units=size)
 
     def _bytes(self, tokens: Tensor, shape: BlockShape) -> Tensor:
         """``[blocks, tiers]`` int64; only the last block may be smaller."""
@@ -262,10 +235,3 @@ class LayerPricer:
         if counts.numel():
             cost[-1] = torch.tensor(self.costs.block_cost(int(counts[-1]), shape))
         return cost
-
-
-def _drop_steps(drops: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
-    """Loss of dropping each block ``[blocks]``, from that of dropping the last ones together."""
-    counts = (tokens >= 0).sum(1)
-    mean = sum_blocks(weight[:, None], tokens)[:, 0] / counts.clamp(min=1)
-    return convex_steps(drops).flip(0).to(mean.device) * mean

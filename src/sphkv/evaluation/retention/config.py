@@ -37,7 +37,7 @@ class StudyConfig:
         num_following: Tokens after a prompt on which the language model is compared.
         num_texts: Books.
         num_questions: Questions with their evidence in the middle.
-        policy: Policy file; None takes the fixed recipe.
+        policy: Policy file; None takes equal weights.
         calibration: Calibration file; None calibrates on ``pg19/calibration``.
         page_tokens: States of a coded page.
     """

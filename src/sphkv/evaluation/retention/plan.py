@@ -35,7 +35,7 @@ class PlanConfig:
         model: ``smollm2``, a local folder or a hub name.
         prompt_file: UTF-8 text.
         budget: Such as ``"10%"``.
-        policy: Policy file; None takes the fixed recipe.
+        policy: Policy file; None takes equal weights.
         calibration: Calibration file; None calibrates on the prompt.
         max_tokens: Tokens of the prompt that are read at most; None reads all.
         page_tokens: States of a coded page.

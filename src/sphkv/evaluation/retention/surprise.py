@@ -24,8 +24,9 @@ from sphkv.retention.features import (
     window_rows,
 )
 from sphkv.retention.measure import MeasureConfig, predict_rows, protected_states, row_share
-from sphkv.retention.pricing import rank_units, unit_tokens
+from sphkv.retention.pricing import rank_units
 from sphkv.retention.protection import widen_to_runs
+from sphkv.retention.scores import unit_tokens
 
 
 def head_surprise(

@@ -67,7 +67,7 @@ class MethodFactory:
             shape: The model's.
             calibration: Codebooks of the angle codes.
             backend: Name of a decode backend, or ``"auto"``.
-            policy: The controller's weights; the fixed recipe if None.
+            policy: The controller's weights; equal weights if None.
         """
         self._policy = policy or RetentionPolicy()
         self._shape = shape

@@ -65,7 +65,7 @@ class Session:
             calibration_tokens: Tokens of it.
             keep: Folder that keeps the calibration for the next time; None keeps none.
             backend: Decode backend of our methods.
-            policy: File with the controller's weights; the fixed recipe if None.
+            policy: File with the controller's weights; equal weights if None.
             prefill_device: Where prompts are read; everything after is done on the CPU.
         """
         self.name = name

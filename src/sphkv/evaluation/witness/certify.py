@@ -62,7 +62,7 @@ class CertifyConfig:
         context: Tokens of the document.
         data: Data folder; made-up text if None.
         calibration_text: Text to calibrate on; made up if None.
-        policy: File with the controller's weights; the fixed recipe if None.
+        policy: File with the controller's weights; equal weights if None.
         suffix_tokens: Newest prompt tokens that the controller may not compress.
         has_gate: Whether the controller's stability gate is on.
         per_witness: Most prompts of each witness; 0 takes all.

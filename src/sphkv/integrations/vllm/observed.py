@@ -18,8 +18,7 @@ from sphkv.integrations.vllm.budgeted import PART_TOKENS
 from sphkv.retention.errors import StateSample, TierErrors, measure_tier_errors
 from sphkv.retention.features import TokenFeatures, pool_runs, window_rows
 from sphkv.retention.policy import RetentionPolicy
-from sphkv.retention.pricing import convex_steps
-from sphkv.retention.scores import state_distortion
+from sphkv.retention.scores import convex_steps, state_distortion
 
 WINDOW = 32
 """Newest queries of a chunk that judge its blocks."""
