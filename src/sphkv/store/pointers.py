@@ -29,6 +29,11 @@ def pool_of_tag(tag: int) -> PoolKey:
     return tag // _TAG_MODES, PositionMode(tag % _TAG_MODES)
 
 
+def tier_ids_of(tags: Tensor) -> Tensor:
+    """Tier id of each tag, in the shape and dtype of ``tags``."""
+    return tags // _TAG_MODES
+
+
 class PointerTable:
     """Pages of one layer of one sequence, one row per KV head.
 
@@ -53,6 +58,7 @@ class PointerTable:
             np.zeros(num_heads, dtype=np.int64),
         )
         self.version = 0
+        self._marks: NDArray[np.int64] | None = None
 
     def _hold(self, page_ids: _Integers, tags: _Integers, num_pages: _Integers) -> None:
         """Keep arrays, and tensors of the same memory: small steps are quicker on arrays."""
@@ -166,6 +172,9 @@ class PointerTable:
         if page_ids.numel() == 0:
             return
         keep = self.used() & ~self._holds(page_ids)
+        if self._marks is not None:
+            is_marked = np.arange(self.capacity) < self._marks[:, None]
+            self._marks = (keep.numpy() & is_marked).sum(axis=1)
         order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)
         kept = keep.gather(1, order)
         self._hold(
@@ -198,6 +207,31 @@ class PointerTable:
             raise ValueError(f"pages {page_ids.tolist()} name one page twice")
         head, column = head[order[place]], column[order[place]]
         return head, self.tags[head, column].to(torch.int64)
+
+    def listed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, tags and whether they came since the last ``mark``, head by head.
+
+        Returns:
+            ``[pages]`` int64, int64 and bool.
+        """
+        used = self.used()
+        # rows lose entries in place and gain them at the end, so that marked ones come first
+        marks = np.zeros(len(used), np.int64) if self._marks is None else self._marks
+        is_new = torch.arange(self.capacity) >= torch.from_numpy(marks)[:, None]
+        return self.page_ids[used], self.tags[used].to(torch.int64), is_new[used]
+
+    def mark(self) -> None:
+        """From here on, count the pages of now as no longer new."""
+        self._marks = self._arrays[2].copy()
+
+    def forget_marks(self) -> None:
+        """Count all pages as new."""
+        self._marks = None
+
+    @property
+    def mark_bytes(self) -> int:
+        """Bytes of what ``mark`` keeps, which belong to who asked for it."""
+        return 0 if self._marks is None else self._marks.nbytes
 
     def tag_counts(self) -> dict[int, int]:
         """Pages of each tag in use."""

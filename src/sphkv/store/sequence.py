@@ -11,6 +11,7 @@ from sphkv.core.contract import StateCodec
 from sphkv.store.allocator import PoolKey
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout
+from sphkv.store.page_list import PageIndex
 from sphkv.store.pointers import PointerTable, pool_of_tag
 from sphkv.store.tail import OpenTail
 
@@ -61,6 +62,7 @@ class SequenceState:
         tails: Open tail of each layer, None until the first append.
         next_position: Position of each layer's next token.
         seal_tier_id: Tier of the pages that full tails become.
+        index: What was read of its pages; None until they are listed.
     """
 
     codec: StateCodec | None
@@ -68,6 +70,7 @@ class SequenceState:
     tails: list[OpenTail | None]
     next_position: list[int]
     seal_tier_id: int
+    index: PageIndex | None = None
 
     @classmethod
     def blank(

@@ -17,6 +17,7 @@ from sphkv.store.growing import append_states, make_room, write_prompt
 from sphkv.store.layout import PageView
 from sphkv.store.ledger import ByteLedger, measure_bytes
 from sphkv.store.order import PageOrder
+from sphkv.store.page_list import PageIndex, PageList
 from sphkv.store.persist import FileIdentity, read_sequence, write_sequence
 from sphkv.store.pointers import PointerTable, pool_of_tag
 from sphkv.store.pool import PagePool
@@ -199,6 +200,26 @@ class PageStore:
     def view(self, group: PageGroup) -> PageView:
         """Copy of the pages of a group, in the order of ``flat_ids``."""
         return PageView(group.layout, self.allocator.gather(group.flat_ids()))
+
+    def page_list(self, sequence: int) -> PageList:
+        """All pages of a sequence that hold aligned runs of 16; those since the last call are read.
+
+        Raises:
+            ValueError: A page holds other states.
+        """
+        state = self._get(sequence)
+        if state.index is None:
+            state.index = PageIndex(self._pool, state.tables)
+        return state.index.look()
+
+    def page_list_bytes(self, sequence: int) -> int:
+        """Bytes of what ``page_list`` keeps for the next call; not part of ``live_bytes``."""
+        index = self._get(sequence).index
+        return 0 if index is None else index.num_bytes
+
+    def read(self, page_ids: Tensor, tag: int) -> PageView:
+        """Copy of pages that share a ``page_tag``, in the order of ``page_ids``."""
+        return PageView(self._pool.layout(pool_of_tag(tag)), self.allocator.gather(page_ids))
 
     def tail(self, sequence: int, layer: int) -> TailView:
         """Dense states of a layer that no page holds yet."""
@@ -396,6 +417,8 @@ class PageStore:
             if num_tokens < (tail.first_position if tail else state.next_position[layer])
         ]
         self._pool.commit(changes)
+        if changes:
+            state.index = None
         for layer, tail in enumerate(state.tails):
             if tail is not None:
                 tail.crop(num_tokens)
@@ -418,6 +441,8 @@ class PageStore:
         for state in self._sequences.values():
             for table in state.tables:
                 table.remap(moves)
+            if state.index is not None:
+                state.index.remap(moves)
         return moves
 
     def save(self, sequence: int, path: Path, *, codec_hash: str = "") -> None:
