@@ -12,10 +12,8 @@ from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, TierSpec, TierTable
 from sphkv.retention.gate import GateOptions
-from sphkv.retention.options import ControlOptions
-from sphkv.retention.policy import RetentionPolicy
-from sphkv.retention.protection import ProtectionRule
-from sphkv.retention.segments import SegmentSpans
+from sphkv.retention.policy import ControlOptions, RetentionPolicy
+from sphkv.retention.protection import ProtectionRule, SegmentSpans
 from sphkv.store.config import StoreConfig
 
 PROMPT_CALIBRATION = CalibrationOptions(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -179,7 +180,8 @@ class CacheEngine:
 
     def _make_room(self, step: StepTokens) -> None:
         """Have every tail take its new tokens, if they are few enough for one."""
-        assert self.store is not None and self.plan is not None
+        assert self.store is not None
+        assert self.plan is not None
         if self.graph is not None:
             self.graph.prepare()
             return
@@ -240,7 +242,8 @@ class CacheEngine:
         return PageStore(config, codec, order=order)
 
     def _add_row(self, sequence: int) -> CacheSequence:
-        assert self.plan is not None and self.store is not None
+        assert self.plan is not None
+        assert self.store is not None
         residency: Residency
         if self.plan.is_retention:
             residency = RetentionResidency(
@@ -336,7 +339,8 @@ class CacheEngine:
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, is_real: Tensor
     ) -> None:
         """Hand a layer of the prompts to the rows, at once where they are alike."""
-        assert self.plan is not None and self.store is not None
+        assert self.plan is not None
+        assert self.store is not None
         if not self.plan.is_retention and bool(is_real.all()):
             ids = [row.sequence for row in self.rows]
             write_uniform(self.config, self.plan, self.store, ids, layer, keys, values)
@@ -518,7 +522,7 @@ class CacheEngine:
         if self.store is not None:
             ledger = self.store.ledger()
             notes = sum(row.residency.num_bytes for row in self.rows)
-            return ledger.with_notes(notes, tables=tables)
+            return replace(ledger, tags=ledger.tags + notes, tables=tables)
         kinds = dict.fromkeys(ByteLedger.__slots__, 0)
         for held, query in zip(self._dense, self._queries, strict=True):
             if held is not None:
@@ -541,6 +545,7 @@ class CacheEngine:
             total += row.num_tokens()
         every = total * self.config.geometry.num_layers * self.config.geometry.num_kv_heads
         tiers = {tier: states / max(1, every) for tier, states in sorted(counts.items())}
+        tiers["drop"] = max(0.0, 1 - sum(tiers.values()))
         return MethodRecord(name, setting, "kernel-realized", tiers, self.plan.kind)
 
     def _table_bytes(self) -> int:

@@ -174,8 +174,9 @@ def retention_holds_from(config: CacheConfig) -> int:
     least = LEAST_DECIDED_TOKENS // RUN_TOKENS
     found = least if fits(least) else _first(fits, _LONGEST // RUN_TOKENS)
     if found is None:
-        missing = retention_fixed_bytes(config, LEAST_DECIDED_TOKENS)
-        raise BudgetError(missing, 0, allowed_bytes(budget, config, LEAST_DECIDED_TOKENS))
+        allowed = allowed_bytes(budget, config, LEAST_DECIDED_TOKENS)
+        needed = retention_fixed_bytes(config, LEAST_DECIDED_TOKENS)
+        raise BudgetError(needed, allowed, allowed, "a sequence of any length")
     return max(found, least) * RUN_TOKENS
 
 

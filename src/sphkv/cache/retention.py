@@ -28,12 +28,13 @@ from sphkv.retention.features import TokenFeatures
 from sphkv.retention.gate import StabilityGate, danger_score
 from sphkv.retention.measure import MeasureConfig, PromptWork, measure_layer, paged_tokens
 from sphkv.retention.notes import RunNotes
-from sphkv.retention.pricing import BlockShape, LayerPricer, PageCosts
+from sphkv.retention.policy import BlockShape
+from sphkv.retention.pricing import LayerPricer, PageCosts
 from sphkv.retention.solver import TierChoices, allocate_tiers
 from sphkv.store.allocator import slab_bytes
 from sphkv.store.forecast import contract_bytes
 from sphkv.store.layout import PageLayout
-from sphkv.store.page_list import PageIndex, PageList
+from sphkv.store.page_list import PageList
 from sphkv.store.paging import PositionMode
 from sphkv.store.pointers import PointerTable
 from sphkv.store.store import PageStore
@@ -207,10 +208,7 @@ class RetentionResidency:
         def exact_bytes(contract: WriteContract) -> int:
             return notes + contract_bytes(self._store, self._with_windows(contract), paged)
 
-        try:
-            contract = self._controller.decide(limit, exact_bytes)
-        except BudgetError as error:
-            raise BudgetError(error.missing, 0, limit) from error
+        contract = self._controller.decide(limit, exact_bytes)
         self.drift = (2 * self._controller.loss) ** 0.5
         return self._with_windows(contract)
 
@@ -324,25 +322,25 @@ class RetentionResidency:
         young = self._retention.young_pages + int(self.gate is not None and self.gate.is_on)
         before = sealed - (young - 1) * self._plan.spec.page_tokens
         target = limit
-        # what pages hold is read when it is needed: keeping it would cost the budget
-        index = self._store.page_index(self._sequence)
         for _ in range(_REBALANCE_ROUNDS):
-            pages = self._changeable(index.look(), before)
+            pages = self._changeable(self._store.page_list(self._sequence), before)
             if pages.num_pages == 0:
                 break
             choices = self._choices(pages)
             held = choices.bytes_of(pages.tier_ids)
             found = allocate_tiers(choices, max(0, held - (self._used() - target)))
             changed = (found.tier_id < pages.tier_ids).nonzero()[:, 0]
-            self._apply(pages.select(changed), found.tier_id[changed], index)
+            self._apply(pages.select(changed), found.tier_id[changed])
             over = self._used() - limit
             if over <= 0:
-                return
+                break
             # tables and slabs take whole entries and pages: ask for that much more
             target -= over
+        # keeping what was read of the pages would cost the budget more than reading them again
+        self._store.forget_page_list(self._sequence)
         over = self._used() - limit
         if over > 0:
-            raise BudgetError(over, 0, limit)
+            raise BudgetError(self._used(), limit, limit, "what may not be dropped")
 
     def _changeable(self, pages: PageList, before: int) -> PageList:
         """Pages of full attention that begin before a position and hold nothing protected."""
@@ -371,7 +369,7 @@ class RetentionResidency:
         loss = torch.where(is_barred, torch.maximum(loss, loss[:, :1]), loss)
         return TierChoices(loss, self._tier_bytes, ceiling=pages.tier_ids)
 
-    def _apply(self, pages: PageList, tier_id: Tensor, index: PageIndex) -> None:
+    def _apply(self, pages: PageList, tier_id: Tensor) -> None:
         """Demote pages, or drop them, and give the places they leave back."""
         # drops first: what is demoted takes new places
         for tier in sorted(set(tier_id.tolist())):
@@ -379,9 +377,7 @@ class RetentionResidency:
             for layer in sorted(set(pages.layer_ids[chosen].tolist())):
                 ids = pages.page_ids[chosen & (pages.layer_ids == layer)]
                 self._store.demote(self._sequence, layer, ids, tier)
-        moves = self._store.compact()
-        if moves is not None:
-            index.remap(moves)
+        self._store.compact()
 
     def observe_logits(self, row: Tensor) -> None:
         """Tell the gate how close a decision is, from logits ``[vocabulary]``."""

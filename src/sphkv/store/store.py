@@ -212,6 +212,13 @@ class PageStore:
             state.index = PageIndex(self._pool, state.tables)
         return state.index.look()
 
+    def forget_page_list(self, sequence: int) -> None:
+        """Give up what ``page_list`` keeps: the next call reads every page again."""
+        state = self._get(sequence)
+        state.index = None
+        for table in state.tables:
+            table.forget_marks()
+
     def page_list_bytes(self, sequence: int) -> int:
         """Bytes of what ``page_list`` keeps for the next call; not part of ``live_bytes``."""
         index = self._get(sequence).index
