@@ -50,6 +50,16 @@ class ForwardListener(Protocol):
         ...
 
 
+class EagerPass:
+    """The part of a ``ForwardListener`` that is the same where every pass runs layer by layer."""
+
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Carry out the decoder's own ``forward``."""
+        return forward(*args, **kwargs)
+
+
 class AttentionCall:
     """One call of the attention function.
 

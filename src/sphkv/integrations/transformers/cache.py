@@ -172,8 +172,11 @@ class SphericalCache(AttachedCache):
 
     @property
     def tier(self) -> TierSpec | None:
-        """Tier at which pages seal; None while it is not chosen."""
-        return None if self.engine.plan is None else self.engine.plan.spec
+        """Tier at which pages seal; None while the budget has not chosen it."""
+        config, plan = self.engine.config, self.engine.plan
+        if plan is not None:
+            return plan.spec
+        return None if config.tier is None else config.tiers[config.tier]
 
     @property
     def calibration(self) -> Calibration | None:

@@ -6,7 +6,6 @@ Other methods run through the same attachment as ours, so that a comparison comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from sphkv.cache.method import CacheMethod, MethodRecord
 from sphkv.cache.step import StepTokens
 from sphkv.integrations.transformers.architecture import describe_model
 from sphkv.integrations.transformers.attached import AttachedCache
-from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
+from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult, EagerPass
 from sphkv.integrations.transformers.forward import read_options, read_step
 from sphkv.store.ledger import ByteLedger
 
@@ -81,7 +80,7 @@ class MethodCache(AttachedCache):
         self._num_tokens += num_tokens
 
 
-class MethodPass:
+class MethodPass(EagerPass):
     """One forward pass over a ``MethodCache``."""
 
     def __init__(self, cache: MethodCache, step: StepTokens) -> None:
@@ -93,12 +92,6 @@ class MethodPass:
     def needs_mask(self) -> bool:
         """Only the prompt runs through the model's own attention."""
         return self._is_prompt
-
-    def run(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """The decoder's forward pass."""
-        return forward(*args, **kwargs)
 
     def attend(self, call: AttentionCall) -> AttentionResult:
         """Attention of one layer."""
