@@ -11,7 +11,7 @@ from sphkv.cache.retained_errors import (
     sample_states,
     weight_move,
 )
-from sphkv.core.tiers import default_tiers
+from sphkv.core.tiers import ladder
 from sphkv.retention.distortion import state_distortion
 from sphkv.retention.features import AttentionRows, measure_features
 from sphkv.retention.policy import RetentionPolicy
@@ -61,7 +61,7 @@ def test_shared_errors_are_told_from_independent_ones():
 
 def test_errors_foretell_the_move_of_the_output():
     query, keys, values = make_states(0, TOKENS)
-    tiers, heads = default_tiers(), GEOMETRY.num_kv_heads
+    tiers, heads = ladder(64), GEOMETRY.num_kv_heads
     grouped = query.reshape(heads, -1, GEOMETRY.head_dim)
     weight = (OPTIONS.scale * grouped @ keys.transpose(1, 2)).softmax(-1)
     count = weight.shape[1]

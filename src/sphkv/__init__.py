@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sphkv.core.contract import WriteContract
     from sphkv.core.errors import BudgetExceeded
     from sphkv.core.geometry import KVGeometry
-    from sphkv.core.tiers import TierSpec, TierTable, default_tiers
+    from sphkv.core.tiers import TierSpec, TierTable, ladder
     from sphkv.integrations.models import load_model
     from sphkv.integrations.transformers.cache import SphericalCache
     from sphkv.integrations.transformers.retained import RetainedCache
@@ -30,7 +30,7 @@ __all__ = [
     "TierTable",
     "WriteContract",
     "__version__",
-    "default_tiers",
+    "ladder",
     "load_model",
 ]
 
@@ -43,7 +43,7 @@ _HOMES = {
     "TierSpec": "sphkv.core.tiers",
     "TierTable": "sphkv.core.tiers",
     "WriteContract": "sphkv.core.contract",
-    "default_tiers": "sphkv.core.tiers",
+    "ladder": "sphkv.core.tiers",
     "load_model": "sphkv.integrations.models",
 }
 

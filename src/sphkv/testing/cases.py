@@ -14,10 +14,13 @@ from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import LayerContract
 from sphkv.core.geometry import KVGeometry
-from sphkv.core.tiers import RUN_TOKENS, TierTable, default_tiers
+from sphkv.core.tiers import RUN_TOKENS, TierTable, ladder
 from sphkv.store.config import StoreConfig
 from sphkv.store.order import PageOrder
 from sphkv.store.store import PageStore
+
+USUAL_TIERS = ("k1v2", "k1.5v2", "k2v3", "k3v4", "k4v4")
+"""Coded tiers of most cases: few, and far enough apart to differ in every width of a code."""
 
 _QUICK_FIT = CodebookFit(iterations=3, refinements=2, stage_tokens=128)
 
@@ -44,7 +47,7 @@ class CacheCase:
     group_size: int = 3
     num_tokens: int = 300
     tail_tokens: int = 7
-    tiers: TierTable = field(default_factory=default_tiers)
+    tiers: TierTable = field(default_factory=lambda: ladder(64, names=USUAL_TIERS))
     mix: str = "all"
     num_layers: int = 1
     seed: int = 0
