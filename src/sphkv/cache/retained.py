@@ -24,7 +24,7 @@ from sphkv.retention.controller import RetentionController
 from sphkv.retention.features import TokenFeatures
 from sphkv.retention.pricing import LayerPricer
 from sphkv.store.ledger import ByteLedger
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.store import PageStore
 
 _SEQUENCE = 0
@@ -73,7 +73,8 @@ class RetainedSequence:
         self._codec = codec
         self._measured = measured
         self._backend = backend
-        self._store = PageStore(config.store_config(), codec, order=order)
+        kernels: PageCodec | None = getattr(backend, "page_codec", None)
+        self._store = PageStore(config.store_config(), codec, order=order, kernels=kernels)
         self._store.create(_SEQUENCE)
         self._controller = RetentionController(config.page_costs(), config.options)
         self._pricer: LayerPricer | None = None

@@ -133,7 +133,10 @@ class RetainedConfig:
     def _page_bytes(self, layout: PageLayout) -> int:
         """Bytes of a page with its part of what a slab costs."""
         pages = _ALIGNED_SLAB_PAGES if self.is_aligned else 1
-        return -(-slab_bytes(layout, pages, is_aligned=self.is_aligned) // pages)
+        return -(
+            -slab_bytes(layout, pages, alignment=layout.page_bytes if self.is_aligned else 1)
+            // pages
+        )
 
     def page_tier_bytes(self) -> tuple[int, ...]:
         """Bytes of one full page of a coded page's states at every tier, in runs."""
@@ -148,4 +151,6 @@ class RetainedConfig:
             PositionMode.CONTIGUOUS,
         )
         heads = self.geometry.num_kv_heads
-        return self.geometry.num_layers * slab_bytes(dense, heads, is_aligned=self.is_aligned)
+        return self.geometry.num_layers * slab_bytes(
+            dense, heads, alignment=dense.page_bytes if self.is_aligned else 1
+        )

@@ -16,7 +16,7 @@ from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeReque
 from sphkv.cache.plan import CacheConfig
 from sphkv.core.contract import StateCodec
 from sphkv.store.ledger import ByteLedger
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.spans import Span
 from sphkv.store.store import PageStore
 
@@ -29,7 +29,8 @@ def open_store(
 ) -> PageStore:
     """An empty store for a batch, its pages in the order the backend wants."""
     order: PageOrder | None = getattr(backend, "order", None)
-    return PageStore(config.store_config(num_sequences), codec, order=order)
+    kernels: PageCodec | None = getattr(backend, "page_codec", None)
+    return PageStore(config.store_config(num_sequences), codec, order=order, kernels=kernels)
 
 
 class SphericalSequence:

@@ -16,7 +16,7 @@ from sphkv.core.contract import LayerContract
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import RUN_TOKENS, TierTable, ladder
 from sphkv.store.config import StoreConfig
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.store import PageStore
 
 USUAL_TIERS = ("k1v2", "k1.5v2", "k2v3", "k3v4", "k4v4")
@@ -103,6 +103,7 @@ def build_store(
     sequence: int = 0,
     device: str = "cpu",
     order: PageOrder | None = None,
+    kernels: PageCodec | None = None,
 ) -> PageStore:
     """A store with one sequence: pages of mixed tiers, then an open tail."""
     geometry = case.geometry()
@@ -110,7 +111,7 @@ def build_store(
     codec = SphericalCodec(random_calibration(geometry, rope, seed=case.seed))
     seal_tier = case.tiers[len(case.tiers) - 2].name
     config = StoreConfig(geometry, case.tiers, seal_tier=seal_tier, device=device)
-    store = PageStore(config, codec, order=order)
+    store = PageStore(config, codec, order=order, kernels=kernels)
     store.create(sequence)
     for layer in range(geometry.num_layers):
         fill_layer(store, case, layer, rope=rope, sequence=sequence)

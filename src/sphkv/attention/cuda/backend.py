@@ -15,6 +15,7 @@ from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
 from sphkv.attention.cuda.page_lists import PageLists
 from sphkv.attention.cuda.pages import (
+    FragmentCodec,
     FragmentOrder,
     ServedPages,
     place_pages,
@@ -51,6 +52,7 @@ class CudaBackend:
             ImportError: Triton is not installed.
         """
         self.order = FragmentOrder()
+        self.page_codec = FragmentCodec(self.order)
         self.kernels = DecodeKernels(device or _current_gpu(), max_batch=_MAX_QUERIES)
         self._rest = TritonBackend()
         self._reference = ReferenceBackend()

@@ -15,7 +15,7 @@ from sphkv.attention.request import DecodeRequest
 from sphkv.attention.triton.coded import launch_coded
 from sphkv.attention.triton.combine import combine_parts
 from sphkv.attention.triton.dense import TailList, launch_dense
-from sphkv.attention.triton.encode import TokenOrder
+from sphkv.attention.triton.encode import TritonEncoder
 from sphkv.attention.triton.rows import PartSlots, QueryRows
 from sphkv.attention.triton.tables import EntryTable, EntryTables
 from sphkv.store.layout import PageLayout
@@ -76,7 +76,8 @@ class TritonBackend:
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
         self._precision = precision
-        self.order = TokenOrder()
+        self.order = None
+        self.page_codec = TritonEncoder()
         self._tables = EntryTables()
         self._lists: WeakKeyDictionary[PointerTable, tuple[int, list[PageList]]]
         self._lists = WeakKeyDictionary()
