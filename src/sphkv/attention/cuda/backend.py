@@ -13,7 +13,7 @@ from sphkv.attention.cuda.compiler import ARCHITECTURES
 from sphkv.attention.cuda.decode import MAX_WINDOW
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
-from sphkv.attention.cuda.pages import FragmentOrder, ServedPages, place_pages
+from sphkv.attention.cuda.pages import FragmentCodec, FragmentOrder, ServedPages, place_pages
 from sphkv.attention.cuda.steps import CapturedSteps, why_not_captured
 from sphkv.attention.listing import ListedPages, join_layouts, list_pages
 from sphkv.attention.partial import PartialAttention
@@ -58,6 +58,7 @@ class CudaBackend:
             ImportError: Triton is not installed.
         """
         self.page_order = FragmentOrder()
+        self.page_codec = FragmentCodec(self.page_order)
         self._device = device or _current_gpu()
         self._kernels = DecodeKernels(self._device)
         self._rest = TritonBackend()

@@ -32,7 +32,7 @@ from sphkv.attention.request import (
 from sphkv.attention.triton.coded import launch_coded
 from sphkv.attention.triton.combine import combine_parts
 from sphkv.attention.triton.dense import TailList, launch_dense
-from sphkv.attention.triton.encode import TokenOrder
+from sphkv.attention.triton.encode import TritonEncoder
 from sphkv.attention.triton.rows import PartSlots, QueryRows
 from sphkv.attention.triton.tables import EntryTable, EntryTables
 from sphkv.codec.states import SphericalCodec
@@ -95,7 +95,8 @@ class TritonBackend(EagerBackend):
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
         self._precision = precision
-        self.page_order = TokenOrder()
+        self.page_order = None
+        self.page_codec = TritonEncoder()
         self._tables = EntryTables()
         self._listed = PlanCache(_list_sequence)
         self._plans = PlanCache(self._build_plan)
