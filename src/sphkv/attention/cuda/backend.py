@@ -29,7 +29,7 @@ from sphkv.attention.triton.backend import PageList, TritonBackend
 from sphkv.codec.states import SphericalCodec
 from sphkv.errors import CudaUnavailableError
 from sphkv.store.layout import PageLayout
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.store import PageStore
 
 # Queries of one sequence that a launch takes, each as a row of its own.
@@ -42,10 +42,12 @@ class CudaBackend:
     Attributes:
         name: ``"cuda"``.
         page_order: What a store must be given to keep its pages in fragment order.
+        page_codec: Kernels that encode into that order.
     """
 
     name = "cuda"
     page_order: PageOrder | None
+    page_codec: PageCodec | None
 
     def __init__(self, device: torch.device | None = None) -> None:
         """Kernels are loaded when they are first needed.

@@ -37,7 +37,7 @@ from sphkv.attention.triton.rows import PartSlots, QueryRows
 from sphkv.attention.triton.tables import EntryTable, EntryTables
 from sphkv.codec.states import SphericalCodec
 from sphkv.store.layout import PageLayout
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.store import PageStore
 
 PRECISIONS = ("tf32", "tf32x3", "ieee")
@@ -75,11 +75,13 @@ class TritonBackend(EagerBackend):
 
     Attributes:
         name: ``"triton"``.
-        page_order: What a store must be given to encode with fused kernels.
+        page_order: None: pages as ``store/layout.py`` has them.
+        page_codec: Fused kernels that encode pages.
     """
 
     name = "triton"
     page_order: PageOrder | None
+    page_codec: PageCodec | None
 
     def __init__(self, *, precision: str = "tf32x3") -> None:
         """Choose the arithmetic.
