@@ -4,6 +4,10 @@ from functools import cache
 
 import pytest
 import torch
+from sphkv.cache.retained import RetainedSequence
+from sphkv.cache.retained_config import RetainedConfig, retention_tiers
+from sphkv.cache.retained_engine import RetainedEngine
+from sphkv.cache.retained_index import PageIndex
 from torch import Tensor
 
 from sphkv.attention.cuda.pages import FragmentOrder
@@ -11,21 +15,17 @@ from sphkv.attention.partial import PartialAttention
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeRequest
 from sphkv.cache.method import CacheMethod
-from sphkv.cache.retained import RetainedSequence
-from sphkv.cache.retained_config import RetainedConfig, retention_tiers
-from sphkv.cache.retained_engine import RetainedEngine
-from sphkv.cache.retained_index import PageIndex
 from sphkv.cache.step import StepTokens
 from sphkv.codec.calibration import Calibrator
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
+from sphkv.errors import BudgetError
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.measure import PromptWork
 from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions
 from sphkv.retention.protection import ProtectionRule
-from sphkv.retention.solver import InfeasibleBudget
 from sphkv.testing.fake_gpu import DEVICE, GpuTensor, fake_gpu
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)
@@ -207,7 +207,7 @@ def test_a_fixed_number_of_bytes_holds_too():
 
 
 def test_missing_bytes_are_named():
-    with pytest.raises(InfeasibleBudget, match=r"by \d+ bytes") as error:
+    with pytest.raises(BudgetError, match=r"by \d+ bytes") as error:
         fill(make_config("1%"))
     assert error.value.missing > 0
 
@@ -310,15 +310,10 @@ def test_live_probe_logs_the_drift_of_the_dense_tail():
     assert all(0 < sample.quantiles[0] <= sample.quantiles[2] for sample in drifts)
 
 
-class CodecOrder(FragmentOrder):
+class AlignedByCodec(ReferenceBackend):
     """Leaves encoding to the codec, as for states the kernel does not take."""
 
-    def encode(self, *_: object) -> None:
-        return None
-
-
-class AlignedByCodec(ReferenceBackend):
-    order = CodecOrder()
+    order = FragmentOrder()
 
 
 def run_gpu_pass(engine: RetainedEngine, is_real: Tensor, positions: Tensor) -> list[Tensor | None]:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from sphkv.cache.retained_config import retention_tiers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sphkv.cache.retained_config import retention_tiers
 from sphkv.cli.main import main
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec

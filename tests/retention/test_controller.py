@@ -6,6 +6,7 @@ import torch
 
 from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.errors import BudgetError
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.errors import TierErrors
 from sphkv.retention.features import expect_surprise, measure_features, window_rows
@@ -14,7 +15,7 @@ from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions, Retenti
 from sphkv.retention.pricing import LayerPricer, PageCosts
 from sphkv.retention.protection import Segment
 from sphkv.retention.scores import SCORES, state_distortion
-from sphkv.retention.solver import SOLVERS, InfeasibleBudget
+from sphkv.retention.solver import SOLVERS
 
 HEADS, TOKENS, DIM, LAYERS = 2, 400, 16, 2
 TIERS = TierTable(
@@ -122,7 +123,7 @@ def test_joint_control_loses_least(budget):
     for variant in VARIANTS:
         try:
             _, contract = decide(budget, ControlOptions(variant=variant, shapes=BOTH))
-        except InfeasibleBudget:
+        except BudgetError:
             assert variant == "quant"
             continue
         assert used_bytes(contract) <= budget
@@ -176,7 +177,7 @@ def test_heavier_segments_keep_more():
 
 
 def test_missing_bytes_of_protection_are_named():
-    with pytest.raises(InfeasibleBudget) as error:
+    with pytest.raises(BudgetError) as error:
         decide(1000, ControlOptions(shapes=BOTH))
     # two dense pages in each of two layers of two heads, 1108 bytes each
     assert error.value.missing == 8 * 1108 - 1000

@@ -11,7 +11,7 @@ from sphkv.codec.calibration import Calibrator
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
-from sphkv.core.tiers import default_tiers
+from sphkv.core.tiers import ladder
 from sphkv.retention.errors import (
     common_error,
     key_bounds,
@@ -102,7 +102,7 @@ def test_key_bounds_are_what_most_keys_keep():
 
 def test_errors_predict_the_move_of_the_output():
     query, keys, values = make_states()
-    tiers, heads = default_tiers(), GEOMETRY.num_kv_heads
+    tiers, heads = ladder(64), GEOMETRY.num_kv_heads
     grouped = query.reshape(heads, -1, GEOMETRY.head_dim)
     weight = (SCALE * grouped @ keys.transpose(1, 2)).softmax(-1)
     count = weight.shape[1]

@@ -5,9 +5,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sphkv.errors import BudgetError
 from sphkv.retention.solver import (
     SOLVERS,
-    InfeasibleBudget,
     TierChoices,
     allocate_tiers,
     best_at_price,
@@ -66,7 +66,7 @@ def test_budget_and_protection_hold(solver, seed, units, share):
     budget = int(share * 256 * units)
     needed = choices.bytes_of(choices.lowest())
     if needed > budget:
-        with pytest.raises(InfeasibleBudget, match=f"by {needed - budget} bytes") as error:
+        with pytest.raises(BudgetError, match=f"by {needed - budget} bytes") as error:
             allocate_tiers(choices, budget, solver=solver)
         assert error.value.missing == needed - budget
         return

@@ -95,8 +95,9 @@ def measure_layer(
         config: Model, tiers and policy.
         codec: The encoder it will use.
         layer: Index of the layer.
-        states: Queries ``[query_heads, tokens, head_dim]``, keys and values
-            ``[heads, tokens, head_dim]``, after RoPE.
+        states: Queries ``[query_heads, queries, head_dim]`` of the newest tokens, all or at
+            least those the policy watches; keys and values ``[heads, tokens, head_dim]``; all
+            after RoPE.
     """
     query, keys, values = states
     tokens, scale = keys.shape[1], config.geometry.head_dim**-0.5
@@ -109,7 +110,8 @@ def measure_layer(
         features = expect_surprise(features, rows, values, chance)
     protected = protected_states(config, features.radius)
     sample = sample_states(features.shift, ~protected, config.error_samples)
-    seen = query[:, window_positions(config, tokens, query.device)]
+    first = tokens - query.shape[1]
+    seen = query[:, window_positions(config, query, tokens) - first]
     errors = measure_tier_errors(
         codec, layer, config.tiers, (seen, keys, values), votes, sample, scale=scale
     )
@@ -124,13 +126,14 @@ def predict_rows(
     Args:
         config: Model, tiers and policy.
         layer: Index of the layer.
-        query: ``[query_heads, tokens, head_dim]`` after RoPE.
+        query: ``[query_heads, queries, head_dim]`` of the newest tokens, after RoPE.
         keys: ``[heads, tokens, head_dim]`` after RoPE.
     """
     share = row_share(config, layer)
-    window = window_positions(config, keys.shape[1], keys.device)
+    first = keys.shape[1] - query.shape[1]
+    window = window_positions(config, query, keys.shape[1])
     scale = config.geometry.head_dim**-0.5
-    votes = window_rows(query[:, window], window, keys, scale=scale, share=share)
+    votes = window_rows(query[:, window - first], window, keys, scale=scale, share=share)
     return votes, _with_expected(config, layer, votes, query, keys, share)
 
 
@@ -160,10 +163,11 @@ def _with_expected(
     policy, tokens = config.policy, keys.shape[1]
     if policy.attention_mix == 0:
         return votes
-    first = max(0, tokens - 4 * policy.window)
+    held = tokens - query.shape[1]
+    first = max(held, tokens - 4 * policy.window)
     seen = torch.arange(first, tokens, _EXPECTED_STRIDE, device=keys.device)
     expected = expected_rows(
-        unrotated_planes(config, layer, query[:, seen], seen),
+        unrotated_planes(config, layer, query[:, seen - held], seen),
         unrotated_planes(config, layer, keys, torch.arange(tokens, device=keys.device)),
         config.ropes[layer].frequencies(),
         scale=config.geometry.head_dim**-0.5,
@@ -173,12 +177,12 @@ def _with_expected(
     return mix_rows(votes, expected, policy.attention_mix)
 
 
-def window_positions(config: MeasureConfig, tokens: int, device: torch.device) -> Tensor:
-    """Positions of the observation window of a prompt."""
+def window_positions(config: MeasureConfig, query: Tensor, tokens: int) -> Tensor:
+    """Positions of the observation window of a prompt, among those whose queries are there."""
     policy = config.policy
-    span = min(tokens, policy.window * policy.window_stride)
+    span = min(query.shape[1], policy.window * policy.window_stride)
     last = tokens - 1
-    return torch.arange(last, last - span, -policy.window_stride, device=device).flip(0)
+    return torch.arange(last, last - span, -policy.window_stride, device=query.device).flip(0)
 
 
 def unrotated_planes(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from sphkv.core.tiers import RUN_TOKENS
+from sphkv.core.tiers import RUN_TOKENS, TierTable
 from sphkv.retention.policy import BlockShape
 from sphkv.retention.pricing import HeadBlocks, PricedLayer
 from sphkv.retention.scores import tier_ratio
@@ -80,6 +80,25 @@ class RunNotes:
         age = _ages(runs, priced.protected.shape[1], importance.device)
         profile = _age_profile(importance, drop, age)
         return cls(_log(importance).half(), _log(drop).half(), ratio, age, profile)
+
+    @classmethod
+    def unmeasured(cls, num_heads: int, tiers: TierTable) -> RunNotes:
+        """Notes of a prompt too short to learn from: all heads alike, losses falling as 1 / age.
+
+        A tier's loss is what its bits leave of the squared error of keys and values.
+        """
+        ratio = torch.tensor(
+            [0.5 * (4.0**-tier.key_bits + 4.0**-tier.value_bits) for tier in tiers]
+        )
+        ratio[tiers.dense_id] = 0
+        profile = -torch.tensor(_CENTRES, dtype=torch.float16)
+        return cls(
+            torch.empty(num_heads, 0, dtype=torch.float16),
+            torch.empty(num_heads, 0, dtype=torch.float16),
+            ratio.repeat(num_heads, 1),
+            torch.empty(0, dtype=torch.int32),
+            profile[None, :, None].repeat(num_heads, 1, 2),
+        )
 
     @classmethod
     def join(cls, parts: Sequence[RunNotes]) -> RunNotes:

@@ -133,6 +133,11 @@ class RetentionPolicy:
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} must be a positive integer, got {count!r}")
 
+    @property
+    def watched_tokens(self) -> int:
+        """Newest tokens of a prompt whose queries tell what will be asked for."""
+        return self.window * max(self.window_stride, 4)
+
     def check_shape(self, num_layers: int, num_query_heads: int, num_kv_heads: int) -> None:
         """Raise if the sensitivities or surprises belong to another model."""
         for name, heads, kind in (

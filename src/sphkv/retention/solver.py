@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sphkv.errors import BudgetError
+
 Solver = Literal["lagrangian", "value-per-byte", "one-shot"]
 SOLVERS: tuple[Solver, ...] = ("lagrangian", "value-per-byte", "one-shot")
 
@@ -124,23 +126,6 @@ class TierChoices:
         return total
 
 
-class InfeasibleBudget(ValueError):  # noqa: N818
-    """The lowest tiers that protection allows need more than the budget.
-
-    Attributes:
-        missing: Bytes by which they exceed it.
-    """
-
-    def __init__(self, missing: int, budget: int) -> None:
-        """Say both byte counts in the message."""
-        self.missing = missing
-        self.budget = budget
-        super().__init__(
-            f"protected states and fixed parts exceed the budget of {budget} bytes by "
-            f"{missing} bytes"
-        )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Allocation:
     """A decision and what it costs.
@@ -178,14 +163,14 @@ def allocate_tiers(
         price: Loss per byte for ``"one-shot"``; by default just below the price of the budget.
 
     Raises:
-        InfeasibleBudget: The lowest allowed tiers do not fit.
+        BudgetError: The lowest allowed tiers do not fit.
         ValueError: There is no such solver.
     """
     if solver not in SOLVERS:
         raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
     least = choices.bytes_of(choices.lowest())
     if least > budget:
-        raise InfeasibleBudget(least - budget, budget)
+        raise BudgetError(least, budget, budget, "what must be kept")
     found, low, high = _bisect_price(choices, budget)
     if solver == "one-shot":
         # just below the price of the budget units want more than it has: order decides

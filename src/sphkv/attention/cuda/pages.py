@@ -7,9 +7,11 @@ differs. So a cache on a Hopper GPU holds every page once, in the order its kern
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,17 +23,17 @@ from sphkv.attention.cuda.fragments import (
 )
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.page_lists import PageLists, PagePool, list_entries
+from sphkv.attention.listing import ListedPages, count_pages, list_starts
 from sphkv.codec.packing import pack_nibbles, pack_value_codes
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import StateCodec
 from sphkv.store.allocator import PageAllocator
 from sphkv.store.layout import PageLayout, PageView
 from sphkv.store.paging import PageRows
-from sphkv.store.sequence import PageGroup
 
 if TYPE_CHECKING:
     from sphkv.attention.cuda.encode import CudaEncoder
-    from sphkv.attention.triton.encode import PageEncoder
+    from sphkv.attention.triton.encode import TritonEncoder
 
 HOPPER = (9, 0)
 # Page numbers have 32 bits; as many lie below the lowest slab as above it.
@@ -44,10 +46,10 @@ class FragmentOrder:
     """A ``PageOrder`` of the store: fragment order where the kernel serves a layout."""
 
     def __init__(self) -> None:
-        self._encoder: PageEncoder | None = None
         self._cuda: CudaEncoder | None = None
 
-    def _kernels(self) -> CudaEncoder:
+    def kernels(self) -> CudaEncoder:
+        """Kernels that write fragment order on a Hopper GPU."""
         if self._cuda is None:
             # Triton, whose tables it shares, is needed on GPUs only
             from sphkv.attention.cuda.encode import CudaEncoder
@@ -55,39 +57,16 @@ class FragmentOrder:
             self._cuda = CudaEncoder()
         return self._cuda
 
-    def encode(
-        self,
-        layout: PageLayout,
-        layer: int,
-        codec: StateCodec | None,
-        states: tuple[Tensor, Tensor],
-        rows: PageRows,
-        head_ids: Tensor,
-    ) -> Tensor | None:
-        """Fused encoding of states on a GPU, as slabs keep them; the codec encodes others."""
-        if not states[0].is_cuda:
-            return None
-        if (
-            _is_hopper(states[0].device)
-            and isinstance(codec, SphericalCodec)
-            and len(head_ids)
-            and self._kernels().takes(layout, states)
-        ):
-            return self._kernels().encode(layout, layer, codec, states, rows, head_ids)
-        if self._encoder is None:
-            # Triton is needed on GPUs only
-            from sphkv.attention.triton.encode import PageEncoder
-
-            self._encoder = PageEncoder()
-        pages = self._encoder.encode(layout, layer, codec, states, rows, head_ids)
-        return None if pages is None else self.to_slab(layout, pages)
+    def alignment(self, layout: PageLayout) -> int:
+        """The size of a page, so that the kernel finds pages of all slabs by number."""
+        return layout.page_bytes if is_served(layout) else 1
 
     def to_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
         """Bytes to keep for token-transposed pages ``[rows, page_bytes]``."""
         if not is_served(layout):
             return pages
         if pages.is_cuda and _is_hopper(pages.device):
-            found = self._kernels().to_fragments(layout, pages)
+            found = self.kernels().to_fragments(layout, pages)
             if found is not None:
                 return found
         parts = [to_fragment_order(PageView(layout, part)) for part in pages.split(_CHUNK_PAGES)]
@@ -98,6 +77,42 @@ class FragmentOrder:
         if not is_served(layout) or not len(pages):
             return pages
         return torch.cat([_from_fragment_order(layout, part) for part in pages.split(_CHUNK_PAGES)])
+
+
+class FragmentCodec:
+    """A ``PageCodec`` of the store: fused encoding of states on a GPU, in fragment order."""
+
+    def __init__(self, order: FragmentOrder) -> None:
+        """Encode pages as ``order`` keeps them."""
+        self._order = order
+        self._triton: TritonEncoder | None = None
+
+    def encode(
+        self,
+        layout: PageLayout,
+        layer: int,
+        codec: StateCodec | None,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        head_ids: Tensor,
+    ) -> Tensor | None:
+        """Pages of states on a GPU; see ``PageCodec.encode``."""
+        if not states[0].is_cuda:
+            return None
+        if (
+            _is_hopper(states[0].device)
+            and isinstance(codec, SphericalCodec)
+            and len(head_ids)
+            and self._order.kernels().takes(layout, states)
+        ):
+            return self._order.kernels().encode(layout, layer, codec, states, rows, head_ids)
+        if self._triton is None:
+            # Triton is needed on GPUs only
+            from sphkv.attention.triton.encode import TritonEncoder
+
+            self._triton = TritonEncoder()
+        pages = self._triton.encode(layout, layer, codec, states, rows, head_ids)
+        return None if pages is None else self._order.to_slab(layout, pages)
 
 
 def _is_hopper(device: torch.device) -> bool:
@@ -161,29 +176,34 @@ def page_numbers(addresses: Tensor, base: int, layout: PageLayout) -> Tensor:
 
 def place_pages(
     allocator: PageAllocator,
-    groups: list[PageGroup],
+    layout: PageLayout,
+    pages: Sequence[ListedPages | None],
+    num_heads: int,
+    *,
     device: torch.device,
     base: int | None = None,
 ) -> ServedPages:
-    """Lists of pages of several sequences.
+    """Lists of pages of several rows; nothing waits for the device.
 
     Args:
         allocator: Owner of the pages.
-        groups: The group of each sequence, all of one layout.
+        layout: Their layout.
+        pages: The pages of each row with their first positions; None for none.
+        num_heads: KV heads.
         device: Where lists go.
         base: Where page numbers count from; ``page_base`` by default.
     """
-    layout = groups[0].layout
     if base is None:
         base = page_base(allocator, layout)
-    heads = groups[0].num_pages.shape[0]
-    counts = torch.stack([group.num_pages.cpu() for group in groups], 1)
-    tables = [group.page_ids.cpu() for group in groups]
-    ids = torch.cat([table[head][table[head] >= 0] for head in range(heads) for table in tables])
-    starts = torch.zeros(heads * len(groups) + 1, dtype=torch.int32)
-    starts[1:] = counts.flatten().cumsum(0)
-    numbers = page_numbers(allocator.addresses(ids), base, layout)
-    entries = list_entries(numbers.to(device), allocator.first_positions(ids).to(device))
-    lists = PageLists(entries, starts.to(device), len(groups))
+    parts = [(row, row.of_head(head)) for head in range(num_heads) for row in pages if row]
+    none = np.zeros(0, dtype=np.int64)
+    addresses = np.concatenate([none, *(row.addresses[at] for row, at in parts)])
+    positions = np.concatenate([none, *(row.first_positions[at] for row, at in parts)])
+    numbers = page_numbers(torch.from_numpy(addresses), base, layout)
+    entries = list_entries(numbers, torch.from_numpy(positions))
+    starts = list_starts(count_pages(pages, num_heads).T)
+    lists = PageLists(
+        entries.to(device, non_blocking=True), starts.to(device, non_blocking=True), len(pages)
+    )
     slab = next(slab.data for slab in allocator.slabs() if slab.layout == layout)
     return ServedPages(layout, PagePool(slab, layout.position_mode, base), lists)

@@ -51,6 +51,11 @@ class EntryTable:
         """Entries of a head, padding included."""
         return int(self.entries.shape[1])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all four."""
+        return sum(part.nbytes for part in (self.entries, self.points, self.turns, self.offsets))
+
 
 def turn_steps(rope: RopeSpec) -> Tensor:
     """Turns of each plane per position, ``[planes]`` int64 in units of ``2**-64``.
@@ -118,3 +123,7 @@ class EntryTables:
             book, rope = codec.codebook(layer, tier), codec.calibration.ropes[layer]
             held[key] = build_entry_table(book, rope, device)
         return held[key]
+
+    def nbytes(self, codec: SphericalCodec) -> int:
+        """Bytes of all tables of a codec."""
+        return sum(table.nbytes for table in self._held.get(codec, {}).values())

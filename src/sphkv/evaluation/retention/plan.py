@@ -63,7 +63,7 @@ def plan_retention(config: PlanConfig) -> tuple[dict[str, Any], RetainedSequence
         sequence itself.
 
     Raises:
-        InfeasibleBudget: What must stay dense does not fit; says how many bytes are missing.
+        BudgetError: What must stay dense does not fit; says how many bytes are missing.
     """
     budget = ByteBudget.parse(config.budget)
     file = Path(config.prompt_file)

@@ -19,6 +19,7 @@ from sphkv.codec.calibration import Calibration
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
+from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.retention.config import VARIANT_OPTIONS, StudyConfig
 from sphkv.evaluation.retention.prompts import StudyPrompt, lm_prompts, qa_prompts
@@ -30,7 +31,6 @@ from sphkv.integrations.transformers.calibrate import calibrate_model
 from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
 from sphkv.retention.measure import PromptWork
 from sphkv.retention.policy import RetentionPolicy, load_policy
-from sphkv.retention.solver import InfeasibleBudget
 
 
 def calibration_books(data: str) -> list[Path]:
@@ -100,7 +100,7 @@ class StudyRunner:
         }
         try:
             store_prompt(sequence, prompt.states)
-        except InfeasibleBudget as error:
+        except BudgetError as error:
             return {**record, "missing_bytes": error.missing}
         stored = time.perf_counter()
         record["limit_bytes"] = sequence.limit_bytes()

@@ -16,7 +16,6 @@ import torch
 
 from sphkv.cache.method import CacheMethod
 from sphkv.core.geometry import KVGeometry
-from sphkv.core.ranges import gpu_range
 from sphkv.evaluation.metrics.answers import (
     begins_with_answer,
     best_f1,
@@ -25,6 +24,7 @@ from sphkv.evaluation.metrics.answers import (
 )
 from sphkv.evaluation.metrics.stability import Reply, reply_failures
 from sphkv.evaluation.metrics.throughput import DecodeTimes
+from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.runner.decoding import AttendClock, decode_tokens, stop_rule, stop_timing
 from sphkv.evaluation.runner.drift import answer_drift, token_drift
 from sphkv.evaluation.runner.mechanism import describe_allocation, describe_margins

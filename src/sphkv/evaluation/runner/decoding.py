@@ -14,7 +14,7 @@ from torch import Tensor
 from sphkv.baselines.quantised import QuantisedCache
 from sphkv.cache.method import CacheMethod
 from sphkv.cache.retained import RetainedSequence
-from sphkv.core.ranges import gpu_range
+from sphkv.evaluation.ranges import gpu_range
 from sphkv.integrations.prompt_states import continue_prompt
 from sphkv.integrations.teacher_forcing import log_probabilities
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sphkv.baselines.attention_scores import SharedAttention
-from sphkv.core.ranges import gpu_range
+from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
 from sphkv.evaluation.runner.dense_reference import DenseReference
 from sphkv.evaluation.runner.rollout import Episode, run_episode

@@ -18,7 +18,7 @@ import torch
 
 from sphkv.cache.method import CacheMethod
 from sphkv.core.configs import config_to_dict
-from sphkv.core.errors import BudgetExceeded
+from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.frontier.points import QUALITY_FIELD
 from sphkv.evaluation.records import content_id, write_text
@@ -29,7 +29,6 @@ from sphkv.evaluation.runner.sampling import sampled_quality
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.sweep.config import QAWorkload, SweepConfig
 from sphkv.evaluation.workloads.case import Case
-from sphkv.retention.solver import InfeasibleBudget
 
 Tell = Callable[[str], None]
 
@@ -243,7 +242,7 @@ class SweepRunner:
                 result["quality"] |= sampled_quality(
                     session.model, session.tokenizer, read, make, seeds
                 )
-        except (BudgetExceeded, InfeasibleBudget) as error:
+        except BudgetError as error:
             return {**record, "status": "refused", "reason": str(error)}
         return {**record, **result}
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sphkv.cache.method import CacheMethod
-from sphkv.core.errors import BudgetExceeded
 from sphkv.core.tiers import RUN_TOKENS
+from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.metrics.stability import Reply
 from sphkv.evaluation.records import content_id
@@ -45,7 +45,6 @@ from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.integrations.prompt_states import continue_prompt, store_prompt
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule
-from sphkv.retention.solver import InfeasibleBudget
 
 FORMAT = "sphkv-certificate-1"
 _ANSWER_TOKENS = 32
@@ -154,7 +153,7 @@ class _Examiner:
         """Notes what does not fit the budget, be it while storing or many tokens later."""
         try:
             yield
-        except (BudgetExceeded, InfeasibleBudget) as error:
+        except BudgetError as error:
             self._broken.append(f"{case_id}: {error}")
             self._tell(self._broken[-1])
 
