@@ -254,7 +254,11 @@ class RetentionResidency:
         return limit - int(limit * self.gate.options.reserve_share)
 
     def _seal_bytes(self) -> int:
-        """Most bytes that sealing one page of every head adds."""
+        """Most bytes that sealing one page of every head adds, with a slab to spare.
+
+        A demoted page takes its new place before its slab is empty and goes: the spare one keeps
+        that moment under the ceiling too.
+        """
         geometry = self._config.geometry
         pages = geometry.num_layers * geometry.num_kv_heads
         key = (self._plan.tiers.id_of(self._plan.tier), PositionMode.CONTIGUOUS)
@@ -263,7 +267,8 @@ class RetentionResidency:
             self._store.table(self._sequence, layer).growth_bytes(one)
             for layer in range(geometry.num_layers)
         )
-        return self._store.allocator.forecast([{key: pages}]) + tables
+        spare = self._store.config.max_slab_pages
+        return self._store.allocator.forecast([{key: pages + spare}]) + tables
 
     def _used(self) -> int:
         """Bytes that count against the ceiling; a shared page counts for each that holds it."""
@@ -279,9 +284,8 @@ class RetentionResidency:
         sealed = tail.first_position
         self._note_until(sealed)
         limit = self._limit(self._store.num_tokens(self._sequence) + num_new)
-        needed = self._seal_bytes()
-        if self._used() + needed > limit:
-            self._rebalance(limit - needed, sealed)
+        if self._used() + self._seal_bytes() > limit:
+            self._rebalance(limit, sealed)
         if sealed == 0:
             self._seal_first()
         else:
@@ -309,10 +313,10 @@ class RetentionResidency:
             self._store.write(self._sequence, layer, contract.layer(layer), keys, values, positions)
 
     def _rebalance(self, limit: int, sealed: int) -> None:
-        """Demote or drop pages where that costs least until ``limit`` bytes are in use.
+        """Demote or drop pages where that costs least until the next pages can seal.
 
         Args:
-            limit: Bytes that may stay in use.
+            limit: Bytes that may be in use once they have.
             sealed: Pages before this position may change; the newest ``young_pages`` may not.
 
         Raises:
@@ -328,19 +332,20 @@ class RetentionResidency:
                 break
             choices = self._choices(pages)
             held = choices.bytes_of(pages.tier_ids)
-            found = allocate_tiers(choices, max(0, held - (self._used() - target)))
+            needed = self._used() + self._seal_bytes() - target
+            found = allocate_tiers(choices, max(0, held - needed))
             changed = (found.tier_id < pages.tier_ids).nonzero()[:, 0]
             self._apply(pages.select(changed), found.tier_id[changed])
-            over = self._used() - limit
+            over = self._used() + self._seal_bytes() - limit
             if over <= 0:
                 break
             # tables and slabs take whole entries and pages: ask for that much more
             target -= over
         # keeping what was read of the pages would cost the budget more than reading them again
         self._store.forget_page_list(self._sequence)
-        over = self._used() - limit
-        if over > 0:
-            raise BudgetError(self._used(), limit, limit, "what may not be dropped")
+        needed = self._used() + self._seal_bytes()
+        if needed > limit:
+            raise BudgetError(needed, limit, limit, "what may not be dropped")
 
     def _changeable(self, pages: PageList, before: int) -> PageList:
         """Pages of full attention that begin before a position and hold nothing protected."""
@@ -372,13 +377,16 @@ class RetentionResidency:
 
     def _apply(self, pages: PageList, tier_id: Tensor) -> None:
         """Demote pages, or drop them, and give the places they leave back."""
+        page_ids = pages.page_ids
         # drops first: what is demoted takes new places
         for tier in sorted(set(tier_id.tolist())):
             chosen = tier_id == tier
             for layer in sorted(set(pages.layer_ids[chosen].tolist())):
-                ids = pages.page_ids[chosen & (pages.layer_ids == layer)]
+                ids = page_ids[chosen & (pages.layer_ids == layer)]
                 self._store.demote(self._sequence, layer, ids, tier)
-        self._store.compact()
+            moves = self._store.compact()
+            if moves is not None:
+                page_ids = moves.apply(page_ids)
 
     def observe_logits(self, row: Tensor) -> None:
         """Tell the gate how close a decision is, from logits ``[vocabulary]``."""
