@@ -11,6 +11,7 @@ from sphkv.core.contract import LayerContract
 from sphkv.testing.attention_cases import (
     CASES,
     AttentionCase,
+    Precision,
     assert_attention,
     make_batch,
     make_request,
@@ -20,7 +21,7 @@ from sphkv.testing.cases import CacheCase, random_calibration, random_states, ro
 
 CPU = torch.device("cpu")
 # Arithmetic of each backend.
-PRECISION = {
+PRECISION: dict[str, Precision] = {
     "reference": "float32",
     "native": "int8",
     "native-float32": "float32",
@@ -167,7 +168,7 @@ def test_no_queries_give_nothing(make_backend, key):
 
 
 def test_a_wrong_answer_is_found():
-    """The rule can fail: one slot of many is enough."""
+    """The rule can fail: the keys of one page are enough."""
 
     class Wrong(ReferenceBackend):
         name = "wrong"
@@ -175,10 +176,10 @@ def test_a_wrong_answer_is_found():
         def attend(self, request):
             group = next(g for g in request.store.pages(0, 0) if g.layout.tier.is_coded)
             slab = next(s for s in request.store.allocator.slabs() if s.layout == group.layout)
-            key = slab.data[0][group.layout.key_offset :][:64]
-            key ^= 0x55
+            keys = slab.data[0][group.layout.key_offset : group.layout.radius_offset]
+            keys ^= 0x55
             answer = super().attend(request)
-            key ^= 0x55
+            keys ^= 0x55
             return answer
 
     for precision in ("float32", "int8", "half"):

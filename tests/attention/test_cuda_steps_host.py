@@ -98,8 +98,9 @@ def test_warm_up_steps_leave_no_trace(on_the_host):
     assert steps.positions.tolist() != before
     steps.recount()
     assert steps.positions.tolist() == before == [[417], [46]]
+    new = torch.zeros(2, 2, 1, 64)
     with pytest.raises(UnsupportedBatchError, match="window of 100"):
-        steps.attend(0, *[torch.zeros(2, 2, 1, 64)] * 3, AttentionOptions(0.125, window=100))
+        steps.attend(0, new, new, new, AttentionOptions(0.125, window=100))
     store.crop(1, 30)
     with pytest.raises(UnsupportedBatchError, match="changed"):
         steps.prepare()

@@ -13,7 +13,7 @@ from sphkv.testing.oracle import dense_oracle
 
 kernels = pytest.importorskip("sphkv._kernels", reason="the native kernels are not built")
 
-from sphkv.attention.native.backend import NativeBackend
+from sphkv.attention.native.backend import NativeBackend  # noqa: E402
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
