@@ -7,9 +7,10 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from sphkv.attention.cuda.backend import CudaBackend
-from sphkv.attention.request import AttentionOptions, DecodeRequest, UnsupportedBatchError
+from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.errors import UnsupportedBatchError
 from sphkv.testing.attention_cases import FLOORS
 from sphkv.testing.cases import CacheCase, build_store, fill_layer, random_states, rope_of
 from sphkv.testing.oracle import exact_attention

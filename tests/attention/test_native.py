@@ -8,6 +8,7 @@ from sphkv.attention.api import decode_attention
 from sphkv.attention.cuda.pages import FragmentOrder
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.store.layout import HEADER_BYTES, PAGE_VERSION
+from sphkv.store.order import PageOrder
 from sphkv.testing.attention_cases import CASES, AttentionCase, assert_attention, make_request
 from sphkv.testing.cases import CacheCase, random_states, rope_of
 from sphkv.testing.oracle import dense_oracle
@@ -71,7 +72,7 @@ def test_bad_choices_are_named():
 
 def test_pages_in_another_order_are_refused():
     class Ordered(ReferenceBackend):
-        page_order = FragmentOrder()
+        page_order: PageOrder | None = FragmentOrder()
 
     with pytest.raises(ValueError, match="own order"):
         NativeBackend().attend(make_request(CASES["page"], Ordered()))

@@ -6,15 +6,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sphkv.attention.api as api
-from sphkv.attention.api import (
-    BackendUnavailableError,
-    decode_attention,
-    decode_rows,
-    get_backend,
-)
+from sphkv.attention.api import decode_attention, decode_rows, get_backend
 from sphkv.attention.plans import PlanCache
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, BatchRequest, DecodeRequest
+from sphkv.errors import BackendUnavailableError
 from sphkv.testing.attention_cases import CASES, make_batch, make_request, make_store
 from sphkv.testing.cases import random_states, rope_of
 from sphkv.testing.fake_gpu import GpuTensor, fake_gpu
