@@ -57,7 +57,7 @@ def make_config(budget: str = "30%", **changes: object) -> RetainedConfig:
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
-class NoAttention:
+class NoAttention(ReferenceBackend):
     """For tests of bytes alone, which attention would make slow."""
 
     name = "none"

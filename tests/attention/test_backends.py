@@ -11,6 +11,7 @@ from sphkv.core.contract import LayerContract
 from sphkv.testing.attention_cases import (
     CASES,
     AttentionCase,
+    Precision,
     assert_attention,
     make_batch,
     make_request,
@@ -20,7 +21,7 @@ from sphkv.testing.cases import CacheCase, random_calibration, random_states, ro
 
 CPU = torch.device("cpu")
 # Arithmetic of each backend.
-PRECISION = {
+PRECISION: dict[str, Precision] = {
     "reference": "float32",
     "native": "int8",
     "native-float32": "float32",
@@ -79,7 +80,7 @@ def _pairs(names, cuda_names):
 @pytest.mark.parametrize(("key", "name"), _pairs(CASES, CUDA_CASES))
 def test_a_sequence_is_read_right(make_backend, key, name):
     backend, case = make_backend(key), CASES[name]
-    request = make_request(case, order=backend.page_order)
+    request = make_request(case, backend)
     sinks = case.sink_logits()
     assert_attention(request, backend, precision=PRECISION[key], sink_logits=sinks)
 
@@ -87,7 +88,7 @@ def test_a_sequence_is_read_right(make_backend, key, name):
 @pytest.mark.parametrize(("key", "name"), _pairs(BATCH_CASES, CUDA_BATCH_CASES))
 def test_a_ragged_batch_is_read_right(make_backend, key, name):
     backend, case = make_backend(key), CASES[name]
-    request = make_batch(case, order=backend.page_order)
+    request = make_batch(case, backend)
     sinks = case.sink_logits()
     assert_attention(request, backend, precision=PRECISION[key], sink_logits=sinks)
 
@@ -103,7 +104,7 @@ def test_full_tails_are_full():
 def test_rows_of_several_codecs(make_backend, key):
     """Each row is read with the codebooks that wrote it."""
     backend, case = make_backend(key), AttentionCase(CacheCase(mix="k2v3", num_tokens=140))
-    store = make_store(case, order=backend.page_order)
+    store = make_store(case, backend)
     geometry, rope = case.cache.geometry(), rope_of(store)
     codec = SphericalCodec(random_calibration(geometry, rope, seed=7))
     store.create(1, codec=codec)
@@ -124,7 +125,7 @@ def test_pages_that_appear_later_are_seen(make_backend, key):
     """Plans are kept by the version of a table; a page that seals must refresh them."""
     backend = make_backend(key)
     case = AttentionCase(CacheCase(mix="k3v4", num_tokens=140, tail_tokens=1))
-    request = make_request(case, order=backend.page_order)
+    request = make_request(case, backend)
     backend.attend(request)
     store, rope = request.store, rope_of(request.store)
     keys, values, query = random_states(case.cache.geometry(), rope, 200, first=141, seed=8)
@@ -137,7 +138,7 @@ def test_pages_that_appear_later_are_seen(make_backend, key):
 def test_slack_bytes_do_not_matter(make_backend, key):
     backend = make_backend(key)
     case = AttentionCase(CacheCase(mix="k2v3", num_tokens=50, tail_tokens=0))
-    request = make_request(case, order=backend.page_order)
+    request = make_request(case, backend)
     for slab in request.store.allocator.slabs():
         layout = slab.layout
         live = 46 if layout.tier.is_coded else 4
@@ -158,7 +159,7 @@ def test_slack_bytes_do_not_matter(make_backend, key):
 @pytest.mark.parametrize("key", PRECISION)
 def test_no_queries_give_nothing(make_backend, key):
     backend = make_backend(key)
-    request = make_request(CASES["one token"], order=backend.page_order)
+    request = make_request(CASES["one token"], backend)
     none = DecodeRequest(
         request.store, 0, 0, request.query[:, :0], request.positions[:0], request.options
     )
@@ -167,7 +168,7 @@ def test_no_queries_give_nothing(make_backend, key):
 
 
 def test_a_wrong_answer_is_found():
-    """The rule can fail: one slot of many is enough."""
+    """The rule can fail: the keys of one page are enough."""
 
     class Wrong(ReferenceBackend):
         name = "wrong"
@@ -175,10 +176,10 @@ def test_a_wrong_answer_is_found():
         def attend(self, request):
             group = next(g for g in request.store.pages(0, 0) if g.layout.tier.is_coded)
             slab = next(s for s in request.store.allocator.slabs() if s.layout == group.layout)
-            key = slab.data[0][group.layout.key_offset :][:64]
-            key ^= 0x55
+            keys = slab.data[0][group.layout.key_offset : group.layout.radius_offset]
+            keys ^= 0x55
             answer = super().attend(request)
-            key ^= 0x55
+            keys ^= 0x55
             return answer
 
     for precision in ("float32", "int8", "half"):

@@ -27,7 +27,7 @@ def test_queries_inside_pages_see_only_what_precedes_them(on_the_host, softcap):
     on_the_host()
     backend = CudaBackend(CPU)
     case = AttentionCase(CacheCase(mix="k2v3", num_tokens=400), softcap=softcap, num_queries=407)
-    every = make_request(case, order=backend.page_order)
+    every = make_request(case, backend)
     chosen = torch.arange(0, 407, 29)
     request = DecodeRequest(every.store, 0, 0, every.query[:, chosen], chosen, every.options)
     assert_attention(request, backend, precision="half")
@@ -38,7 +38,7 @@ def test_more_queries_and_rows_than_a_kernel_was_made_for(on_the_host):
     on_the_host()
     backend = CudaBackend(CPU)
     case = AttentionCase(CacheCase(mix="k2v3", num_tokens=133), num_queries=20)
-    request = make_request(case, order=backend.page_order)
+    request = make_request(case, backend)
     one = DecodeRequest(
         request.store, 0, 0, request.query[:, -1:], request.positions[-1:], request.options
     )

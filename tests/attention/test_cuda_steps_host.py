@@ -7,9 +7,10 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from sphkv.attention.cuda.backend import CudaBackend
-from sphkv.attention.request import AttentionOptions, DecodeRequest, UnsupportedBatchError
+from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.errors import UnsupportedBatchError
 from sphkv.testing.attention_cases import FLOORS
 from sphkv.testing.cases import CacheCase, build_store, fill_layer, random_states, rope_of
 from sphkv.testing.oracle import exact_attention
@@ -98,8 +99,9 @@ def test_warm_up_steps_leave_no_trace(on_the_host):
     assert steps.positions.tolist() != before
     steps.recount()
     assert steps.positions.tolist() == before == [[417], [46]]
+    new = torch.zeros(2, 2, 1, 64)
     with pytest.raises(UnsupportedBatchError, match="window of 100"):
-        steps.attend(0, *[torch.zeros(2, 2, 1, 64)] * 3, AttentionOptions(0.125, window=100))
+        steps.attend(0, new, new, new, AttentionOptions(0.125, window=100))
     store.crop(1, 30)
     with pytest.raises(UnsupportedBatchError, match="changed"):
         steps.prepare()

@@ -6,14 +6,16 @@ import torch
 
 from sphkv.attention.api import decode_attention
 from sphkv.attention.cuda.pages import FragmentOrder
+from sphkv.attention.reference import ReferenceBackend
 from sphkv.store.layout import HEADER_BYTES, PAGE_VERSION
+from sphkv.store.order import PageOrder
 from sphkv.testing.attention_cases import CASES, AttentionCase, assert_attention, make_request
 from sphkv.testing.cases import CacheCase, random_states, rope_of
 from sphkv.testing.oracle import dense_oracle
 
 kernels = pytest.importorskip("sphkv._kernels", reason="the native kernels are not built")
 
-from sphkv.attention.native.backend import NativeBackend
+from sphkv.attention.native.backend import NativeBackend  # noqa: E402
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -66,5 +68,11 @@ def test_bad_choices_are_named():
         NativeBackend(variant="mmx")
     with pytest.raises(ValueError, match="0"):
         NativeBackend(num_threads=0)
+
+
+def test_pages_in_another_order_are_refused():
+    class Ordered(ReferenceBackend):
+        page_order: PageOrder | None = FragmentOrder()
+
     with pytest.raises(ValueError, match="own order"):
-        NativeBackend().attend(make_request(CASES["page"], order=FragmentOrder()))
+        NativeBackend().attend(make_request(CASES["page"], Ordered()))

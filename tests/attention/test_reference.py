@@ -6,15 +6,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sphkv.attention.api as api
-from sphkv.attention.api import (
-    BackendUnavailableError,
-    decode_attention,
-    decode_rows,
-    get_backend,
-)
+from sphkv.attention.api import decode_attention, decode_rows, get_backend
 from sphkv.attention.plans import PlanCache
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, BatchRequest, DecodeRequest
+from sphkv.errors import BackendUnavailableError
 from sphkv.testing.attention_cases import CASES, make_batch, make_request, make_store
 from sphkv.testing.cases import random_states, rope_of
 from sphkv.testing.fake_gpu import GpuTensor, fake_gpu
@@ -50,9 +46,10 @@ def test_bad_requests_are_named():
         BatchRequest(store, (), 0, query.transpose(0, 1)[:0], positions[:0], options)
     with pytest.raises(ValueError, match="scale"):
         AttentionOptions(scale=0.0)
-    for call, asked in ((decode_attention, request), (decode_rows, make_batch(CASES["page"]))):
-        with pytest.raises(ValueError, match=r"sink_logits must be \[6\], got \(2,\)"):
-            call(asked, sink_logits=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"sink_logits must be \[6\], got \(2,\)"):
+        decode_attention(request, sink_logits=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"sink_logits must be \[6\], got \(2,\)"):
+        decode_rows(make_batch(CASES["page"]), sink_logits=torch.zeros(2))
 
 
 class _NoWaiting(TorchDispatchMode):
@@ -99,8 +96,9 @@ def test_a_missing_backend_raises_and_auto_says_so(monkeypatch, caplog):
 
 
 def test_the_reference_holds_no_tables_and_captures_nothing():
-    backend, store = ReferenceBackend(), make_store(CASES["page"])
-    assert backend.table_bytes(store.codec(0)) == 0
+    backend, request = ReferenceBackend(), make_request(CASES["page"])
+    store = request.store
+    assert backend.table_bytes(request.codec()) == 0
     assert backend.capture(store, [0], max_tokens=200) is None
     assert "reference backend" in backend.why_not(store, [0])
 
@@ -109,7 +107,12 @@ def test_plans_are_kept_until_a_table_changes():
     built = []
     store = make_store(CASES["page plus one"])
     store.fork(0, 1)
-    plans = PlanCache(lambda _, sequences, layer: built.append((sequences, layer)) or len(built))
+
+    def build(_, sequences, layer):
+        built.append((sequences, layer))
+        return len(built)
+
+    plans = PlanCache(build)
     assert [plans.get(store, (0,), 0) for _ in range(2)] == [1, 1]
     assert [plans.get(store, (0, 1), 0) for _ in range(2)] == [2, 2]
     assert plans.get(store, (0, 1, 1), 0) == 3
