@@ -16,7 +16,7 @@ from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
 from sphkv.store.config import StoreConfig
 from sphkv.store.page_list import PageList
-from sphkv.store.pointers import page_tag
+from sphkv.store.sequence import page_tag
 from sphkv.store.store import PageStore
 
 StoreMaker = Callable[..., PageStore]

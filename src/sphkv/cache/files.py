@@ -23,7 +23,7 @@ from sphkv.core.errors import CacheFileError
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
 from sphkv.store.config import StoreConfig
-from sphkv.store.persist import read_identity
+from sphkv.store.files import read_identity
 from sphkv.store.store import PageStore
 
 FORMAT = "sphkv-cache-folder-1"

@@ -13,7 +13,7 @@ from sphkv.store.allocator import PoolKey, slab_bytes
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode, plan_pages, select_states
-from sphkv.store.pointers import PointerTable
+from sphkv.store.sequence import PointerTable
 
 # The allocator makes a slab at least this part of its pool.
 GROWTH_SHARE = 16

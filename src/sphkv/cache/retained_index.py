@@ -13,7 +13,7 @@ from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.notes import LEAST_IMPORTANCE, LayerNotes
 from sphkv.store.layout import PageLayout, PageView
 from sphkv.store.paging import PositionMode
-from sphkv.store.pointers import page_tag, pool_of_tag
+from sphkv.store.sequence import page_tag, pool_of_tag
 from sphkv.store.store import PageStore
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from sphkv.store.pointers import pool_of_tag
+from sphkv.store.sequence import pool_of_tag
 from sphkv.store.store import PageStore
 
 
@@ -20,7 +20,7 @@ class PageList:
         layer_ids: ``[pages]`` int64.
         head_ids: ``[pages]`` int64.
         page_ids: ``[pages]`` int64 ids in the store.
-        tags: ``[pages]`` int16, see ``sphkv.store.pointers.page_tag``.
+        tags: ``[pages]`` int16, see ``sphkv.store.sequence.page_tag``.
         tier_ids: ``[pages]`` int64.
     """
 

@@ -15,9 +15,9 @@ from sphkv.attention.reference import mask_logits
 from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeRequest
 from sphkv.cache.plan import CacheConfig
 from sphkv.core.contract import StateCodec
+from sphkv.store.append import Span
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.order import PageCodec, PageOrder
-from sphkv.store.spans import Span
 from sphkv.store.store import PageStore
 
 # Queries given to a backend at once: bounds the logits it holds.

@@ -24,8 +24,7 @@ from sphkv.attention.partial import PartialAttention
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import DecodeRequest
 from sphkv.attention.triton.backend import TritonBackend
-from sphkv.store.pointers import PointerTable
-from sphkv.store.sequence import PageGroup
+from sphkv.store.sequence import PageGroup, PointerTable
 
 # Queries of a sequence that one launch takes, each as a sequence of its own.
 _MAX_QUERIES = 16

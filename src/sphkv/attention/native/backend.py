@@ -13,7 +13,7 @@ from sphkv.attention.native.plans import CodebookCache, build_plan
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.core.native import require_kernels
-from sphkv.store.pointers import PointerTable
+from sphkv.store.sequence import PointerTable
 
 Precision = Literal["int8", "float32"]
 

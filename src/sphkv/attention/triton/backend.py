@@ -19,8 +19,7 @@ from sphkv.attention.triton.encode import TritonEncoder
 from sphkv.attention.triton.rows import PartSlots, QueryRows
 from sphkv.attention.triton.tables import EntryTable, EntryTables
 from sphkv.store.layout import PageLayout
-from sphkv.store.pointers import PointerTable
-from sphkv.store.sequence import PageGroup
+from sphkv.store.sequence import PageGroup, PointerTable
 
 PRECISIONS = ("tf32", "tf32x3", "ieee")
 

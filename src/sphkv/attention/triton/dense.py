@@ -19,7 +19,7 @@ from sphkv.attention.triton.pieces import (
 )
 from sphkv.attention.triton.rows import NO_WINDOW, PartSlots, QueryRows, tile_tokens
 from sphkv.store.layout import PageLayout
-from sphkv.store.tail import TailView
+from sphkv.store.sequence import TailView
 
 _TAIL_TILE = 16
 
