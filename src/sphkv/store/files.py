@@ -22,9 +22,8 @@ from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
 from sphkv.store.allocator import PoolKey
 from sphkv.store.layout import PageLayout, PageView
-from sphkv.store.pages import EncodedPages
 from sphkv.store.paging import MAX_POSITION, PositionMode
-from sphkv.store.pool import LayerChange, PagePool
+from sphkv.store.pool import EncodedPages, LayerChange, PagePool
 from sphkv.store.sequence import OpenTail, SequenceState, page_groups
 
 _FORMAT = "sphkv-cache-2"

@@ -178,7 +178,7 @@ class PointerTable:
         keep = self.used() & ~self._holds(page_ids)
         if self._marks is not None:
             is_marked = np.arange(self.capacity) < self._marks[:, None]
-            self._marks = (keep.numpy() & is_marked).sum(axis=1)
+            self._marks = (keep.numpy() & is_marked).sum(axis=1, dtype=np.int64)
         order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)
         kept = keep.gather(1, order)
         self._hold(
@@ -226,7 +226,7 @@ class PointerTable:
 
     def mark(self) -> None:
         """From here on, count the pages of now as no longer new."""
-        self._marks = self._arrays[2].copy()
+        self._marks = self._arrays[2].astype(np.int64)
 
     def forget_marks(self) -> None:
         """Count all pages as new."""
