@@ -63,6 +63,7 @@ class PointerTable:
         )
         self.version = 0
         self._marks: NDArray[np.int64] | None = None
+        self._counted: tuple[int, dict[int, int]] = (0, {})
 
     def _hold(self, page_ids: _Integers, tags: _Integers, num_pages: _Integers) -> None:
         """Keep arrays, and tensors of the same memory: small steps are quicker on arrays."""
@@ -238,10 +239,13 @@ class PointerTable:
         return 0 if self._marks is None else self._marks.nbytes
 
     def tag_counts(self) -> dict[int, int]:
-        """Pages of each tag in use."""
-        tags, counts = np.unique(self._arrays[1], return_counts=True)
-        pairs = zip(tags.tolist(), counts.tolist(), strict=True)
-        return {tag: count for tag, count in pairs if tag != UNUSED}
+        """Pages of each tag in use, counted once per version."""
+        version, counts = self._counted
+        if version != self.version:
+            found = np.bincount(self._arrays[1].ravel() + 1)[1:]
+            counts = {int(tag): int(found[tag]) for tag in np.flatnonzero(found)}
+            self._counted = (self.version, counts)
+        return counts
 
     def remap(self, moves: PageMoves) -> None:
         """Follow pages that changed their ids; the version rises if one of them is here."""
@@ -256,7 +260,7 @@ class PointerTable:
 
     def present_tags(self) -> Sequence[int]:
         """Tags in use, rising."""
-        return sorted(set(self.tags.flatten().tolist()) - {UNUSED})
+        return sorted(self.tag_counts())
 
     def select(self, tag: int) -> tuple[Tensor, Tensor]:
         """Pages of one tag.
@@ -279,6 +283,7 @@ class PointerTable:
         """A table of the same pages and capacity."""
         other = PointerTable(0)
         other._hold(*(array.copy() for array in self._arrays))
+        other._counted = (0, self.tag_counts())
         return other
 
 
