@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the kernels know of a page. sphkv/store/layout.py draws the layout; stream offsets come
-// from there at run time, and native tests read pages that it wrote.
+// from there at run time, and tests/store/test_page_format.py compares this file with it.
 #pragma once
 
 #include <cstddef>
@@ -40,6 +40,25 @@ struct PageLayout {
 
   int slot_stride() const { return tokens / 2; }
 };
+
+// The layout of coded pages, for checks that have no store.
+constexpr PageLayout coded_layout(int tokens, int head_dim, int slots, int value_bits,
+                                  PositionMode mode) {
+  PageLayout layout;
+  layout.tokens = tokens;
+  layout.mode = mode;
+  layout.value_bits = value_bits;
+  layout.key_offset = sizeof(PageHeader);
+  layout.radius_offset = layout.key_offset + slots * tokens / 2;
+  layout.scale_offset = layout.radius_offset + tokens;
+  layout.value_offset = layout.scale_offset + (value_bits < 16 ? tokens : 0);
+  layout.position_offset = layout.value_offset + tokens * head_dim * value_bits / 8;
+  const int words = mode == PositionMode::kContiguous ? 0
+                    : mode == PositionMode::kRuns     ? tokens / kGroupTokens
+                                                      : tokens;
+  layout.page_bytes = (layout.position_offset + 4 * words + 63) / 64 * 64;
+  return layout;
+}
 
 inline const PageHeader& header_of(const uint8_t* page) {
   return *reinterpret_cast<const PageHeader*>(page);

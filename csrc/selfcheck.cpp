@@ -68,20 +68,6 @@ void make_codebook(const Case& c, Sample& out) {
                                  slot_plane.data(), num_pairs.data(), constant.data());
 }
 
-PageLayout make_layout(const Case& c) {
-  PageLayout layout;
-  layout.tokens = c.page_tokens;
-  layout.mode = c.mode;
-  layout.value_bits = c.value_bits;
-  layout.key_offset = 64;
-  layout.radius_offset = layout.key_offset + c.slots * c.page_tokens / 2;
-  layout.scale_offset = layout.radius_offset + c.page_tokens;
-  layout.value_offset = layout.scale_offset + (c.value_bits < 16 ? c.page_tokens : 0);
-  layout.position_offset = layout.value_offset + c.page_tokens * c.head_dim * c.value_bits / 8;
-  layout.page_bytes = layout.position_offset + 4 * c.page_tokens;
-  return layout;
-}
-
 void make_page(const Case& c, const PageLayout& layout, int first, int count, Sample& out) {
   std::vector<uint8_t> page(layout.page_bytes);
   for (auto& byte : page) byte = static_cast<uint8_t>(below(256));
@@ -116,7 +102,8 @@ void make_page(const Case& c, const PageLayout& layout, int first, int count, Sa
 Sample make_sample(const Case& c) {
   Sample out;
   make_codebook(c, out);
-  const PageLayout layout = make_layout(c);
+  const PageLayout layout =
+      coded_layout(c.page_tokens, c.head_dim, c.slots, c.value_bits, c.mode);
   const int pages = 5;
   for (int i = 0; i < pages * c.num_heads; ++i) {
     const int count = i % pages == pages - 1 ? c.page_tokens - 19 : c.page_tokens;

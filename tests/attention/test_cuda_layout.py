@@ -30,7 +30,7 @@ from sphkv.attention.cuda.tables import build_tables, turn_rows
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.keys import SphericalCode, angle_logits_reference
 from sphkv.core.rope import RopeSpec
-from sphkv.store.layout import PageView
+from sphkv.store.layout import POSITION_BASE_OFFSET, PageView
 from sphkv.store.paging import PositionMode
 
 
@@ -255,6 +255,8 @@ def _layout_source(shape, index):
     text = compiler.sources()["layout.cuh"]
     body = text[text.index("// What a build is for.") : text.index("struct Params")]
     names = [flag[2:].split("=") for flag in shape.defines()]
+    layout = tier_layout(shape.head_dim, shape.nibbles, shape.value_bits, shape.positions)
+    is_contiguous = shape.positions == PositionMode.CONTIGUOUS
     defines = "\n".join(f"#undef {name}\n#define {name} {value}" for name, value in names)
     expected = {
         "SHARED_BYTES": shape.shared_bytes,
@@ -264,6 +266,12 @@ def _layout_source(shape, index):
         "TABLE_BYTES": shape.table_bytes,
         "FREQUENCY_OFFSET": shape.frequency_offset,
         "CONSTANT_OFFSET": shape.constant_offset,
+        "KEY_OFFSET": layout.key_offset,
+        "GAIN_OFFSET": layout.radius_offset,
+        "VALUE_OFFSET": layout.value_offset,
+        "PAYLOAD_END": layout.position_offset,
+        "POSITION_OFFSET": POSITION_BASE_OFFSET if is_contiguous else layout.position_offset,
+        "POSITION_WORDS": layout.num_position_words,
     }
     checks = "\n".join(f'static_assert({k} == {v}, "{k}");' for k, v in expected.items())
     return f"{defines}\nnamespace shape{index} {{\n{body}\n{checks}\n}}\n"
@@ -284,7 +292,8 @@ def test_kernel_computes_the_same_layout(tmp_path):
     ]
     source = tmp_path / "layout.cpp"
     sources = map(_layout_source, shapes, range(len(shapes)))
-    source.write_text("#define CONSTANT_FUNCTION constexpr\n" + "".join(sources))
+    start = compiler.sources()["page_format.cuh"] + "\n#define CONSTANT_FUNCTION constexpr\n"
+    source.write_text(start + "".join(sources))
     command = [compile_command, "-std=c++17", "-fsyntax-only", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:2000]

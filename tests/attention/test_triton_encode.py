@@ -59,7 +59,8 @@ def test_writes_the_bytes_of_the_codec(tier, head_dim, dtype):
         if name == "scale_code" and not tier.has_value_codes:
             continue
         one, other = getattr(right, name)(), getattr(ours, name)()
-        assert float((one != other).float().mean()) <= TIES, name
+        # one tie is allowed whatever the number of codes
+        assert int((one != other).sum()) <= max(1, TIES * one.numel()), name
     if tier.has_value_codes:
         assert float((right.value_codes() != ours.value_codes()).float().mean()) <= TIES
         torch.testing.assert_close(ours.value_scale(), right.value_scale(), rtol=1e-2, atol=1e-4)

@@ -83,8 +83,8 @@ def test_compacting_keeps_all_but_free_slabs(
         for layer in range(2):
             tier_id = torch.randint(0, 4, (2, length), generator=generator, dtype=torch.uint8)
             contract = LayerContract(tier_id, tier_id > 9)
-            positions = torch.arange(length)
-            store.write(sequence, layer, contract, *codec.numbered(length), positions)
+            keys, values = codec.numbered(length)
+            store.write(sequence, layer, contract, keys, values, torch.arange(length))
     if is_forked:
         store.fork(0, 99)
     for choice in dropped:

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import TierTable
 from sphkv.store.allocator import PageAllocator, PoolKey
+from sphkv.store.append import Span
 from sphkv.store.forecast import contract_bytes, span_bytes
 from sphkv.store.layout import PageLayout
 from sphkv.store.order import PageOrder
 from sphkv.store.paging import PositionMode
-from sphkv.store.spans import Span
 from sphkv.store.store import PageStore
 
 StoreMaker = Callable[..., PageStore]

@@ -16,7 +16,7 @@ from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
 from sphkv.store.config import StoreConfig
 from sphkv.store.page_list import PageList
-from sphkv.store.pointers import page_tag
+from sphkv.store.sequence import page_tag
 from sphkv.store.store import PageStore
 
 StoreMaker = Callable[..., PageStore]
@@ -54,8 +54,8 @@ def write_runs(store: PageStore, codec: Any, sequence: int, seed: int, num_runs:
         tier_id = runs.repeat_interleave(16, 1)
         protected = (tier_id == 3) & (torch.arange(tier_id.shape[1]) < 40)
         contract = LayerContract(tier_id, protected, 16)
-        states = codec.numbered(tier_id.shape[1])
-        store.write(sequence, layer, contract, *states, torch.arange(tier_id.shape[1]))
+        keys, values = codec.numbered(tier_id.shape[1])
+        store.write(sequence, layer, contract, keys, values, torch.arange(tier_id.shape[1]))
 
 
 def change_page(store: PageStore, choice: int) -> None:
@@ -156,7 +156,8 @@ def test_states_that_are_no_runs_are_refused(make_store: StoreMaker, codec: Any)
     store.create(1)
     tier_id = torch.ones((2, 20), dtype=torch.uint8)
     contract = LayerContract(tier_id, tier_id > 9)
-    store.write(1, 0, contract, *codec.numbered(20), 3 + torch.arange(20))
+    keys, values = codec.numbered(20)
+    store.write(1, 0, contract, keys, values, 3 + torch.arange(20))
     with pytest.raises(ValueError, match="aligned runs"):
         store.page_list(1)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from sphkv.store.pointers import PointerTable
+from sphkv.store.sequence import PointerTable
 from sphkv.store.store import PageStore
 
 Plan = TypeVar("Plan")

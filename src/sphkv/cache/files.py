@@ -24,7 +24,7 @@ from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierTable
 from sphkv.errors import CacheFileError
 from sphkv.store.config import StoreConfig
-from sphkv.store.persist import read_identity
+from sphkv.store.files import read_identity
 from sphkv.store.store import PageStore
 
 FORMAT = "sphkv-cache-folder-2"

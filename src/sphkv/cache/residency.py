@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from sphkv.cache.config import CacheConfig, ResidencyPlan
-from sphkv.store.spans import Span
+from sphkv.store.append import Span
 from sphkv.store.store import PageStore
 
 

@@ -36,7 +36,7 @@ from sphkv.store.forecast import contract_bytes
 from sphkv.store.layout import PageLayout
 from sphkv.store.page_list import PageList
 from sphkv.store.paging import PositionMode
-from sphkv.store.pointers import PointerTable
+from sphkv.store.sequence import PointerTable
 from sphkv.store.store import PageStore
 
 Found = TypeVar("Found")

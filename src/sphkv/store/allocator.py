@@ -349,10 +349,12 @@ class PageAllocator:
     @property
     def slack_bytes(self) -> int:
         """Bytes of free pages with their counts, and of what slabs lose to alignment."""
-        return sum(
-            slab.num_free * held_page_bytes(slab.layout) + slab.buffer.nbytes - slab.data.nbytes
-            for slab in self.slabs()
-        )
+        slack = 0
+        for key, (num_free, _) in self._totals.items():
+            layout = self._layout_of(key)
+            slack += num_free * held_page_bytes(layout)
+            slack += len(self._pools.get(key, ())) * _spare_bytes(self._alignment(layout))
+        return slack
 
     def compact(self) -> tuple[PageMoves | None, int]:
         """Move pages out of slabs that a pool can do without, and release those.

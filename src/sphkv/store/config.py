@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a page store is built from."""
+"""What a page store is built from, and its one byte limit."""
 
 from dataclasses import dataclass
 
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
+from sphkv.errors import BudgetError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +71,38 @@ class StoreConfig:
                 f"with pages of {tier.page_tokens}"
             )
         return self.tiers.id_of(name)
+
+
+class ByteMeter:
+    """Counts the bytes of all live tensors of a store against one hard limit."""
+
+    def __init__(self, limit: int | None) -> None:
+        """Start at zero bytes.
+
+        Args:
+            limit: Bytes that may be live at once; None for no limit.
+        """
+        if limit is not None and (isinstance(limit, bool) or limit < 0):
+            raise ValueError(f"byte limit must not be negative, got {limit!r}")
+        self.limit = limit
+        self.used = 0
+        self._peak = 0
+
+    def check(self, delta: int) -> None:
+        """Raise if ``delta`` more bytes would pass the limit.
+
+        Raises:
+            BudgetError: They would.
+        """
+        if self.limit is not None and delta > 0 and self.used + delta > self.limit:
+            raise BudgetError(delta, self.limit - self.used, self.limit)
+
+    def add(self, delta: int) -> None:
+        """Count bytes that are live now, or negative ones that are gone."""
+        self.used += delta
+        self._peak = max(self._peak, self.used)
+
+    def take_peak(self) -> int:
+        """Most bytes that were live at once since the last time this was asked."""
+        peak, self._peak = self._peak, self.used
+        return peak

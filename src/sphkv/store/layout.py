@@ -5,6 +5,7 @@ A page is one contiguous run of bytes: a 64-byte header, then one stream per kin
 up to ``page_tokens`` states. ``docs/pages.md`` has the picture.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,7 @@ POSITION_BASE_OFFSET = 8
 RADIUS_LO_OFFSET, RADIUS_STEP_OFFSET, SCALE_LO_OFFSET, SCALE_STEP_OFFSET = 12, 16, 20, 24
 # u32 offsets from the page start: radii, value scales, values, positions, end of payload.
 _OFFSETS = 28
-_FLAGS = 48
+FLAGS_OFFSET = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +192,10 @@ def blank_pages(layout: PageLayout, rows: PageRows) -> Tensor:
     if num_rows and not 0 <= int(positions.min()) <= int(positions.max()) <= MAX_POSITION:
         raise ValueError(f"positions must be in 0..{MAX_POSITION}")
     pages = torch.zeros(num_rows, layout.page_bytes, dtype=torch.uint8, device=positions.device)
-    pages[:, _VERSION] = PAGE_VERSION
-    pages[:, _TIER] = layout.tier_id
-    pages[:, _MODE] = int(layout.position_mode)
+    _put_header(pages, layout)
     _put(pages, COUNT_OFFSET, rows.counts.to(torch.int16)[:, None])
-    _put(pages, _CAPACITY, rows.counts.new_full((num_rows, 1), tokens).to(torch.int16))
     positions = positions.to(torch.int32)
     _put(pages, POSITION_BASE_OFFSET, positions[:, :1])
-    offsets = torch.tensor(layout.offsets(), dtype=torch.int32, device=pages.device)
-    _put(pages, _OFFSETS, offsets.expand(num_rows, -1))
     _put_flags(pages, rows.flags & live)
     if layout.position_mode is PositionMode.RUNS:
         _put(pages, layout.position_offset, positions[:, ::RUN_TOKENS])
@@ -208,10 +204,32 @@ def blank_pages(layout: PageLayout, rows: PageRows) -> Tensor:
     return pages
 
 
+@functools.cache
+def header_words(layout: PageLayout) -> tuple[int, ...]:
+    """The twelve words before the flags of every page of a layout; what differs is zero."""
+    blank = torch.zeros((1, HEADER_BYTES), dtype=torch.uint8)
+    _put_header(blank, layout)
+    return tuple(blank[0, :FLAGS_OFFSET].view(torch.int32).tolist())
+
+
 def first_positions(pages: Tensor) -> Tensor:
     """``[rows]`` int64 position of each page's first state, as its header tells it."""
     words = pages[:, POSITION_BASE_OFFSET : POSITION_BASE_OFFSET + torch.int32.itemsize]
     return words.contiguous().view(torch.int32)[:, 0].to(torch.int64)
+
+
+def _put_header(pages: Tensor, layout: PageLayout) -> None:
+    """Store what the headers of all pages of a layout have in common."""
+    pages[:, _VERSION] = PAGE_VERSION
+    pages[:, _TIER] = layout.tier_id
+    pages[:, _MODE] = int(layout.position_mode)
+    words = (
+        (_CAPACITY, torch.int16, [layout.page_tokens]),
+        (_OFFSETS, torch.int32, layout.offsets()),
+    )
+    for offset, dtype, values in words:
+        row = torch.tensor(values, dtype=dtype, device=pages.device)
+        _put(pages, offset, row.expand(len(pages), -1))
 
 
 def _put(pages: Tensor, offset: int, words: Tensor) -> None:
@@ -229,7 +247,7 @@ def put_dense(pages: Tensor, offset: int, states: Tensor, live: Tensor) -> None:
 def _put_flags(pages: Tensor, flags: Tensor) -> None:
     weight = 1 << torch.arange(8, dtype=torch.int32, device=pages.device)
     bits = (flags.reshape(flags.shape[0], -1, 8) * weight).sum(dim=2)
-    pages[:, _FLAGS : _FLAGS + bits.shape[1]] = bits.to(torch.uint8)
+    pages[:, FLAGS_OFFSET : FLAGS_OFFSET + bits.shape[1]] = bits.to(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,7 +291,7 @@ class PageView:
 
     def flags(self) -> Tensor:
         """``[rows, tokens]`` bool, true for protected states."""
-        data = self.pages[:, _FLAGS : _FLAGS + self.layout.page_tokens // 8]
+        data = self.pages[:, FLAGS_OFFSET : FLAGS_OFFSET + self.layout.page_tokens // 8]
         shift = torch.arange(8, dtype=torch.uint8, device=data.device)
         bits = (data[:, :, None] >> shift) & 1
         return bits.flatten(1).to(torch.bool) & self.live()

@@ -8,8 +8,7 @@ from sphkv.core.tiers import RUN_TOKENS
 from sphkv.store.allocator import Slab
 from sphkv.store.layout import FLAG_BYTES, HEADER_BYTES, POSITION_BYTES
 from sphkv.store.paging import PositionMode
-from sphkv.store.pointers import PointerTable
-from sphkv.store.tail import OpenTail
+from sphkv.store.sequence import OpenTail, PointerTable
 
 
 @dataclass(frozen=True, slots=True)

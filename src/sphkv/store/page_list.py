@@ -11,8 +11,8 @@ from sphkv.core.tiers import RUN_TOKENS
 from sphkv.store.allocator import PageMoves
 from sphkv.store.layout import PageView
 from sphkv.store.paging import live_mask
-from sphkv.store.pointers import PointerTable, pool_of_tag, tier_ids_of
 from sphkv.store.pool import PagePool
+from sphkv.store.sequence import PointerTable, pool_of_tag, tier_ids_of
 
 # Pages copied at once while they are read: bounds what a first look at a long prompt takes.
 _READ_PAGES = 4096
@@ -26,7 +26,7 @@ class PageList:
         layer_ids: ``[pages]`` int64.
         head_ids: ``[pages]`` int64.
         page_ids: ``[pages]`` int64 ids in the store.
-        tags: ``[pages]`` int64, see ``sphkv.store.pointers.page_tag``.
+        tags: ``[pages]`` int64, see ``sphkv.store.sequence.page_tag``.
         tier_ids: ``[pages]`` int64.
         counts: ``[pages]`` int64 live states.
         runs: ``[pages, most]`` int32 numbers of the runs of 16 positions that a page holds, in

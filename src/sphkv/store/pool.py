@@ -3,24 +3,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sphkv.core.contract import StateCodec
 from sphkv.store.allocator import PageAllocator, PoolKey
-from sphkv.store.config import StoreConfig
-from sphkv.store.encoding import EncodedPages, PageEncoder
+from sphkv.store.config import ByteMeter, StoreConfig
 from sphkv.store.layout import PageLayout
-from sphkv.store.meter import ByteMeter
 from sphkv.store.order import PageCodec, PageOrder
-from sphkv.store.pointers import PointerTable, page_tag
-
-if TYPE_CHECKING:
-    from sphkv.store.spans import Span, SpanPages
+from sphkv.store.sequence import PointerTable, page_tag
 
 # So few pages of several layers are copied together and written at once.
 _JOINED_PAGES = 8192
@@ -29,6 +22,34 @@ _JOINED_PAGES = 8192
 def no_pages() -> Tensor:
     """An empty list of page ids."""
     return torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedPages:
+    """Pages of one layer and pool that own no memory of the store yet.
+
+    Attributes:
+        key: Their tier id and position mode.
+        head_ids: ``[rows]`` int64 on the CPU, KV head of each page, not decreasing.
+        counts: ``[rows]`` int64 on the CPU, live states of each page.
+        pages: ``[rows, page_bytes]`` uint8, as slabs keep them.
+        per_head: ``[heads]`` int64, pages of each head.
+    """
+
+    key: PoolKey
+    head_ids: Tensor
+    counts: Tensor
+    pages: Tensor
+    per_head: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, key: PoolKey, head_ids: Tensor, counts: Tensor, pages: Tensor, num_heads: int
+    ) -> "EncodedPages":
+        """Pages whose heads and counts may be on any device."""
+        heads = head_ids.cpu()
+        per_head = np.bincount(heads.numpy(), minlength=num_heads)
+        return cls(key, heads, counts.cpu(), pages, per_head)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +78,6 @@ class PagePool:
         allocator: Owner of the slabs.
         kernels: What encodes pages where it can; else a sequence's codec does.
         meter: Bytes of all live tensors of the store.
-        span_pages: What the layers of one pass have in common; empty between passes.
     """
 
     def __init__(
@@ -77,7 +97,6 @@ class PagePool:
             device=self.device,
             order=order,
         )
-        self.span_pages: dict[Span, SpanPages] = {}
         self._layouts: dict[PoolKey, PageLayout] = {}
 
     def layout(self, key: PoolKey) -> PageLayout:
@@ -87,10 +106,6 @@ class PagePool:
             tier = self.config.tiers[tier_id]
             self._layouts[key] = PageLayout(tier_id, tier, self.config.geometry.head_dim, mode)
         return self._layouts[key]
-
-    def encoder(self, layer: int, codec: StateCodec | None) -> PageEncoder:
-        """What encodes pages of a layer."""
-        return PageEncoder(layer, codec, self.allocator.order, self.kernels)
 
     def check_room(self, requests: Mapping[PoolKey, int]) -> None:
         """Raise if pages could not be had now.

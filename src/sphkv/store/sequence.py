@@ -1,19 +1,394 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store keeps for one sequence, and what it shows of it."""
+"""What a store keeps for one sequence: pointer tables, open tails, and what it shows of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.core.contract import StateCodec
-from sphkv.store.allocator import PoolKey
+from sphkv.store.allocator import PageMoves, PoolKey
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout
-from sphkv.store.page_list import PageIndex
-from sphkv.store.pointers import PointerTable, pool_of_tag
-from sphkv.store.tail import OpenTail
+from sphkv.store.paging import PositionMode
+
+UNUSED = -1
+_MIN_CAPACITY = 4
+_TAG_MODES = 4
+_Integers = NDArray[np.integer[Any]]
+
+
+def page_tag(key: PoolKey) -> int:
+    """Tag of a page: its tier id and position mode in one small integer."""
+    tier_id, mode = key
+    return tier_id * _TAG_MODES + int(mode)
+
+
+def pool_of_tag(tag: int) -> PoolKey:
+    """Tier id and position mode of a tag."""
+    return tag // _TAG_MODES, PositionMode(tag % _TAG_MODES)
+
+
+def tier_ids_of(tags: Tensor) -> Tensor:
+    """Tier id of each tag, in the shape and dtype of ``tags``."""
+    return tags // _TAG_MODES
+
+
+class PointerTable:
+    """Pages of one layer of one sequence, one row per KV head.
+
+    Rows are filled from the left, in no particular order of positions; entries past a head's
+    count are -1. The table grows geometrically, so appending a page is cheap on average.
+
+    Attributes:
+        page_ids: ``[heads, capacity]`` int64.
+        tags: ``[heads, capacity]`` int16, see ``page_tag``; -1 in unused entries.
+        num_pages: ``[heads]`` int64 entries in use.
+        version: Rises with every change, so that readers can keep what they derived.
+        entry_bytes: Bytes of one entry of one head.
+    """
+
+    entry_bytes: ClassVar[int] = torch.int64.itemsize + torch.int16.itemsize
+
+    def __init__(self, num_heads: int) -> None:
+        """Start empty, with no capacity; tables stay with the host, who reads them."""
+        self._hold(
+            np.empty((num_heads, 0), dtype=np.int64),
+            np.empty((num_heads, 0), dtype=np.int16),
+            np.zeros(num_heads, dtype=np.int64),
+        )
+        self.version = 0
+        self._marks: NDArray[np.int64] | None = None
+        self._counted: tuple[int, dict[int, int]] = (0, {})
+
+    def _hold(self, page_ids: _Integers, tags: _Integers, num_pages: _Integers) -> None:
+        """Keep arrays, and tensors of the same memory: small steps are quicker on arrays."""
+        self._arrays = (page_ids, tags, num_pages)
+        self.page_ids, self.tags, self.num_pages = map(torch.from_numpy, self._arrays)
+
+    @classmethod
+    def bytes_for(cls, num_heads: int, capacity: int) -> int:
+        """Bytes of a table whose rows have room for ``capacity`` entries."""
+        return num_heads * (torch.int64.itemsize + capacity * cls.entry_bytes)
+
+    @staticmethod
+    def grown_capacity(capacity: int, needed: int) -> int:
+        """Entries of a row that had ``capacity`` once ``needed`` are in use."""
+        if needed <= capacity:
+            return capacity
+        return max(needed, capacity * 3 // 2, _MIN_CAPACITY)
+
+    @property
+    def capacity(self) -> int:
+        """Entries each row has room for."""
+        return int(self._arrays[0].shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the three tensors."""
+        return self.pointer_bytes + self.tag_bytes
+
+    @property
+    def pointer_bytes(self) -> int:
+        """Bytes of page ids and counts."""
+        return self.page_ids.nbytes + self.num_pages.nbytes
+
+    @property
+    def tag_bytes(self) -> int:
+        """Bytes of the tags."""
+        return self.tags.nbytes
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Everything the table keeps alive."""
+        return self.page_ids, self.tags, self.num_pages
+
+    def used(self) -> Tensor:
+        """``[heads, capacity]`` bool, true for entries in use."""
+        return self.page_ids != UNUSED
+
+    def all_ids(self) -> Tensor:
+        """``[pages]`` int64 ids of all heads, head by head."""
+        return self.page_ids[self.used()]
+
+    def growth_bytes(self, added: NDArray[np.int64], removed: Tensor | None = None) -> int:
+        """Bytes the table grows by if pages are removed and then added.
+
+        Args:
+            added: ``[heads]`` int64 new pages of each head.
+            removed: ``[pages]`` int64 ids that go first, each in the table.
+        """
+        needed = self._arrays[2] + added
+        if removed is not None and removed.numel():
+            needed -= self._holds(removed).sum(dim=1).numpy()
+        capacity = self.grown_capacity(self.capacity, int(needed.max()))
+        return self.page_ids.shape[0] * (capacity - self.capacity) * self.entry_bytes
+
+    def _holds(self, page_ids: Tensor) -> Tensor:
+        return torch.isin(self.page_ids, page_ids.cpu()) & self.used()
+
+    def extend(
+        self, head_ids: Tensor, page_ids: Tensor, tag: int, added: NDArray[np.int64]
+    ) -> None:
+        """Append pages that share a tag, for which there must be room.
+
+        Args:
+            head_ids: ``[pages]`` int64 on the CPU, not decreasing.
+            page_ids: ``[pages]`` int64 on the CPU.
+            tag: Their ``page_tag``.
+            added: ``[heads]`` int64 pages of each head.
+        """
+        if page_ids.numel() == 0:
+            return
+        ids, tags, num_pages = self._arrays
+        if (added == added[0]).all() and (num_pages == num_pages[0]).all():
+            column = slice(num_pages[0], num_pages[0] + added[0])
+            ids[:, column], tags[:, column] = page_ids.numpy().reshape(len(ids), -1), tag
+        else:
+            # pages before a page among the new ones of its own head
+            heads = head_ids.numpy()
+            rank = np.arange(len(heads)) - (added.cumsum() - added)[heads]
+            ids[heads, num_pages[heads] + rank] = page_ids.numpy()
+            tags[heads, num_pages[heads] + rank] = tag
+        num_pages += added
+        self.version += 1
+
+    def reserve(self, added: NDArray[np.int64] | Tensor) -> None:
+        """Grow as ``growth_bytes`` says, once, before calls of ``extend``.
+
+        Args:
+            added: ``[heads]`` int64 new pages of each head.
+        """
+        ids, tags, num_pages = self._arrays
+        needed = int((num_pages + np.asarray(added)).max())
+        capacity = self.grown_capacity(self.capacity, needed)
+        if capacity == self.capacity:
+            return
+        shape = (len(ids), capacity)
+        more_ids, more_tags = (np.full(shape, UNUSED, dtype=old.dtype) for old in (ids, tags))
+        more_ids[:, : self.capacity], more_tags[:, : self.capacity] = ids, tags
+        self._hold(more_ids, more_tags, num_pages)
+
+    def remove(self, page_ids: Tensor) -> None:
+        """Forget pages, moving the rest to the left."""
+        if page_ids.numel() == 0:
+            return
+        keep = self.used() & ~self._holds(page_ids)
+        if self._marks is not None:
+            is_marked = np.arange(self.capacity) < self._marks[:, None]
+            self._marks = (keep.numpy() & is_marked).sum(axis=1, dtype=np.int64)
+        order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)
+        kept = keep.gather(1, order)
+        self._hold(
+            self.page_ids.gather(1, order).masked_fill_(~kept, UNUSED).numpy(),
+            self.tags.gather(1, order).masked_fill_(~kept, UNUSED).numpy(),
+            keep.sum(dim=1).numpy(),
+        )
+        self.version += 1
+
+    def find(self, page_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """KV head and tag of each page.
+
+        Args:
+            page_ids: ``[pages]`` int64 ids, each once.
+
+        Returns:
+            Heads and tags, ``[pages]`` int64 each.
+
+        Raises:
+            ValueError: A page is not in the table, or is named twice.
+        """
+        wanted = page_ids.cpu().contiguous()
+        head, column = self._holds(wanted).nonzero(as_tuple=True)
+        ids, order = self.page_ids[head, column].sort()
+        place = torch.searchsorted(ids, wanted)
+        found = place < ids.numel()
+        if not bool(found.all()) or not torch.equal(ids[place], wanted):
+            raise ValueError(f"pages {page_ids.tolist()} are not all of this layer")
+        if bool((wanted.sort().values.diff() == 0).any()):
+            raise ValueError(f"pages {page_ids.tolist()} name one page twice")
+        head, column = head[order[place]], column[order[place]]
+        return head, self.tags[head, column].to(torch.int64)
+
+    def listed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, tags and whether they came since the last ``mark``, head by head.
+
+        Returns:
+            ``[pages]`` int64, int64 and bool.
+        """
+        used = self.used()
+        # rows lose entries in place and gain them at the end, so that marked ones come first
+        marks = np.zeros(len(used), np.int64) if self._marks is None else self._marks
+        is_new = torch.arange(self.capacity) >= torch.from_numpy(marks)[:, None]
+        return self.page_ids[used], self.tags[used].to(torch.int64), is_new[used]
+
+    def mark(self) -> None:
+        """From here on, count the pages of now as no longer new."""
+        self._marks = self._arrays[2].astype(np.int64)
+
+    def forget_marks(self) -> None:
+        """Count all pages as new."""
+        self._marks = None
+
+    @property
+    def mark_bytes(self) -> int:
+        """Bytes of what ``mark`` keeps, which belong to who asked for it."""
+        return 0 if self._marks is None else self._marks.nbytes
+
+    def tag_counts(self) -> dict[int, int]:
+        """Pages of each tag in use, counted once per version."""
+        version, counts = self._counted
+        if version != self.version:
+            found = np.bincount(self._arrays[1].ravel() + 1)[1:]
+            counts = {int(tag): int(found[tag]) for tag in np.flatnonzero(found)}
+            self._counted = (self.version, counts)
+        return counts
+
+    def remap(self, moves: PageMoves) -> None:
+        """Follow pages that changed their ids; the version rises if one of them is here."""
+        page_ids = moves.apply(self.page_ids)
+        if not torch.equal(page_ids, self.page_ids):
+            self._hold(page_ids.numpy(), *self._arrays[1:])
+            self.version += 1
+
+    def touch(self) -> None:
+        """Say that the content of a page changed."""
+        self.version += 1
+
+    def present_tags(self) -> Sequence[int]:
+        """Tags in use, rising."""
+        return sorted(self.tag_counts())
+
+    def select(self, tag: int) -> tuple[Tensor, Tensor]:
+        """Pages of one tag.
+
+        Args:
+            tag: A ``page_tag``.
+
+        Returns:
+            Ids ``[heads, most pages of a head]`` int64, padded with -1, and ``[heads]`` int64
+            pages of each head.
+        """
+        mask = self.tags == tag
+        num_pages = mask.sum(dim=1)
+        width = int(num_pages.max())
+        order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+        ids = self.page_ids.gather(1, order).masked_fill(~mask.gather(1, order), UNUSED)
+        return ids, num_pages
+
+    def copy(self) -> "PointerTable":
+        """A table of the same pages and capacity."""
+        other = PointerTable(0)
+        other._hold(*(array.copy() for array in self._arrays))
+        other._counted = (0, self.tag_counts())
+        return other
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TailView:
+    """Dense states a kernel reads beside the pages.
+
+    Attributes:
+        keys: ``[heads, tokens, head_dim]`` bfloat16, after rotary embedding.
+        values: ``[heads, tokens, head_dim]`` bfloat16.
+        first_position: Position of the first state; the others follow it.
+    """
+
+    keys: Tensor
+    values: Tensor
+    first_position: int
+
+    @classmethod
+    def empty(cls, config: StoreConfig, first_position: int) -> "TailView":
+        """A tail without states."""
+        shape = (config.geometry.num_kv_heads, 0, config.geometry.head_dim)
+        none = torch.empty(shape, dtype=torch.bfloat16, device=config.device)
+        return cls(none, none, first_position)
+
+    @property
+    def num_tokens(self) -> int:
+        """States of each head."""
+        return self.keys.shape[1]
+
+
+class OpenTail:
+    """Dense buffer for the newest states of one layer of one sequence.
+
+    Attributes:
+        states: ``[2, heads, capacity, head_dim]`` bfloat16, keys then values.
+        keys: ``[heads, capacity, head_dim]``, the first half.
+        values: ``[heads, capacity, head_dim]``, the second half.
+        first_position: Position of the oldest state.
+        num_tokens: States in use.
+    """
+
+    def __init__(self, states: Tensor, first_position: int, num_tokens: int) -> None:
+        """Take over a buffer ``[2, heads, capacity, head_dim]`` of keys and values."""
+        self.states = states
+        self.keys, self.values = states
+        self.first_position = first_position
+        self.num_tokens = num_tokens
+
+    @classmethod
+    def blank(cls, config: StoreConfig, first_position: int) -> "OpenTail":
+        """An empty buffer of the configured capacity."""
+        shape = (2, config.geometry.num_kv_heads, config.tail_capacity, config.geometry.head_dim)
+        states = torch.zeros(shape, dtype=torch.bfloat16, device=config.device)
+        return cls(states, first_position, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.states.nbytes
+
+    def tensors(self) -> tuple[Tensor]:
+        """Everything the tail keeps alive."""
+        return (self.states,)
+
+    def view(self) -> TailView:
+        """The states in use, without a copy."""
+        live = slice(0, self.num_tokens)
+        return TailView(self.keys[:, live], self.values[:, live], self.first_position)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add states; they must fit.
+
+        Args:
+            keys: ``[heads, tokens, head_dim]``.
+            values: ``[heads, tokens, head_dim]``.
+        """
+        live = slice(self.num_tokens, self.num_tokens + keys.shape[1])
+        self.keys[:, live] = keys
+        self.values[:, live] = values
+        self.num_tokens += keys.shape[1]
+
+    def restart(self, first_position: int) -> None:
+        """Forget all states and begin at another position."""
+        self.first_position = first_position
+        self.num_tokens = 0
+
+    def forget_oldest(self, num_tokens: int) -> None:
+        """Give up the oldest states and move the rest to the front."""
+        left = self.num_tokens - num_tokens
+        rest = self.states[:, :, num_tokens : self.num_tokens]
+        # a copy inside a buffer must not read what it has written
+        self.states[:, :, :left] = rest if left <= num_tokens else rest.clone()
+        self.first_position += num_tokens
+        self.num_tokens = left
+
+    def crop(self, num_tokens: int) -> None:
+        """Forget states at positions from ``num_tokens`` on."""
+        if num_tokens < self.first_position:
+            self.restart(num_tokens)
+        else:
+            self.num_tokens = min(self.num_tokens, num_tokens - self.first_position)
+
+    def copy(self) -> "OpenTail":
+        """A tail of its own with the same states and capacity."""
+        return OpenTail(self.states.clone(), self.first_position, self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +437,6 @@ class SequenceState:
         tails: Open tail of each layer, None until the first append.
         next_position: Position of each layer's next token.
         seal_tier_id: Tier of the pages that full tails become.
-        index: What was read of its pages; None until they are listed.
     """
 
     codec: StateCodec | None
@@ -70,7 +444,6 @@ class SequenceState:
     tails: list[OpenTail | None]
     next_position: list[int]
     seal_tier_id: int
-    index: PageIndex | None = None
 
     @classmethod
     def blank(

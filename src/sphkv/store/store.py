@@ -10,21 +10,38 @@ from torch import Tensor
 
 from sphkv.core.contract import LayerContract, StateCodec
 from sphkv.store.allocator import PageAllocator, PageMoves, Slab, held_page_bytes
-from sphkv.store.changes import plan_crop, plan_demotion, plan_drop, plan_write
+from sphkv.store.append import Span, SpanWriter
 from sphkv.store.config import StoreConfig
-from sphkv.store.encoding import FlatStates, check_positions, check_states
-from sphkv.store.growing import append_states, make_room, write_prompt
+from sphkv.store.files import (
+    FileIdentity,
+    export_sequence,
+    import_sequence,
+    read_sequence,
+    write_sequence,
+)
 from sphkv.store.layout import PageView
 from sphkv.store.ledger import ByteLedger, measure_bytes
 from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.page_list import PageIndex, PageList
-from sphkv.store.persist import FileIdentity, read_sequence, write_sequence
-from sphkv.store.pointers import PointerTable, pool_of_tag
+from sphkv.store.pages import (
+    FlatStates,
+    check_positions,
+    check_states,
+    plan_crop,
+    plan_demotion,
+    plan_drop,
+    plan_write,
+)
 from sphkv.store.pool import PagePool
-from sphkv.store.sequence import PageGroup, SequenceState, page_groups
-from sphkv.store.snapshot import export_sequence, import_sequence
-from sphkv.store.spans import Span
-from sphkv.store.tail import OpenTail, TailView
+from sphkv.store.sequence import (
+    OpenTail,
+    PageGroup,
+    PointerTable,
+    SequenceState,
+    TailView,
+    page_groups,
+    pool_of_tag,
+)
 
 
 class PageStore:
@@ -53,6 +70,8 @@ class PageStore:
         self.config = config
         self._codec = codec
         self._pool = PagePool(config, order, kernels)
+        self._writer = SpanWriter(self._pool)
+        self._indices: dict[int, PageIndex] = {}
         self._sequences: dict[int, SequenceState] = {}
 
     @property
@@ -141,6 +160,7 @@ class PageStore:
         released = self.allocator.free(state.all_ids())
         self._pool.meter.add(-released - state.nbytes)
         del self._sequences[sequence]
+        self._indices.pop(sequence, None)
 
     def _check_new(self, sequence: int) -> None:
         if isinstance(sequence, bool) or not isinstance(sequence, int):
@@ -210,9 +230,9 @@ class PageStore:
             ValueError: A page holds other states.
         """
         state = self._get(sequence)
-        if state.index is None:
-            state.index = PageIndex(self._pool, state.tables)
-        return state.index.look()
+        if sequence not in self._indices:
+            self._indices[sequence] = PageIndex(self._pool, state.tables)
+        return self._indices[sequence].look()
 
     def forget_page_list(self, sequence: int) -> None:
         """Give up what ``page_list`` keeps: the next call reads every page again."""
@@ -223,8 +243,8 @@ class PageStore:
 
     def page_list_bytes(self, sequence: int) -> int:
         """Bytes of what ``page_list`` keeps for the next call; not part of ``live_bytes``."""
-        index = self._get(sequence).index
-        return 0 if index is None else index.num_bytes
+        self._get(sequence)
+        return self._indices[sequence].num_bytes if sequence in self._indices else 0
 
     def read(self, page_ids: Tensor, tag: int) -> PageView:
         """Copy of pages that share a ``page_tag``, in the order of ``page_ids``."""
@@ -258,7 +278,7 @@ class PageStore:
         """
         state = self._get(sequence, layer)
         keys, values = self._check_states(keys, values, torch.bfloat16)
-        append_states(self._pool, state, layer, keys, values)
+        self._writer.append(state, layer, keys, values)
 
     def make_room(self, sequences: Sequence[int], num_new: int = 1) -> bool:
         """Seal the oldest pages of all tails that the next tokens would overflow, all or none.
@@ -279,7 +299,7 @@ class PageStore:
         """
         if num_new < 1:
             raise ValueError(f"num_new must be positive, got {num_new}")
-        return make_room(self._pool, [self._get(sequence) for sequence in sequences], num_new)
+        return self._writer.make_room([self._get(sequence) for sequence in sequences], num_new)
 
     def absorb(self, sequences: Sequence[int]) -> None:
         """Count one state per layer and head that a kernel wrote behind each tail's last one.
@@ -371,7 +391,7 @@ class PageStore:
             BudgetError: The states do not fit.
         """
         states = [self._get(sequence, layer) for sequence in sequences]
-        write_prompt(self._pool, states, layer, spans, (keys, values), first_position)
+        self._writer.write_prompt(states, layer, spans, (keys, values), first_position)
 
     def demote(
         self, sequence: int, layer: int, page_ids: Sequence[int] | Tensor, tier: int | str
@@ -427,7 +447,7 @@ class PageStore:
         ]
         self._pool.commit(changes)
         if changes:
-            state.index = None
+            self._indices.pop(sequence, None)
         for layer, tail in enumerate(state.tails):
             if tail is not None:
                 tail.crop(num_tokens)
@@ -450,8 +470,8 @@ class PageStore:
         for state in self._sequences.values():
             for table in state.tables:
                 table.remap(moves)
-            if state.index is not None:
-                state.index.remap(moves)
+        for index in self._indices.values():
+            index.remap(moves)
         return moves
 
     def save(self, sequence: int, path: Path, *, codec_hash: str = "") -> None:

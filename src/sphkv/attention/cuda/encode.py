@@ -24,7 +24,7 @@ from sphkv.attention.triton.search import SearchTables
 from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS
 from sphkv.codec.states import SphericalCodec
 from sphkv.codec.values import COARSE_STEP, NUM_REFINEMENTS, READ_GAIN
-from sphkv.store.layout import PAGE_VERSION, PageLayout
+from sphkv.store.layout import PageLayout, header_words
 from sphkv.store.paging import PageRows
 
 _THREADS = 256
@@ -151,9 +151,7 @@ class CudaEncoder:
         held = (tables.kinds, tables.planes, tables.slots, tables.places, tables.grid)
         parts = (*inputs, *held, self._clip_weights(bits, device))
         params = _EncodeParams(*(part.data_ptr() for part in parts))
-        params.header[0] = PAGE_VERSION | layout.tier_id << 8 | int(layout.position_mode) << 16
-        params.header[1] = layout.page_tokens << 16
-        params.header[7:12] = layout.offsets()
+        params.header[:] = header_words(layout)
         params.most_joint = tables.grid.shape[1]
         params.read_gain = READ_GAIN[bits]
         _launch(key_kernel, len(heads), params)

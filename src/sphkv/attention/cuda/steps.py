@@ -27,9 +27,8 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.errors import UnsupportedBatchError
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
-from sphkv.store.pointers import pool_of_tag
+from sphkv.store.sequence import OpenTail, pool_of_tag
 from sphkv.store.store import PageStore
-from sphkv.store.tail import OpenTail
 
 
 def _sealed_layout(store: PageStore, sequence: int) -> PageLayout:

@@ -17,7 +17,16 @@ from sphkv.codec.hadamard import unrotate
 from sphkv.codec.slots import allocate_plane_bits
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
-from sphkv.store.layout import PAGE_VERSION, PageLayout
+from sphkv.store.layout import (
+    COUNT_OFFSET,
+    PAGE_VERSION,
+    POSITION_BASE_OFFSET,
+    RADIUS_LO_OFFSET,
+    RADIUS_STEP_OFFSET,
+    SCALE_LO_OFFSET,
+    SCALE_STEP_OFFSET,
+    PageLayout,
+)
 from sphkv.store.paging import PositionMode
 
 # Standard deviation of log2 of a plane's energy; gives about the cell counts that real models get.
@@ -77,7 +86,7 @@ def random_pages(layout: PageLayout, num_pages: int, *, device: torch.device | s
     header = torch.zeros(num_pages, 64, dtype=torch.uint8, device=device)
     header[:, 0], header[:, 1], header[:, 2] = PAGE_VERSION, layout.tier_id, layout.position_mode
     affine = torch.tensor([*_RADIUS, *_SCALE], device=device).expand(num_pages, -1)
-    header[:, 12:28] = affine.contiguous().view(torch.uint8)
+    header[:, RADIUS_LO_OFFSET : SCALE_STEP_OFFSET + 4] = affine.contiguous().view(torch.uint8)
     pages[:, :64] = header
     set_counts(pages, torch.full((num_pages,), PAGE_TOKENS, device=device))
     return pages
@@ -85,14 +94,16 @@ def random_pages(layout: PageLayout, num_pages: int, *, device: torch.device | s
 
 def set_counts(pages: Tensor, counts: Tensor) -> None:
     """Write the number of live states of each page."""
-    pages[:, 4:6] = counts.to(torch.int16)[:, None].view(torch.uint8)
+    pages[:, COUNT_OFFSET : COUNT_OFFSET + 2] = counts.to(torch.int16)[:, None].view(torch.uint8)
 
 
 def set_bases(pages: Tensor, layout: PageLayout, bases: Tensor) -> None:
     """Write positions: ``[pages]`` of contiguous pages, ``[pages, 8]`` of runs, 128 of tokens."""
     is_contiguous = layout.position_mode is PositionMode.CONTIGUOUS
     first = bases if is_contiguous else bases[:, 0]
-    pages[:, 8:12] = first.to(torch.int32)[:, None].contiguous().view(torch.uint8)
+    pages[:, POSITION_BASE_OFFSET : POSITION_BASE_OFFSET + 4] = (
+        first.to(torch.int32)[:, None].contiguous().view(torch.uint8)
+    )
     if not is_contiguous:
         words = bases.to(torch.int32).contiguous().view(torch.uint8)
         pages[:, layout.position_offset : layout.position_offset + words.shape[1]] = words
@@ -106,7 +117,12 @@ def _positions(pages: Tensor, layout: PageLayout) -> Tensor:
     """``[pages, 128]`` int64."""
     index = torch.arange(PAGE_TOKENS, device=pages.device)
     if layout.position_mode is PositionMode.CONTIGUOUS:
-        base = pages[:, 8:12].contiguous().view(torch.int32).long()
+        base = (
+            pages[:, POSITION_BASE_OFFSET : POSITION_BASE_OFFSET + 4]
+            .contiguous()
+            .view(torch.int32)
+            .long()
+        )
         return base + index
     size = 4 * layout.num_position_words
     words = pages[:, layout.position_offset : layout.position_offset + size]
@@ -151,7 +167,10 @@ class Oracle:
         )
         planes = torch.view_as_complex(self.rope.to_planes(query.to(self.dtype)).contiguous())
         gains = unpack_gains(pages[:, layout.radius_offset : layout.value_offset])
-        radius = (_floats(pages, 12) + _floats(pages, 16) * gains[:, 0].double()).flatten()
+        radius = (
+            _floats(pages, RADIUS_LO_OFFSET)
+            + _floats(pages, RADIUS_STEP_OFFSET) * gains[:, 0].double()
+        ).flatten()
         return (planes.conj() @ turned).real * radius.to(self.dtype)
 
     def _values(self, pages: Tensor) -> Tensor:
@@ -162,7 +181,10 @@ class Oracle:
         if bits == 16:
             return codes.flatten(0, 1)
         gains = unpack_gains(pages[:, layout.radius_offset : layout.value_offset])
-        scale = (_floats(pages, 20) + _floats(pages, 24) * gains[:, 1].double()).to(self.dtype)
+        scale = (
+            _floats(pages, SCALE_LO_OFFSET)
+            + _floats(pages, SCALE_STEP_OFFSET) * gains[:, 1].double()
+        ).to(self.dtype)
         return ((codes - ((1 << bits) - 1) / 2) * scale[..., None]).flatten(0, 1)
 
     def _nothing(self, query: Tensor, sinks: Tensor | None) -> PartialAttention:
@@ -186,7 +208,7 @@ class Oracle:
         logits = self._logits(query, pages, head) * options.scale
         if options.softcap is not None:
             logits = options.softcap * torch.tanh(logits / options.softcap)
-        counts = pages[:, 4:6].contiguous().view(torch.int16).long()
+        counts = pages[:, COUNT_OFFSET : COUNT_OFFSET + 2].contiguous().view(torch.int16).long()
         index = torch.arange(PAGE_TOKENS, device=pages.device)
         hidden = index >= counts
         if options.window is not None and query_position is not None:

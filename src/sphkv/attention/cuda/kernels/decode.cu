@@ -27,11 +27,11 @@ struct Affine {
 
   INLINE explicit Affine(uint32_t page) {
     // words: a wider load would carry its fill to every lane
-    count = load_shared(page + 4) & 0xffff;
-    radius_step = load_shared_float(page + 16);
-    radius_low = fmaf(-32768.f, radius_step, load_shared_float(page + 12));
-    scale_step = load_shared_float(page + 24);
-    scale_low = fmaf(-32768.f, scale_step, load_shared_float(page + 20));
+    count = load_shared(page + COUNT_OFFSET) & 0xffff;
+    radius_step = load_shared_float(page + RADIUS_STEP_OFFSET);
+    radius_low = fmaf(-32768.f, radius_step, load_shared_float(page + RADIUS_LOW_OFFSET));
+    scale_step = load_shared_float(page + SCALE_STEP_OFFSET);
+    scale_low = fmaf(-32768.f, scale_step, load_shared_float(page + SCALE_LOW_OFFSET));
   }
 };
 

@@ -3,6 +3,7 @@
 // pages. Eight warps work on one row (a sequence and KV head), a block on ROWS of them. The decode
 // kernel, which merges the result, may begin at once and waits for it only when it merges; with few
 // rows only as many blocks are launched as that kernel leaves multiprocessors free.
+#include "page_format.cuh"
 #include "ptx.cuh"
 
 constexpr int HEAD_DIM = SPHKV_HEAD_DIM;
@@ -87,8 +88,8 @@ struct DenseStates {
     if (is_live && at >= count) {
       const uint8_t* page = page_of(p, at, place);
       key = (const uint32_t*)(page + p.key_offset) + place * DIM_WORDS;
-      is_live = place < *(const uint16_t*)(page + 4);
-      position = *(const int*)(page + 8) + place;
+      is_live = place < *(const uint16_t*)(page + COUNT_OFFSET);
+      position = *(const int*)(page + POSITION_BASE_OFFSET) + place;
     }
     if (p.window > 0 && position <= newest - p.window) is_live = false;
     return key;

@@ -11,14 +11,14 @@ INLINE void write_header(const EncodeParams& p, uint8_t* page, long long row, in
   if (tid < PAGE) {
     const bool is_flagged = p.flags[row * PAGE + tid] && tid < count;
     const uint32_t bits = __ballot_sync(ALL_LANES, is_flagged);
-    if (tid % 32 == 0) words[12 + tid / 32] = bits;
+    if (tid % 32 == 0) words[FLAGS_OFFSET / 4 + tid / 32] = bits;
   }
-  if (tid < 12 && tid != 5 && tid != 6) {
+  if (tid < FLAGS_OFFSET / 4 && tid != SCALE_LOW_OFFSET / 4 && tid != SCALE_STEP_OFFSET / 4) {
     uint32_t word = p.header[tid];
-    if (tid == 1) word |= (uint32_t)count;
-    if (tid == 2) word = count > 0 ? (uint32_t)positions[0] : 0u;
-    if (tid == 3) word = __float_as_uint(radius.low);
-    if (tid == 4) word = __float_as_uint(radius.step);
+    if (tid == COUNT_OFFSET / 4) word |= (uint32_t)count;
+    if (tid == POSITION_BASE_OFFSET / 4) word = count > 0 ? (uint32_t)positions[0] : 0u;
+    if (tid == RADIUS_LOW_OFFSET / 4) word = __float_as_uint(radius.low);
+    if (tid == RADIUS_STEP_OFFSET / 4) word = __float_as_uint(radius.step);
     words[tid] = word;
   }
   constexpr int SPACING = POSITIONS == 1 ? 16 : 1;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sizes, parameters and tables of the encoder, and bytes that are affine over a page.
 #pragma once
+#include "page_format.cuh"
 #include "ptx.cuh"
 
 constexpr int HEAD_DIM = SPHKV_HEAD_DIM;
@@ -15,13 +16,14 @@ constexpr int TILE = PAGE / WARPS;  // states of a warp
 constexpr int PLANES = HEAD_DIM / 2;
 constexpr int LEVELS = 16;
 
-constexpr int KEY_OFFSET = 64;
-constexpr int GAIN_OFFSET = KEY_OFFSET + SLOTS * PAGE / 2;
-constexpr int VALUE_OFFSET = GAIN_OFFSET + 2 * PAGE;
-constexpr int POSITION_OFFSET = VALUE_OFFSET + PAGE * HEAD_DIM * VALUE_BITS / 8;
-constexpr int POSITION_WORDS = POSITIONS == 0 ? 0 : POSITIONS == 1 ? PAGE / 16 : PAGE;
-constexpr int PAYLOAD_END = POSITION_OFFSET + 4 * POSITION_WORDS;
-constexpr int PAGE_BYTES = (PAYLOAD_END + 63) / 64 * 64;
+using Streams = PageStreams<PAGE, HEAD_DIM, SLOTS, VALUE_BITS, POSITIONS>;
+constexpr int KEY_OFFSET = Streams::KEYS;
+constexpr int GAIN_OFFSET = Streams::RADII;
+constexpr int VALUE_OFFSET = Streams::VALUES;
+constexpr int POSITION_OFFSET = Streams::PLACES;
+constexpr int POSITION_WORDS = Streams::NUM_PLACES;
+constexpr int PAYLOAD_END = Streams::END;
+constexpr int PAGE_BYTES = Streams::BYTES;
 
 #define INFINITE __int_as_float(0x7f800000)
 

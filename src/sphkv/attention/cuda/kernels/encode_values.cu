@@ -13,8 +13,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   uint8_t* page = p.pages + row * PAGE_BYTES;
   ValueMemory& m = *(ValueMemory*)shared_memory;
   const Affine scale = encode_values(p, m, page, row, tid);
-  if (tid == 0) ((float*)page)[5] = scale.low * p.read_gain;
-  if (tid == 1) ((float*)page)[6] = scale.step * p.read_gain;
+  if (tid == 0) ((float*)page)[SCALE_LOW_OFFSET / 4] = scale.low * p.read_gain;
+  if (tid == 1) ((float*)page)[SCALE_STEP_OFFSET / 4] = scale.step * p.read_gain;
   // whoever waits for this kernel means the keys too
   wait_for_previous();
 }

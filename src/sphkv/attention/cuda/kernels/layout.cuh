@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shapes and offsets. docs/gpu.md draws them; geometry.py computes the same numbers.
 #pragma once
+#include "page_format.cuh"
 #include "ptx.cuh"
 
 // What a build is for.
@@ -56,7 +57,7 @@ static_assert(NIBBLES % 16 == 0, "slots are handled 16 at a time");
 
 // Page: header, slots, radius and scale codes, value codes, bases of runs or positions of keys.
 constexpr bool HAS_SCALES = VALUE_BITS != 16;
-constexpr int KEY_OFFSET = 64;
+constexpr int KEY_OFFSET = HEADER_BYTES;
 constexpr int KEY_TILE_BYTES = TILE_KEYS * NIBBLES / 2;
 constexpr int GAIN_OFFSET = KEY_OFFSET + PAGE_TILES * KEY_TILE_BYTES;
 constexpr int GAIN_TILE_BYTES = TILE_KEYS * (HAS_SCALES ? 2 : 1);
@@ -64,7 +65,7 @@ constexpr int VALUE_OFFSET = GAIN_OFFSET + PAGE_TILES * GAIN_TILE_BYTES;
 constexpr int VALUE_TILE_BYTES = TILE_KEYS * HEAD_DIM * VALUE_BITS / 8;
 constexpr int POSITION_WORDS = IS_CONTIGUOUS ? 0 : IS_RUNS ? PAGE_TILES : PAGE_TOKENS;
 constexpr int PAYLOAD_END = VALUE_OFFSET + PAGE_TILES * VALUE_TILE_BYTES;
-constexpr int POSITION_OFFSET = IS_CONTIGUOUS ? 8 : PAYLOAD_END;
+constexpr int POSITION_OFFSET = IS_CONTIGUOUS ? POSITION_BASE_OFFSET : PAYLOAD_END;
 constexpr int PAGE_BYTES = round_up(PAYLOAD_END + 4 * POSITION_WORDS, 64);
 
 // Turns: (cos, -sin) and (sin, cos) of each plane in device memory, of each entry in shared memory.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Token-transposed pages to fragment order, one block per page. docs/gpu.md, section 3, draws both.
+#include "page_format.cuh"
 #include "ptx.cuh"
 
 constexpr int HEAD_DIM = SPHKV_HEAD_DIM;
@@ -11,10 +12,11 @@ constexpr int PAGE = 128;
 constexpr int TILE = 16;
 constexpr int LANES = 32;
 
-constexpr int KEY_OFFSET = 64;
-constexpr int GAIN_OFFSET = KEY_OFFSET + SLOTS * PAGE / 2;
-constexpr int VALUE_OFFSET = GAIN_OFFSET + 2 * PAGE;
-constexpr int VALUE_END = VALUE_OFFSET + PAGE * HEAD_DIM * BITS / 8;
+using Streams = PageStreams<PAGE, HEAD_DIM, SLOTS, BITS, 0>;
+constexpr int KEY_OFFSET = Streams::KEYS;
+constexpr int GAIN_OFFSET = Streams::RADII;
+constexpr int VALUE_OFFSET = Streams::VALUES;
+constexpr int VALUE_END = Streams::PLACES;
 
 struct ReorderParams {
   const uint8_t* from;  // [pages][page_bytes]

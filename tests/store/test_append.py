@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sphkv.core.contract import LayerContract
 from sphkv.errors import BudgetError
-from sphkv.store.spans import Span
+from sphkv.store.append import Span
 from sphkv.store.store import PageStore
 
 StoreMaker = Callable[..., PageStore]
@@ -73,7 +73,7 @@ def test_many_pages_are_encoded_in_parts(
     keys, values = prompts(codec, 3)
     one, other = make_store(), make_store()
     write_one_by_one(one, keys, values, 0)
-    monkeypatch.setattr("sphkv.store.encoding._ENCODE_PAGES", 3)
+    monkeypatch.setattr("sphkv.store.pages._ENCODE_PAGES", 3)
     monkeypatch.setattr("sphkv.store.pool._JOINED_PAGES", 4)
     for sequence in range(3):
         other.create(sequence)
