@@ -31,7 +31,7 @@ from sphkv.baselines.eviction import (
     PromptPolicy,
     highest,
 )
-from sphkv.baselines.held_states import Tagged, check_query
+from sphkv.baselines.held_states import Tagged, check_query, check_states
 from sphkv.baselines.layer_pages import PAGE_TOKENS
 from sphkv.baselines.settings import MethodShape
 
@@ -119,15 +119,11 @@ class CakeCache(EvictionCache):
         """Store a layer, then cut all layers so far to their share."""
         if layer > len(self._preference):
             raise ValueError(f"layers come in order: expected {len(self._preference)}, got {layer}")
+        check_states(self.geometry, keys, values)
         if layer == len(self._preference) and query is not None:
             check_query(self.geometry, query, keys.shape[1])
             self._share(query, keys)
-        try:
-            super().prefill(layer, keys, values, query=query)
-        except ValueError:
-            if self._layers[layer] is None:
-                del self._preference[layer:], self._rooms[layer:]
-            raise
+        super().prefill(layer, keys, values, query=query)
         self._cascade()
         if layer == self.geometry.num_layers - 1:
             self._ranked.clear()
@@ -135,8 +131,6 @@ class CakeCache(EvictionCache):
     def _share(self, query: Tensor, keys: Tensor) -> None:
         """Divide the budget among the layers seen so far and the one that comes."""
         policy, tokens = self._cake, keys.shape[1]
-        if keys.shape[-1] != query.shape[-1]:
-            return
         weights = window_attention(query, keys, policy.window)
         past = max(1, tokens - policy.window)
         self._preference.append(

@@ -76,6 +76,10 @@ class CacheCodec(Protocol):
         """Bits and the like, for reports."""
         ...
 
+    def __hash__(self) -> int:
+        """Settings are values: what was found out about one holds for its equals."""
+        ...
+
     def layer(self, layer: int, keys: Tensor, values: Tensor) -> StateLayer:
         """An empty layer on the device of the given states."""
         ...

@@ -22,7 +22,7 @@ from torch import Tensor
 from sphkv.attention.request import AttentionOptions
 from sphkv.baselines.attention_scores import mean_over_group, window_attention
 from sphkv.baselines.eviction import PROTECTED, EvictionCache, LayerPrompt, PromptPolicy, highest
-from sphkv.baselines.held_states import HeldStates
+from sphkv.baselines.held_states import HeldStates, check_query, check_states
 from sphkv.baselines.layer_pages import PAGE_TOKENS
 from sphkv.baselines.settings import MethodShape
 
@@ -101,11 +101,12 @@ class DuoCache(EvictionCache):
         self, layer: int, keys: Tensor, values: Tensor, *, query: Tensor | None = None
     ) -> None:
         """Store a layer; heads of earlier layers that it outdoes lose their middle."""
-        if self._layers[layer] is None and query is not None and query.dim() == keys.dim() == 3:
+        check_states(self.geometry, keys, values)
+        if self._layers[layer] is None and query is not None:
+            check_query(self.geometry, query, keys.shape[1])
             self._num_full = self._count_full(keys.shape[1])
-            if query.shape[-1] == keys.shape[-1]:
-                for head, value in enumerate(self._duo.reuse(query, keys).tolist()):
-                    self._reuse[layer, head] = value
+            for head, value in enumerate(self._duo.reuse(query, keys).tolist()):
+                self._reuse[layer, head] = value
         before = self._full
         best = sorted(self._reuse, key=lambda place: self._reuse[place], reverse=True)
         self._full = set(best[: self._num_full])

@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from sphkv.baselines.coded_layer import CodedLayer, PairCodec, StateBlock, StateLayer
+from sphkv.baselines.coded_layer import Coded, CodedLayer, PairCodec, StateBlock, StateLayer
 from sphkv.baselines.held_states import HeldStates, Tagged
 from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
 from sphkv.baselines.quantised import CodedSettings
@@ -64,13 +64,12 @@ class _Nothing:
 class _Half(PairCodec):
     """Keys alone or values alone."""
 
-    def decode(self, layer: int, coded: object) -> tuple[Tensor, Tensor]:
-        tensors, count = coded.tensors, coded.num_tokens  # type: ignore[attr-defined]
-        own = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+    def decode(self, layer: int, coded: Coded) -> tuple[Tensor, Tensor]:
+        own = {name.partition(".")[2]: tensor for name, tensor in coded.tensors.items()}
         if isinstance(self.keys, _Nothing):
-            decoded = self.values.decode(own, count)
+            decoded = self.values.decode(own, coded.num_tokens)
             return decoded[..., :0], decoded
-        decoded = self.keys.decode(own, count)
+        decoded = self.keys.decode(own, coded.num_tokens)
         return decoded, decoded[..., :0]
 
 

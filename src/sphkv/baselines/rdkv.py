@@ -66,7 +66,8 @@ class LeastCost:
         error = torch.tensor([*request.distortion, _DROPPED], dtype=torch.float64)
 
         def chosen(price: float) -> Tensor:
-            return (weight.cpu()[..., None] * error + price * costs).argmin(-1)
+            total: Tensor = weight.cpu()[..., None] * error + price * costs
+            return total.argmin(-1)
 
         low, high = 0.0, 1.0
         for _ in range(_STEPS):

@@ -143,8 +143,8 @@ class RotatedBasisCache(QuantisedCache):
     ) -> Tensor:
         """Store the next tokens and attend."""
         check_states(self.geometry, keys, values)
-        turned = (self._turn(part) for part in (query, keys, values))
-        output = super().attend(layer, *turned, options, sink_logits=sink_logits)
+        query, keys, values = (self._turn(part) for part in (query, keys, values))
+        output = super().attend(layer, query, keys, values, options, sink_logits=sink_logits)
         return output @ self._rotation().T.to(output.device)
 
     def _turn(self, states: Tensor) -> Tensor:
