@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sphkv.baselines.bit_packing import pack_bits, unpack_bits
 from sphkv.baselines.coded_layer import PairCodec
-from sphkv.baselines.per_channel_int import as_float16
+from sphkv.baselines.integer_codes import as_float16
 from sphkv.baselines.quantised import CodedSettings
 from sphkv.baselines.rotation_lloyd import random_rotation
 from sphkv.baselines.scalar_levels import lloyd_max_levels

@@ -27,7 +27,7 @@ from sphkv.attention.request import AttentionOptions
 from sphkv.baselines.bit_packing import pack_bits, unpack_bits
 from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.held_states import HeldStates, check_states
-from sphkv.baselines.per_channel_int import as_float16, check_bits
+from sphkv.baselines.integer_codes import as_float16, check_bits
 from sphkv.baselines.quantised import CodedSettings, QuantisedCache
 from sphkv.baselines.rotation_lloyd import random_rotation
 from sphkv.baselines.scalar_levels import NearestLevel, lloyd_max_levels

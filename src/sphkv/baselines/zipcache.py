@@ -26,8 +26,7 @@ from sphkv.baselines.bit_packing import pack_bits, unpack_bits
 from sphkv.baselines.coded_layer import Coded, CodedLayer, StateBlock
 from sphkv.baselines.eviction import highest
 from sphkv.baselines.held_states import Tagged
-from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
-from sphkv.baselines.per_channel_int import as_float16
+from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers, as_float16
 from sphkv.baselines.quantised import CodedSettings
 from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
