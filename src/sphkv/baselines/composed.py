@@ -102,7 +102,7 @@ class GroupSettings:
     """Hyper-parameters of methods that drop and code.
 
     Attributes:
-        kernel: Width of the pooling of votes; odd.
+        kernel: Width of the pooling of votes; odd. KVzip's scores are pooled only beyond 7.
         sinks: First tokens that stay dense.
         recent: Newest tokens that stay dense.
         group: Tokens of a group of the prompt.
@@ -141,11 +141,11 @@ class GroupSettings:
         return 0
 
     def trials(self) -> tuple[Self, ...]:
-        """Two kernels; more sinks; less room for new tokens."""
+        """Two kernels; more sinks; fewer dense and fewer new tokens, for small budgets."""
         return tuple(
-            dataclasses.replace(self, kernel=kernel, sinks=sinks, new_share=share)
+            dataclasses.replace(self, kernel=kernel, sinks=sinks, recent=recent, new_share=share)
             for kernel in (7, 17)
-            for sinks, share in ((4, 0.5), (16, 0.5), (4, 0.25))
+            for sinks, recent, share in ((4, 32, 0.5), (16, 32, 0.5), (4, 16, 0.25))
         )
 
     def build(self, shape: MethodShape) -> ComposedCache:
