@@ -9,29 +9,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sphkv.attention.request import AttentionOptions
 from sphkv.baselines.bit_packing import pack_bits, packed_bytes, unpack_bits
 from sphkv.baselines.coded_layer import Coded, PairCodec, StateBlock
 from sphkv.baselines.fp8 import Float8
 from sphkv.baselines.gear import CorrectedIntegers
 from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
-from sphkv.baselines.kivi import kivi_codec
+from sphkv.baselines.kivi import KiviCodec, kivi_codec
 from sphkv.baselines.kvquant import NonuniformRows
 from sphkv.baselines.ott import TracedIntegers, trace_outliers
 from sphkv.baselines.outliers import join_outliers, split_outliers
 from sphkv.baselines.polarquant_recursive import PolarTree, angle_levels
-from sphkv.baselines.polarquant_rope import PolarPairs
+from sphkv.baselines.polarquant_rope import PolarPairs, PolarQuantRope
 from sphkv.baselines.qjl import SignSketch, sketch_rows
 from sphkv.baselines.quantised import QuantisedCache
 from sphkv.baselines.rotatekv import RotatedIntegers
 from sphkv.baselines.rotation_lloyd import random_rotation
 from sphkv.baselines.scalar_levels import NearestLevel
-from sphkv.baselines.turboquant import RotatedLevels, sphere_levels
+from sphkv.baselines.settings import MethodShape
+from sphkv.baselines.turboquant import RotatedLevels, TurboQuant, sphere_levels
 from sphkv.baselines.zipcache import SalientIntegers, saliency
 from sphkv.codec.hadamard import unrotate
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 
 TINY = KVGeometry(num_layers=1, num_kv_heads=1, num_query_heads=1, head_dim=2)
+
+
+def shaped(geometry: KVGeometry, budget: float, num_new: int = 0) -> MethodShape:
+    return MethodShape(
+        geometry, [RopeSpec.unrotated(geometry.head_dim)] * geometry.num_layers, budget, num_new
+    )
+
+
 RAMP = torch.tensor([0.0, 1.0, 2.2, 3.0])
 # levels 0 1 2 3 of two bits, lowest bits first
 RAMP_BYTE = 0 + (1 << 2) + (2 << 4) + (3 << 6)
@@ -86,21 +96,38 @@ def test_kivi_keys_by_hand() -> None:
 
 
 def test_kivi_residual_by_hand() -> None:
-    """Of ten tokens and a residual of four, eight are coded and two wait dense."""
-    codec = kivi_codec(TINY, 2, 2, group=4, residual=4)
-    method = QuantisedCache("kivi", TINY, [codec], 2.0)
+    """Of ten tokens and a residual of four, eight keys are coded, and all values but four."""
+    codec = KiviCodec(ChannelIntegers(2, 4), TokenIntegers(2, 2, 4), residual_tokens=4)
+    method = QuantisedCache("kivi", shaped(TINY, 2.0), [codec])
     method.codec = codec
     states = noise(1, 10, 2).bfloat16().float()
     method.prefill(0, states, states)
     held = method.read(0)
     assert torch.equal(held.keys[:, 8:], states[:, 8:])
     assert not torch.equal(held.keys[:, :8], states[:, :8])
-    # keys: 2 groups x 2 channels of a byte and 4 scale bytes; values: 8 tokens of a byte and 4
-    # scale bytes; two bf16 tokens of 4 bytes, twice; one header and pointer
+    assert torch.equal(held.values[:, 6:], states[:, 6:])
+    # keys: 2 groups x 2 channels of a byte and 4 scale bytes, two dense keys of 4 bytes
     assert method.ledger().codes == 2 * 2 * 1 + 2 * 4
     assert method.ledger().radii == 2 * 2 * 4
-    assert method.ledger().values == 8 * (1 + 4) + 2 * 4
-    assert method.ledger().total == 12 + 16 + 48 + 64 + 8
+    # values: 6 tokens of a byte and 4 scale bytes, four dense ones; one header and pointer
+    assert method.ledger().values == 6 * (1 + 4) + 4 * 4
+    assert method.ledger().total == 12 + 16 + 46 + 64 + 8
+
+
+def test_kivi_values_leave_one_by_one() -> None:
+    """After two more tokens all keys are coded, and values but the newest four."""
+    codec = KiviCodec(ChannelIntegers(2, 4), TokenIntegers(2, 2, 4), residual_tokens=4)
+    method = QuantisedCache("kivi", shaped(TINY, 2.0), [codec])
+    method.codec = codec
+    states = noise(1, 12, 2).bfloat16().float()
+    method.prefill(0, states[:, :10], states[:, :10])
+    new = states[:, 10:]
+    method.attend(0, new, new, new, AttentionOptions(scale=1.0))
+    held = method.read(0)
+    assert method.tier_shares() == {"k2v2": 1.0, "max": 0.0}
+    assert torch.equal(held.values[:, 8:], states[:, 8:])
+    one_by_one = TokenIntegers(2, 2, 4)
+    assert torch.equal(held.values[:, :8], one_by_one.decode(one_by_one.encode(states[:, :8]), 8))
 
 
 def test_turboquant_levels_by_hand() -> None:
@@ -139,6 +166,33 @@ def test_turboquant_by_hand() -> None:
     expected = (signs * 2.0 - 1) * level @ random_rotation(8, 1).T
     norm = x.norm(dim=-1, keepdim=True).half().float()
     assert torch.allclose(codec.decode(tensors, 3), expected * norm, atol=1e-5)
+
+
+def test_turboquant_norm_correction_by_hand() -> None:
+    """Levels of a half each make a coded direction of norm sqrt(3)/2; the stored norm undoes it."""
+    x = torch.tensor([[[3.0, 0.0, 4.0]]])
+    codec = RotatedLevels(1, 3, rotates=False, corrects_norm=True)
+    tensors = codec.encode(x)
+    assert tensors["norm"].item() == pytest.approx(5 / (math.sqrt(3) / 2), rel=1e-3)
+    assert codec.decode(tensors, 1).norm().item() == pytest.approx(5.0, rel=1e-3)
+
+
+def test_turboquant_keeps_sinks_in_the_rotated_basis() -> None:
+    """Four dense sinks come back as they were, and attention is that of what is read."""
+    geometry = KVGeometry(num_layers=1, num_kv_heads=1, num_query_heads=1, head_dim=8)
+    method = TurboQuant().build(shaped(geometry, 0.9))
+    states = noise(1, 100, 8)
+    method.prefill(0, states, states, query=states)
+    assert torch.allclose(method.read(0).keys[:, :4], states[:, :4], atol=2e-2)
+    # 96 vectors of 6 or 8 bits with a norm, sinks, header and tables: 2,248 and 3,400 of 3,200
+    assert method.setting == "k6v6"
+
+
+def test_polarquant_rope_shares_a_range_over_the_head() -> None:
+    """Values of 64 channels have one minimum and spacing, not two."""
+    geometry = KVGeometry(num_layers=1, num_kv_heads=1, num_query_heads=1, head_dim=64)
+    codec = PolarQuantRope().codecs(geometry, [RopeSpec(64, 64, (1.0,) * 32)])[0]
+    assert codec.values.encode(noise(1, 5, 64))["scale"].shape == (1, 5, 1, 2)
 
 
 def test_outliers_by_hand() -> None:
@@ -339,13 +393,13 @@ def test_largest_setting_that_fits_is_taken() -> None:
     geometry = KVGeometry(num_layers=3, num_kv_heads=2, num_query_heads=2, head_dim=64)
     codecs = [kivi_codec(geometry, bits, bits) for bits in (4, 2)]
     for budget, label in ((0.4, "k4v4"), (0.25, "k2v2")):
-        method = QuantisedCache("kivi", geometry, codecs, budget)
+        method = QuantisedCache("kivi", shaped(geometry, budget), codecs)
         method.plan(1024)
         assert method.setting == label
     # 3 bits of 16 with scales, and 72 bytes of header and pointer per 128 tokens of 256 bytes
     least = 3 / 16 + 72 / (128 * 256)
     with pytest.raises(ValueError, match=f"at least {least:.4f} of the dense bytes of 1024"):
-        QuantisedCache("kivi", geometry, codecs, 0.1).plan(1024)
+        QuantisedCache("kivi", shaped(geometry, 0.1), codecs).plan(1024)
 
 
 def test_gear_without_outliers_by_hand() -> None:

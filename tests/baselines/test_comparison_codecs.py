@@ -8,13 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sphkv.baselines.hadamard_int import HadamardInt
-from sphkv.baselines.per_channel_int import PerChannelInt
 from sphkv.baselines.rotation_lloyd import RotationLloyd, gaussian_levels, random_rotation
-from sphkv.codec.hadamard import unrotate
 
-Codec = HadamardInt | PerChannelInt | RotationLloyd
-CODECS = (HadamardInt, PerChannelInt, RotationLloyd)
+Codec = RotationLloyd
+CODECS = (RotationLloyd,)
 
 
 def _keys(heads: int, tokens: int, dim: int, seed: int = 0) -> Tensor:
@@ -23,44 +20,6 @@ def _keys(heads: int, tokens: int, dim: int, seed: int = 0) -> Tensor:
 
 def _relative_error(codec: Codec, x: Tensor) -> float:
     return float((codec.roundtrip(x) - x).square().sum() / x.square().sum())
-
-
-def test_per_channel_by_hand() -> None:
-    """Two channels, groups of four tokens, four levels each."""
-    first = torch.tensor([[0.0, 10.0], [1.0, 10.0], [2.2, 10.0], [3.0, 10.0]])
-    second = torch.tensor([[-6.0, 0.5], [0.0, 0.5]])
-    restored = PerChannelInt(bits=2, group_tokens=4).roundtrip(torch.cat([first, second])[None])
-    # channel 0: levels 0 1 2 3, then -6 -4 -2 0; channel 1 is constant in each group
-    expected = [[0.0, 10.0], [1.0, 10.0], [2.0, 10.0], [3.0, 10.0], [-6.0, 0.5], [0.0, 0.5]]
-    assert restored[0].tolist() == expected
-
-
-def test_per_channel_groups_do_not_see_each_other() -> None:
-    """An outlier harms its channel and group only."""
-    x = _keys(1, 96, 4)
-    spoiled = x.clone()
-    spoiled[0, 40, 2] = 1000.0
-    codec = PerChannelInt(bits=4)
-    before, after = codec.roundtrip(x), codec.roundtrip(spoiled)
-    changed = (before != after)[0]
-    assert changed[32:64, 2].any()
-    assert not changed[:32].any()
-    assert not changed[64:].any()
-    assert not changed[:, [0, 1, 3]].any()
-
-
-def test_hadamard_int_by_hand() -> None:
-    """A key whose rotation is 0, 1, 2.2, 3 takes levels 0, 1, 2, 3."""
-    x = unrotate(torch.tensor([[[0.0, 1.0, 2.2, 3.0]]]))
-    expected = unrotate(torch.tensor([[[0.0, 1.0, 2.0, 3.0]]]))
-    assert torch.allclose(HadamardInt(bits=2).roundtrip(x), expected, atol=2e-3)
-
-
-def test_hadamard_int_spreads_a_large_channel() -> None:
-    """A single channel rotates to two values, which one bit holds."""
-    x = torch.zeros(1, 1, 64)
-    x[0, 0, 9] = 8.0
-    assert torch.allclose(HadamardInt(bits=1).roundtrip(x), x, atol=1e-5)
 
 
 def test_gaussian_levels_are_the_classical_ones() -> None:
@@ -104,9 +63,6 @@ def test_rotation_lloyd_error_is_the_distortion_of_its_levels() -> None:
     [
         (RotationLloyd(3), 128, 3 + 16 / 128),
         (RotationLloyd(2), 64, 2 + 16 / 64),
-        (HadamardInt(4), 64, 4 + 32 / 64),
-        (PerChannelInt(2), 128, 3.0),
-        (PerChannelInt(2, group_tokens=128), 128, 2.25),
     ],
 )
 def test_bits_per_element_counts_metadata(codec: Codec, head_dim: int, expected: float) -> None:
@@ -157,9 +113,3 @@ def test_bad_input_is_named(codec_class: type[Codec]) -> None:
         codec.roundtrip(torch.full((1, 4, 8), float("nan")))
     with pytest.raises(ValueError, match="must fit float16"):
         codec.roundtrip(_keys(1, 4, 8) * 1e6)
-
-
-def test_group_size_must_be_positive() -> None:
-    """A group of no tokens is an error."""
-    with pytest.raises(ValueError, match="got 0"):
-        PerChannelInt(2, group_tokens=0)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sphkv.baselines.bit_packing import pack_bits, unpack_bits
-from sphkv.baselines.per_channel_int import as_float16, check_bits
 
 
 def quantise_rows(x: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
@@ -126,3 +125,28 @@ class ChannelIntegers:
     def tables(self) -> list[Tensor]:
         """None."""
         return []
+
+
+def as_float16(x: Tensor, *, name: str) -> Tensor:
+    """Round to what a float16 field keeps.
+
+    Args:
+        x: float32, any shape.
+        name: What the field holds, for the message.
+
+    Returns:
+        float32 of the shape of ``x``.
+
+    Raises:
+        ValueError: If an entry does not fit.
+    """
+    rounded = x.half().float()
+    if not bool(rounded.isfinite().all()):
+        raise ValueError(f"{name} must fit float16, got {x.abs().max().item()}")
+    return rounded
+
+
+def check_bits(bits: int) -> None:
+    """Reject widths outside 1 to 8."""
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits must be between 1 and 8, got {bits}")

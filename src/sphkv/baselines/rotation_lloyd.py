@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sphkv.baselines.per_channel_int import as_float16, check_bits, check_head_dim, check_keys
+from sphkv.baselines.integer_codes import as_float16, check_bits
+from sphkv.codec.affine import check_finite
 
 _NORM_BITS = 16
 
@@ -122,3 +123,18 @@ def gaussian_levels(bits: int) -> Tensor:
             # Rounding in the tails would otherwise break the symmetry of the law.
             levels = (levels - levels.flip(0)) / 2
         return levels.float()
+
+
+def check_keys(x: Tensor) -> None:
+    """Reject anything but finite floating-point ``[heads, tokens, head_dim]``."""
+    if x.ndim != 3 or not x.is_floating_point():
+        raise ValueError(
+            f"keys must be floating-point [heads, tokens, head_dim], got {x.dtype} {tuple(x.shape)}"
+        )
+    check_finite(x, name="keys")
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Reject head dims below 1."""
+    if head_dim < 1:
+        raise ValueError(f"head_dim must be at least 1, got {head_dim}")

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sphkv.baselines.hadamard_int import HadamardInt
-from sphkv.baselines.per_channel_int import PerChannelInt
+from sphkv.baselines.coded_layer import PartCodec
+from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
+from sphkv.baselines.rotatekv import RotatedIntegers
 from sphkv.baselines.rotation_lloyd import RotationLloyd
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.states import SphericalCodec
@@ -28,6 +28,8 @@ _PAGE_TOKENS = 128
 # page id and tier tag of the pointer table, reference and state count of the slab
 _POINTER_BYTES = 8 + 1 + 4 + 4
 _MOST_KEY_BITS = 6.0
+_FLOAT16_BITS = 16
+_GROUP = 32
 
 
 class StateMethod(Protocol):
@@ -136,6 +138,46 @@ class _KeyCodec(Protocol):
     def roundtrip(self, x: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class CodedPart:
+    """A codec of the baselines, from states to codes and back.
+
+    Attributes:
+        codec: The codec.
+        bits: Width of a code.
+        shared: Entries that share a float16 minimum and spacing.
+        block: Tokens that are coded together.
+    """
+
+    codec: PartCodec
+    bits: int
+    shared: int
+    block: int = 1
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """Bits per entry, minimum and spacing included; the head dim does not matter."""
+        return self.bits + 2 * _FLOAT16_BITS / self.shared
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        """States ``[heads, tokens, head_dim]`` as they would come back, float32."""
+        heads, tokens, dim = x.shape
+        # repeating the last token leaves the range of its block as it is
+        padding = x[:, -1:].expand(heads, -tokens % self.block, dim)
+        padded = torch.cat([x, padding], 1).float()
+        return self.codec.decode(self.codec.encode(padded), padded.shape[1])[:, :tokens]
+
+
+def _coded_part(name: str, bits: int, head_dim: int) -> _KeyCodec:
+    """KIVI's integers per channel and 32 tokens, or QuaRot's per token after a rotation."""
+    if name == "rotation-lloyd":
+        return RotationLloyd(bits)
+    if name == "per-channel-int":
+        return CodedPart(ChannelIntegers(bits, _GROUP), bits, _GROUP, block=_GROUP)
+    if name == "hadamard-int":
+        return CodedPart(RotatedIntegers(TokenIntegers(bits, head_dim)), bits, head_dim)
+    raise ValueError(f"no comparison codec {name!r}; there are {', '.join(METHODS[2:])}")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ComparisonMethod:
     """Another codec for keys and, if asked, for values; format-only.
@@ -171,12 +213,7 @@ def comparison_method(
     name: str, key_bits: float, value_bits: float, *, head_dim: int, dense_tokens: int
 ) -> ComparisonMethod:
     """A comparison codec at the bits nearest from below."""
-    kinds = {
-        "rotation-lloyd": RotationLloyd,
-        "per-channel-int": PerChannelInt,
-        "hadamard-int": HadamardInt,
-    }
-    candidates: Sequence[_KeyCodec] = [kinds[name](bits) for bits in range(1, 9)]
+    candidates = [_coded_part(name, bits, head_dim) for bits in range(1, 9)]
 
     def nearest(wanted: float, what: str) -> _KeyCodec:
         fitting = [c for c in candidates if c.bits_per_element(head_dim) <= wanted + 1e-9]

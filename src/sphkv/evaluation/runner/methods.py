@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from sphkv.attention.api import get_backend
 from sphkv.baselines.eviction import EvictionCache
-from sphkv.baselines.h2o import HeavyHitters
 from sphkv.baselines.registry import make_baseline
 from sphkv.cache.method import CacheMethod
 from sphkv.cache.plan import CacheConfig, budget_tiers, plan_cache
@@ -106,8 +105,6 @@ class MethodFactory:
         method = make_registered(name, self._shape, ByteBudget.parse(budget), num_tokens=context)
         if work is not None and isinstance(method, EvictionCache):
             method.shared = work.scores
-            if isinstance(method.policy, HeavyHitters):
-                method.policy.shared = work.scores.attention
         return method
 
     def _config(self, tier: str) -> CacheConfig:
