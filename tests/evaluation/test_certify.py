@@ -13,10 +13,9 @@ from sphkv.evaluation.witness.bounds import Witness
 from sphkv.evaluation.witness.failures import FAILURE_CLASSES, diagnose
 from sphkv.evaluation.witness.suite import build_suite
 from sphkv.evaluation.workloads.case import Case
-from sphkv.integrations.prompt_states import store_prompt
 from sphkv.retention.gate import GateOptions
 
-COMMAND = ["certify", "--budget", "90%", "--context", "1700", "--seeds", "2"]
+COMMAND = ["certify", "--budget", "90%", "--context", "1700", "--seeds", "2", "--following", "32"]
 
 
 @pytest.fixture
@@ -140,9 +139,9 @@ def test_the_gate_is_told_every_margin(tiny_model_folder):
         Case("p", "needle", "p", tuple(range(3, 200)), answers=("",), max_new_tokens=3)
     )
     cache = session.factory.controlled("60%", gate=GateOptions())
-    store_prompt(cache, read.states)
+    cache.store_prompt(read.states)
     got = decode_tokens(session.model, cache, read.states.hidden[-1:], 3, StopRule(frozenset()))
     assert len(got.token_ids) == 3
     # three tokens, and the one after them that the limit cut off
-    assert cache.refresher.gate is not None
-    assert cache.refresher.gate.num_steps == 4
+    assert cache.method.refresher.gate is not None
+    assert cache.method.refresher.gate.num_steps == 4

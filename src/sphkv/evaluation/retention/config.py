@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sphkv.core.budget import ByteBudget
+from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
 from sphkv.retention.blocks import BlockShape
 from sphkv.retention.options import ControlOptions
 
@@ -38,7 +39,7 @@ class StudyConfig:
         num_following: Tokens after a prompt on which the language model is compared.
         num_texts: Books.
         num_questions: Questions with their evidence in the middle.
-        policy: Policy file; None takes the fixed recipe.
+        policy: Policy file; None takes the default weights.
         calibration: Calibration file; None calibrates on ``pg19/calibration``.
         page_tokens: States of a coded page.
     """
@@ -48,7 +49,7 @@ class StudyConfig:
     variants: tuple[str, ...] = DEFAULT_VARIANTS
     budgets: tuple[str, ...] = BUDGETS
     context: int = 2048
-    num_following: int = 64
+    num_following: int = FOLLOWING_TOKENS
     num_texts: int = 3
     num_questions: int = 4
     policy: str | None = None

@@ -17,9 +17,9 @@ from sphkv.codec.calibration_file import load_calibration
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.harness.states import PromptStates, read_prompt
 from sphkv.evaluation.retention.prompts import passage_segments
 from sphkv.integrations.models import load_model
-from sphkv.integrations.prompt_states import PromptStates, read_prompt, store_prompt
 from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
 from sphkv.retention.options import ControlOptions
 from sphkv.retention.policy import RetentionPolicy, load_policy
@@ -86,7 +86,8 @@ def plan_retention(config: PlanConfig) -> tuple[dict[str, Any], RetainedSequence
     )
     codec = _codec(config, retained, states)
     sequence = RetainedSequence(retained, codec, ReferenceBackend())
-    store_prompt(sequence, states)
+    for layer, part in enumerate(states.layers):
+        sequence.prefill(layer, part.keys, part.values, query=part.query)
     return describe_plan(sequence, config), sequence
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from sphkv.cache.retained_config import RetainedConfig
 from sphkv.cache.retained_measure import foretell_rows, protected_states, row_share
 from sphkv.core.tiers import RUN_TOKENS
-from sphkv.integrations.prompt_states import LayerStates, PromptStates
+from sphkv.evaluation.harness.states import LayerStates, PromptStates
 from sphkv.retention.blocks import rank_units, unit_tokens
 from sphkv.retention.features import (
     drop_losses,

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sphkv.attention.api import get_backend
 from sphkv.baselines.eviction import EvictionCache
 from sphkv.baselines.h2o import HeavyHitters
-from sphkv.baselines.registry import make_baseline
+from sphkv.baselines.registry import BASELINES, make_baseline
 from sphkv.cache.method import CacheMethod
 from sphkv.cache.plan import CacheConfig, budget_tiers, plan_cache
 from sphkv.cache.retained import RetainedSequence
-from sphkv.cache.retained_config import RetainedConfig
+from sphkv.cache.retained_config import RetainedConfig, retention_tiers
 from sphkv.cache.sequence import SphericalSequence
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.rope import RopeSpec
@@ -20,10 +21,14 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
+from sphkv.evaluation.harness.subject import MethodSubject, Subject
+from sphkv.evaluation.names import check_name
 from sphkv.evaluation.runner.shared_work import SharedWork
 from sphkv.retention.gate import GateOptions
+from sphkv.retention.options import ControlOptions
 from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.protection import ProtectionRule
+from sphkv.retention.segments import SegmentSpans
 from sphkv.store.store import PageStore
 
 DENSE = "dense"
@@ -31,6 +36,11 @@ UNIFORM = "spherical"
 JOINT = "joint"
 OUR_METHODS = (UNIFORM, JOINT)
 _REBUILT_BYTES = 4
+
+
+def method_names() -> tuple[str, ...]:
+    """Every method that can be measured: dense, ours, then the baselines."""
+    return (DENSE, *OUR_METHODS, *(name for name in BASELINES if name != DENSE))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,10 +61,11 @@ class ModelShape:
 
 
 class MethodFactory:
-    """Makes fresh caches for one model."""
+    """Makes fresh caches inside one model."""
 
     def __init__(
         self,
+        model: Any,
         shape: ModelShape,
         calibration: Calibration,
         *,
@@ -64,14 +75,19 @@ class MethodFactory:
         """Take what our methods use.
 
         Args:
-            shape: The model's.
+            model: The model.
+            shape: Its shape.
             calibration: Codebooks of the angle codes.
             backend: Name of a decode backend, or ``"auto"``.
             policy: The controller's weights; the fixed recipe if None.
         """
         self._policy = policy or RetentionPolicy()
+        self._model = model
         self._shape = shape
         self._codec = SphericalCodec(calibration)
+        planes = calibration.planes
+        points = (planes.mean, planes.pair, planes.single, planes.stages)
+        self._table_bytes = sum(part.nbytes for part in points)
         self._backend = get_backend(backend)
 
     @property
@@ -85,7 +101,7 @@ class MethodFactory:
 
     def make(
         self, name: str, budget: str, *, context: int, work: SharedWork | None = None
-    ) -> CacheMethod:
+    ) -> Subject:
         """An empty cache.
 
         Args:
@@ -98,17 +114,30 @@ class MethodFactory:
             ValueError: There is no such method, or the budget is too small for it.
         """
         if name == DENSE:
-            return self._uniform("100%", context, tier="max")
+            return self._subject(self._uniform("100%", context, tier="max"), "100%")
         if name == UNIFORM:
-            return self._uniform(budget, context, tier=None)
+            return self._subject(self._uniform(budget, context, tier=None), budget)
         if name == JOINT:
             return self.controlled(budget, work=work)
-        method = make_registered(name, self._shape, ByteBudget.parse(budget), num_tokens=context)
+        check_name("method", name, method_names())
+        limit = ByteBudget.parse(budget)
+        method = make_registered(name, self._shape, limit, num_tokens=context)
         if work is not None and isinstance(method, EvictionCache):
             method.shared = work.scores
             if isinstance(method.policy, HeavyHitters):
                 method.policy.shared = work.scores.attention
-        return method
+        return MethodSubject(self._model, method, self._shape.geometry, budget=limit)
+
+    def _subject(self, method: CacheMethod, budget: str) -> Subject:
+        """One of ours, whose codebooks are counted beside it."""
+        is_dense = budget == "100%" and method.name == UNIFORM
+        return MethodSubject(
+            self._model,
+            method,
+            self._shape.geometry,
+            budget=ByteBudget.parse(budget),
+            table_bytes=0 if is_dense else self._table_bytes,
+        )
 
     def _config(self, tier: str) -> CacheConfig:
         shape = self._shape
@@ -129,14 +158,20 @@ class MethodFactory:
         *,
         protection: ProtectionRule | None = None,
         gate: GateOptions | None = None,
+        options: ControlOptions | None = None,
+        segments: SegmentSpans | None = None,
+        page_tokens: int | None = None,
         work: SharedWork | None = None,
-    ) -> RetainedSequence:
+    ) -> Subject:
         """The controller's choice of what to keep at which tier.
 
         Args:
             budget: Byte budget.
             protection: States that stay dense; the usual ones if None.
             gate: Stability gate; None for none.
+            options: Variant and solver; the usual ones if None.
+            segments: Passages of the prompt; none if None.
+            page_tokens: States of a coded page; the usual number if None.
             work: As ``make``; needs the usual protection.
         """
         shape = self._shape
@@ -147,9 +182,13 @@ class MethodFactory:
             policy=self._policy,
             protection=protection or ProtectionRule(),
             gate=gate,
+            options=options or ControlOptions(),
+            segments=segments or SegmentSpans(),
+            tiers=retention_tiers() if page_tokens is None else retention_tiers(page_tokens),
         )
         measured = None if work is None else work.layers
-        return RetainedSequence(config, self._codec, self._backend, measured=measured)
+        method = RetainedSequence(config, self._codec, self._backend, measured=measured)
+        return self._subject(method, budget)
 
 
 def make_registered(
@@ -161,26 +200,15 @@ def make_registered(
     return make_baseline(name, geometry, shape.ropes, share, num_tokens=num_tokens)
 
 
-def realisation_of(method: CacheMethod) -> str:
-    """``kernel-realized`` if decode reads what is stored, ``format-only`` if it rebuilds it."""
-    stated = getattr(method, "realisation", None)
-    return "kernel-realized" if stated is None else str(stated)
-
-
-def setting_of(method: CacheMethod) -> str:
-    """The setting a method chose under its budget: a tier, bits, or nothing."""
-    return str(getattr(method, "setting", "") or getattr(method, "tier_name", ""))
-
-
-def decode_bytes(method: CacheMethod, geometry: KVGeometry) -> int:
+def decode_bytes(subject: Subject) -> int:
     """Bytes that one decode step moves, counted and not profiled.
 
     Everything stored is read once. A method that rebuilds its states also writes and reads them
     in float32.
     """
-    ledger = method.ledger()
+    ledger, geometry = subject.ledger(), subject.geometry
     moved = ledger.total - ledger.frag
-    if realisation_of(method) == "format-only":
+    if subject.describe()["realisation"] == "format-only":
         rebuilt = 2 * _REBUILT_BYTES * geometry.head_dim * geometry.num_kv_heads
-        moved += 2 * rebuilt * geometry.num_layers * method.num_tokens()
+        moved += 2 * rebuilt * geometry.num_layers * subject.num_tokens()
     return moved
