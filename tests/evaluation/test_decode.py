@@ -118,7 +118,7 @@ def test_every_method_of_ours_says_what_it_chose(session, prompt):
     }
     assert told["dense", "100%"]["setting"] == "max"
     assert told["spherical", "60%"]["residency"] == "uniform"
-    assert told["spherical", "60%"]["tiers"] == [told["spherical", "60%"]["setting"]]
+    assert set(told["spherical", "60%"]["tiers"]) == {told["spherical", "60%"]["setting"]}
     assert told["joint", "30%"]["residency"] == "retention"
     assert len(told["joint", "30%"]["tiers"]) > 1
     assert stored(session, prompt, "spherical", "60%").table_bytes() > 0

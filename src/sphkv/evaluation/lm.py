@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from sphkv.codec.calibration import default_calibration
 from sphkv.core.tiers import DENSE_BITS
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.harness.states import hidden_states
+from sphkv.evaluation.harness.states import hidden_states, read_prompt
 from sphkv.evaluation.key_methods import (
+    COORDINATES,
     METHODS,
+    CoordinateMethod,
     SphericalMethod,
     StateMethod,
     comparison_method,
@@ -97,6 +103,13 @@ class LMRunner:
             self._session.calibrate_on(self.input_ids[:, :SELF_CALIBRATION_TOKENS])
         self._dense = hidden_states(self._session.model, self.input_ids)
 
+    @cached_property
+    def _calibration_keys(self) -> list[Tensor]:
+        """Keys of every layer of the text that codebooks are fitted on."""
+        ids = torch.tensor([self._session.calibration_ids])
+        states = read_prompt(self._session.model, ids)
+        return [part.keys for part in states.layers]
+
     def _method(self, config: LMConfig) -> StateMethod:
         shape = self._session.shape
         head_dim = shape.geometry.head_dim
@@ -107,6 +120,14 @@ class LMRunner:
             else:
                 calibration = default_calibration(shape.geometry, shape.ropes)
             return SphericalMethod(calibration, tier, dense_tokens=config.dense_tokens)
+        if config.method in COORDINATES:
+            return CoordinateMethod(
+                config.method,
+                config.key_bits,
+                config.value_bits,
+                calibration_keys=self._calibration_keys,
+                dense_tokens=config.dense_tokens,
+            )
         return comparison_method(
             config.method,
             config.key_bits,
@@ -142,6 +163,8 @@ class LMRunner:
             "config": asdict(config),
             "environment": describe_environment(),
         }
+        if isinstance(method, CoordinateMethod):
+            record["angle_bits"], record["table_bytes"] = method.angle_bits, method.table_bytes
         if isinstance(method, SphericalMethod):
             ledger = method.ledger()
             record["b_kv"] = ledger.b_kv(config.context)

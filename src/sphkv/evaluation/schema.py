@@ -36,14 +36,14 @@ class MethodDescription(TypedDict):
         name: Label of the method.
         setting: Tier, bits or sizes it took; never empty.
         residency: ``uniform`` or ``retention`` of ours, ``own`` of another method.
-        tiers: Tiers that hold states.
+        tiers: Share of the states that each tier holds; what is missing to 1 was dropped.
         realisation: ``kernel-realized`` if decode reads what is stored, else ``format-only``.
     """
 
     name: str
     setting: str
     residency: str
-    tiers: list[str]
+    tiers: dict[str, float]
     realisation: str
 
 
@@ -104,7 +104,7 @@ class Memory(TypedDict):
     b_hbm_source: str
     setting: str
     residency: str
-    tiers: list[str]
+    tiers: dict[str, float]
     realisation: str
     steps: StepColumns
 
@@ -531,8 +531,13 @@ def check_value(
     if is_typeddict(wanted):
         yield from _check_fields(value, wanted, path, skip)
     elif origin in (Union, UnionType):
-        tries = [list(check_value(value, option, path=path)) for option in get_args(wanted)]
-        if all(tries):
+        others = [option for option in get_args(wanted) if option is not NoneType]
+        if value is None and len(others) < len(get_args(wanted)):
+            return
+        tries = [list(check_value(value, option, path=path)) for option in others]
+        if len(tries) == 1:
+            yield from tries[0]
+        elif all(tries):
             yield path, f"is {_show(value)}, not {_name(wanted)}"
     elif origin is Literal:
         if value not in get_args(wanted):
@@ -551,14 +556,16 @@ def _check_fields(
     if not isinstance(value, dict):
         yield path, f"is {_show(value)}, not an object"
         return
-    hints = get_type_hints(wanted)
-    for name in sorted(wanted.__required_keys__ - value.keys()):
+    hints = get_type_hints(wanted, include_extras=True)
+    optional = {name for name, kind in hints.items() if get_origin(kind) is NotRequired}
+    for name in sorted(hints.keys() - optional - value.keys()):
         yield _join(path, name), "is missing"
     for name in sorted(value.keys() - hints.keys()):
         yield _join(path, name), "is no known field"
     for name, kind in hints.items():
         if name in value and name not in skip:
-            yield from check_value(value[name], kind, path=_join(path, name))
+            plain = get_args(kind)[0] if name in optional else kind
+            yield from check_value(value[name], plain, path=_join(path, name))
 
 
 def _check_items(value: Any, kind: type, item: Any, path: str) -> Iterator[tuple[str, str]]:

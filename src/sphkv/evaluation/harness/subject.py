@@ -230,15 +230,16 @@ class MethodSubject:
     def describe(self) -> MethodDescription:
         """What was chosen under the budget."""
         method = self.method
-        tiers: list[str] = []
+        tiers: dict[str, float] = {}
         residency, setting = "", str(getattr(method, "setting", ""))
         if isinstance(method, SphericalSequence):
             residency, setting = "uniform", method._config.tier
-            tiers = [setting]
+            tiers = {setting: 1.0}
         elif isinstance(method, RetainedSequence):
             residency = "retention"
             counts = [] if method.contract is None else _tier_counts(method)
-            tiers = [name for name, count in counts if count]
+            total = sum(count for _, count in counts)
+            tiers = {name: count / total for name, count in counts if count and name != "drop"}
             setting = "+".join(tiers)
         stated = str(getattr(method, "realisation", "kernel-realized"))
         return {

@@ -129,18 +129,29 @@ class Session:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     @cached_property
+    def calibration_ids(self) -> list[int]:
+        """Tokens that codebooks are fitted on.
+
+        Raises:
+            ValueError: They were loaded from a file, which has no tokens.
+        """
+        text, num_tokens, given, _ = self._source
+        if given is not None:
+            raise ValueError(f"the codebooks of {given.name} come without the text they fit")
+        if self._own_ids is not None:
+            return [int(token) for token in self._own_ids[0]]
+        words = made_up_text(8 * num_tokens, seed=1) if text is None else _read(text)
+        ids: list[int] = self.tokenizer(words[: 16 * num_tokens]).input_ids[:num_tokens]
+        return ids
+
+    @cached_property
     def _fitted(self) -> tuple[Calibration, str]:
-        text, num_tokens, given, keep = self._source
+        *_, given, keep = self._source
         shape = self.shape
         if given is not None:
             found = load_calibration(given, geometry=shape.geometry, ropes=shape.ropes)
             return found, hashlib.sha256(given.read_bytes()).hexdigest()[:16]
-        source = "text"
-        if self._own_ids is not None:
-            ids, source = self._own_ids[0].tolist(), "prompt"
-        else:
-            words = made_up_text(8 * num_tokens, seed=1) if text is None else _read(text)
-            ids = self.tokenizer(words[: 16 * num_tokens]).input_ids[:num_tokens]
+        ids, source = self.calibration_ids, "text" if self._own_ids is None else "prompt"
         name = content_id({"model": self.name, "ids": ids})
         file = None if keep is None else keep / f"calibration-{name}.safetensors"
         if file is not None and file.is_file():
