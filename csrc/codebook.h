@@ -2,6 +2,7 @@
 // Codebooks of one layer at one tier, in the form the kernels rotate and look up.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -48,6 +49,8 @@ struct Rotary {
   std::vector<uint8_t> is_slow;  // [planes] whether a quad of rows may share one phase
 
   Rotary(int planes, const double* radians, const int64_t* channels);
+
+  size_t nbytes() const;  // of everything above
 };
 
 // Phases of every plane at one position.
@@ -89,6 +92,8 @@ struct Codebook {
   // constant [heads, planes, 2]
   Codebook(const Rotary* rotary, int num_heads, int num_slots, const float* points,
            const int64_t* slot_plane, const int64_t* num_pairs, const float* constant);
+
+  size_t nbytes() const;  // of all heads, and of the phases, which it keeps alive
 };
 
 }  // namespace sphkv

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the kernels know of a page. sphkv/store/layout.py draws the layout; stream offsets come
-// from there at run time, and tests/attention/test_native.py compares this header with it.
+// from there at run time, and native tests read pages that it wrote.
 #pragma once
 
 #include <cstddef>

@@ -4,6 +4,10 @@ from functools import cache
 
 import pytest
 import torch
+from sphkv.cache.retained import RetainedSequence
+from sphkv.cache.retained_config import RetainedConfig, retention_tiers
+from sphkv.cache.retained_engine import RetainedEngine
+from sphkv.cache.retained_index import PageIndex
 from torch import Tensor
 
 from sphkv.attention.cuda.pages import FragmentOrder
@@ -11,21 +15,16 @@ from sphkv.attention.partial import PartialAttention
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeRequest
 from sphkv.cache.method import CacheMethod
-from sphkv.cache.retained import RetainedSequence
-from sphkv.cache.retained_config import RetainedConfig, retention_tiers
-from sphkv.cache.retained_engine import RetainedEngine
-from sphkv.cache.retained_index import PageIndex
-from sphkv.cache.retained_work import PromptWork
 from sphkv.cache.step import StepTokens
 from sphkv.codec.calibration import Calibrator
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
-from sphkv.retention.allocate import InfeasibleBudget
-from sphkv.retention.blocks import BlockShape
+from sphkv.core.rope import RopeSpec
+from sphkv.errors import BudgetError
 from sphkv.retention.gate import GateOptions
-from sphkv.retention.options import VARIANTS, ControlOptions
+from sphkv.retention.measure import PromptWork
+from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions
 from sphkv.retention.protection import ProtectionRule
 from sphkv.testing.fake_gpu import DEVICE, GpuTensor, fake_gpu
 
@@ -208,7 +207,7 @@ def test_a_fixed_number_of_bytes_holds_too():
 
 
 def test_missing_bytes_are_named():
-    with pytest.raises(InfeasibleBudget, match=r"by \d+ bytes") as error:
+    with pytest.raises(BudgetError, match=r"by \d+ bytes") as error:
         fill(make_config("1%"))
     assert error.value.missing > 0
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 import torch
-
-from sphkv.attention.cuda.pages import FragmentOrder
-from sphkv.cache import retained_bytes
 from sphkv.cache.retained_bytes import contract_bytes
 from sphkv.cache.retained_config import retention_tiers
 from sphkv.cache.retained_pages import list_pages
+
+from sphkv.attention.cuda.pages import FragmentOrder
+from sphkv.cache import retained_bytes
 from sphkv.codec.calibration import default_calibration
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.store.config import StoreConfig
 from sphkv.store.store import PageStore
 

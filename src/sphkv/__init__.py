@@ -9,41 +9,68 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sphkv.codec.calibration import Calibration
     from sphkv.core.budget import ByteBudget
-    from sphkv.core.contract import WriteContract
-    from sphkv.core.errors import BudgetExceeded
-    from sphkv.core.geometry import KVGeometry
-    from sphkv.core.tiers import TierSpec, TierTable, default_tiers
+    from sphkv.core.tiers import TierSpec
+    from sphkv.errors import (
+        BackendUnavailableError,
+        BudgetError,
+        CacheFileError,
+        CudaUnavailableError,
+        NativeUnavailableError,
+        SphKVError,
+        UnsupportedBatchError,
+        UnsupportedModelError,
+    )
     from sphkv.integrations.models import load_model
-    from sphkv.integrations.transformers.cache import SphericalCache
-    from sphkv.integrations.transformers.retained import RetainedCache
+    from sphkv.integrations.transformers.cache import (
+        CacheOptions,
+        RetentionOptions,
+        SphericalCache,
+    )
+    from sphkv.integrations.transformers.calibrate import calibrate_model
+    from sphkv.retention.gate import GateOptions
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BudgetExceeded",
+    "BackendUnavailableError",
+    "BudgetError",
     "ByteBudget",
-    "KVGeometry",
-    "RetainedCache",
+    "CacheFileError",
+    "CacheOptions",
+    "Calibration",
+    "CudaUnavailableError",
+    "GateOptions",
+    "NativeUnavailableError",
+    "RetentionOptions",
+    "SphKVError",
     "SphericalCache",
     "TierSpec",
-    "TierTable",
-    "WriteContract",
+    "UnsupportedBatchError",
+    "UnsupportedModelError",
     "__version__",
-    "default_tiers",
+    "calibrate_model",
     "load_model",
 ]
 
 _HOMES = {
-    "BudgetExceeded": "sphkv.core.errors",
+    "BackendUnavailableError": "sphkv.errors",
+    "BudgetError": "sphkv.errors",
     "ByteBudget": "sphkv.core.budget",
-    "KVGeometry": "sphkv.core.geometry",
-    "RetainedCache": "sphkv.integrations.transformers.retained",
+    "CacheFileError": "sphkv.errors",
+    "CacheOptions": "sphkv.integrations.transformers.cache",
+    "Calibration": "sphkv.codec.calibration",
+    "CudaUnavailableError": "sphkv.errors",
+    "GateOptions": "sphkv.retention.gate",
+    "NativeUnavailableError": "sphkv.errors",
+    "RetentionOptions": "sphkv.integrations.transformers.cache",
+    "SphKVError": "sphkv.errors",
     "SphericalCache": "sphkv.integrations.transformers.cache",
     "TierSpec": "sphkv.core.tiers",
-    "TierTable": "sphkv.core.tiers",
-    "WriteContract": "sphkv.core.contract",
-    "default_tiers": "sphkv.core.tiers",
+    "UnsupportedBatchError": "sphkv.errors",
+    "UnsupportedModelError": "sphkv.errors",
+    "calibrate_model": "sphkv.integrations.transformers.calibrate",
     "load_model": "sphkv.integrations.models",
 }
 

@@ -70,6 +70,32 @@ class HostKernel:
             raise RuntimeError(found.decode())
 
 
+def _filled(make):
+    """``make`` with its result full of what nobody may take for an answer."""
+
+    @functools.wraps(make)
+    def filled(*args, **kwargs):
+        made = make(*args, **kwargs)
+        if made.is_floating_point():
+            made.fill_(torch.nan)
+        elif made.dtype == torch.uint8:
+            made.fill_(0xFF)
+        return made
+
+    return filled
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_no_number(monkeypatch):
+    """An element that a kernel leaves out then shows in what is computed from it."""
+    for place, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch.Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(place, name, _filled(getattr(place, name)))
+
+
 @pytest.fixture
 def on_the_host(monkeypatch):
     """Makes kernels run on CPU tensors, as on a GPU of so many multiprocessors."""
@@ -77,6 +103,7 @@ def on_the_host(monkeypatch):
     def use(processors: int = 6, sources: dict[str, str] | None = None) -> None:
         properties = SimpleNamespace(multi_processor_count=processors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         for module in (decode, dense, encode):
             monkeypatch.setattr(module, "architecture", lambda _: "host")
             monkeypatch.setattr(module, "load_cubin", lambda name, defines, _: (name, defines))

@@ -4,11 +4,13 @@
 import pytest
 import torch
 
-from sphkv.attention.api import BackendUnavailableError, decode_attention, get_backend
+from sphkv.attention.api import decode_attention, get_backend
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.pages import FragmentOrder, place_pages
+from sphkv.attention.listing import list_pages
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.errors import BackendUnavailableError
 from sphkv.store.layout import PageView, write_pages
 from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
 
@@ -97,7 +99,10 @@ def test_crop_demote_and_attention_see_through_the_order():
 def test_page_numbers_find_every_page():
     store = build_store(CASE, order=FragmentOrder())
     group = next(g for g in store.pages(0, 0) if is_served(g.layout))
-    served = place_pages(store.allocator, [group], torch.device("cpu"))
+    listed = list_pages(store, 0, 0, has_positions=is_served)[group.layout]
+    served = place_pages(
+        store.allocator, group.layout, [listed], CASE.num_kv_heads, device=torch.device("cpu")
+    )
     size, base = group.layout.page_bytes, served.pool.address
     assert base is not None
     found = base + served.lists.page_ids * size
@@ -122,18 +127,21 @@ def test_states_that_a_kernel_wrote_are_absorbed_and_sealed():
     one, other = build_store(case), build_store(case)
     rope, steps = rope_of(one), one.config.tail_capacity
     keys, values, _ = random_states(case.geometry(), rope, steps, first=157, seed=3)
-    sealed = 0
+    sealed, lengths = 0, set()
     for step in range(steps):
         new = slice(step, step + 1)
         one.append(0, 0, keys[:, new], values[:, new])
-        sealed += other.make_room([0])
-        tail = other._get(0).live_tails()[0]
+        sealed += other.make_room([0], num_new=1)
+        tail = other.open_tail(0, 0)
+        assert tail is not None
         tail.keys[:, tail.num_tokens] = keys[:, step]
         tail.values[:, tail.num_tokens] = values[:, step]
         other.absorb([0])
-        # the page seals in the very same step
+        lengths.add(tail.num_tokens)
+        # the page seals ahead of the very same step
         assert one.tail(0, 0).first_position == other.tail(0, 0).first_position
     assert sealed == 1
+    assert max(lengths) == one.config.tail_capacity
     assert one.num_tokens(0) == other.num_tokens(0) == 157 + steps
     assert torch.equal(one.tail(0, 0).keys, other.tail(0, 0).keys)
     for left, right in zip(one.pages(0, 0), other.pages(0, 0), strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA backend over real stores, its kernels run on the CPU."""
+"""What only the CUDA backend promises, its kernels run on the CPU."""
 
 import pytest
 import torch
@@ -7,42 +7,43 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from sphkv.attention.cuda.backend import CudaBackend
-from sphkv.attention.request import AttentionOptions, DecodeRequest
-from sphkv.core.tiers import TierSpec, TierTable, coded_tier
-from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
-from sphkv.testing.oracle import dense_oracle
+from sphkv.attention.cuda.kernel_cache import DecodeKernels
+from sphkv.attention.request import DecodeRequest
+from sphkv.testing.attention_cases import CASES, AttentionCase, assert_attention, make_request
+from sphkv.testing.cases import CacheCase
 
 CPU = torch.device("cpu")
-# Half-precision products and weights, as on the GPU (benchmarks/gpu_check.py).
-BOUND = 5e-3
-TIERS = TierTable(
-    (
-        TierSpec("drop", "drop", 0.0, 0, 0),
-        coded_tier(1.0, 2),
-        coded_tier(2.0, 3),
-        coded_tier(3.0, 4),
-        TierSpec("max", "dense", 16.0, 16, 16),
-    )
-)
 
 
-@pytest.mark.parametrize(
-    ("mix", "options", "num_queries"),
-    [
-        ("runs", AttentionOptions(scale=0.1), 1),
-        ("k2v3", AttentionOptions(scale=0.1, window=300), 3),
-        ("k3v4", AttentionOptions(scale=0.3, softcap=5.0), 1),
-    ],
-)
-def test_stores_are_read_right(on_the_host, mix, options, num_queries):
+def test_a_store_in_token_order_is_left_to_triton(on_the_host, monkeypatch):
     on_the_host()
-    case = CacheCase(tiers=TIERS, mix=mix, num_tokens=700)
+    monkeypatch.setattr(DecodeKernels, "get", lambda *_: pytest.fail("not the Hopper kernel's"))
+    assert_attention(make_request(CASES["page"]), CudaBackend(CPU), precision="float32")
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_queries_inside_pages_see_only_what_precedes_them(on_the_host, softcap):
+    """A query of every page, the first of all included: nobody else is asked to answer."""
+    on_the_host()
     backend = CudaBackend(CPU)
-    store = build_store(case, order=backend.order)
-    end = store.num_tokens(0)
-    first = end - num_queries
-    _, _, query = random_states(case.geometry(), rope_of(store), num_queries, first=first, seed=50)
-    request = DecodeRequest(store, 0, 0, query, torch.arange(first, end), options)
-    expected = dense_oracle(request)
-    error = (backend.attend(request).output - expected).norm() / expected.norm()
-    assert float(error) < BOUND
+    case = AttentionCase(CacheCase(mix="k2v3", num_tokens=400), softcap=softcap, num_queries=407)
+    every = make_request(case, order=backend.page_order)
+    chosen = torch.arange(0, 407, 29)
+    request = DecodeRequest(every.store, 0, 0, every.query[:, chosen], chosen, every.options)
+    assert_attention(request, backend, precision="half")
+
+
+def test_more_queries_and_rows_than_a_kernel_was_made_for(on_the_host):
+    """Room for a larger batch, and for later positions, is made when it is asked for."""
+    on_the_host()
+    backend = CudaBackend(CPU)
+    case = AttentionCase(CacheCase(mix="k2v3", num_tokens=133), num_queries=20)
+    request = make_request(case, order=backend.page_order)
+    one = DecodeRequest(
+        request.store, 0, 0, request.query[:, -1:], request.positions[-1:], request.options
+    )
+    assert_attention(one, backend, precision="half")
+    before = backend.table_bytes(request.codec())
+    assert_attention(request, backend, precision="half")
+    # a larger batch needs a larger workspace, not more tables
+    assert backend.table_bytes(request.codec()) == before > 0

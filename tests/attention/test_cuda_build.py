@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sphkv.attention.cuda import build, compiler
-from sphkv.attention.cuda.driver import CudaUnavailableError
 from sphkv.attention.cuda.geometry import KernelShape
+from sphkv.errors import CudaUnavailableError
 
 TARGET = "sm_90a"
 

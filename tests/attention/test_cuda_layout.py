@@ -29,7 +29,7 @@ from sphkv.attention.cuda.synthetic import (
 from sphkv.attention.cuda.tables import build_tables, turn_rows
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.keys import SphericalCode, angle_logits_reference
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 from sphkv.store.layout import PageView
 from sphkv.store.paging import PositionMode
 

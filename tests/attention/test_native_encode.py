@@ -7,7 +7,6 @@ import torch
 from sphkv.codec import native
 from sphkv.codec.affine import quantise_affine_u8
 from sphkv.codec.keys import decode_directions, snap_to_slots
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.codec.values import (
     COARSE_STEP,
@@ -18,6 +17,7 @@ from sphkv.codec.values import (
     encode_values,
 )
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import coded_tier
 from sphkv.testing.cases import random_calibration, random_states
 

@@ -22,17 +22,21 @@ def rows(lists):
 
 
 def test_every_list_grows_where_it_lies():
-    lists = LayerLists(2, 2, 2, 3, "cpu")
+    lists = LayerLists(2, 2, 2, 4, "cpu")
     lists.replace(0, PageLists(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2, 2, 3]), 2))
     lists.replace(1, PageLists(torch.tensor([7]), torch.tensor([0, 0, 1, 1, 1]), 2))
     held = [lists.layer(layer) for layer in range(2)]
     new = torch.arange(10, 18, dtype=torch.int64).view(2, 2, 2)
-    lists.append(new.transpose(1, 2).contiguous().transpose(1, 2))
+    everyone = torch.ones(2, dtype=torch.bool)
+    lists.append(new.transpose(1, 2).contiguous().transpose(1, 2), everyone)
     assert rows(held[0]) == [[1, 10], [2, 11], [12], [3, 13]]
     assert rows(held[1]) == [[14], [7, 15], [16], [17]]
+    lists.append(new + 10, torch.tensor([False, True]))
+    assert rows(held[0]) == [[1, 10], [2, 11, 21], [12], [3, 13, 23]]
+    assert rows(held[1]) == [[14], [7, 15, 25], [16], [17, 27]]
     assert held[0].batch == 2
-    with pytest.raises(ValueError, match="4 pages"):
-        lists.replace(0, PageLists(torch.arange(4), torch.tensor([0, 4, 4, 4, 4]), 2))
+    with pytest.raises(ValueError, match="5 pages"):
+        lists.replace(0, PageLists(torch.arange(5), torch.tensor([0, 5, 5, 5, 5]), 2))
 
 
 def test_entries_hold_number_and_base():

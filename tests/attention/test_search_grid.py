@@ -5,8 +5,8 @@ import torch
 
 from sphkv.attention.cuda.search_grid import CELLS, build_search_grid
 from sphkv.attention.triton.search import build_search_table
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import coded_tier
 from sphkv.testing.cases import CacheCase, random_calibration, random_states
 

@@ -9,8 +9,8 @@ import torch
 from sphkv.attention.cuda.search_tables import build_encode_tables, clip_fragments
 from sphkv.attention.triton.search import build_search_table
 from sphkv.codec.clipping import CLIP_RANGE, clip_weights
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import coded_tier
 from sphkv.testing.cases import CacheCase, random_calibration
 

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import coded_tier
 from sphkv.store.layout import PageLayout, PageView, write_pages
 from sphkv.store.paging import PageRows, PositionMode

@@ -28,8 +28,8 @@ from sphkv.baselines.scalar_levels import NearestLevel
 from sphkv.baselines.turboquant import RotatedLevels, sphere_levels
 from sphkv.baselines.zipcache import SalientIntegers, saliency
 from sphkv.codec.hadamard import unrotate
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 TINY = KVGeometry(num_layers=1, num_kv_heads=1, num_query_heads=1, head_dim=2)
 RAMP = torch.tensor([0.0, 1.0, 2.2, 3.0])

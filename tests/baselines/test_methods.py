@@ -10,8 +10,8 @@ from sphkv.baselines.held_states import HeldStates
 from sphkv.baselines.quantised import QuantisedCache
 from sphkv.baselines.registry import BASELINES, Baseline, make_baseline
 from sphkv.cache.method import CacheMethod
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=6, head_dim=32)
 ROPES = tuple(RopeSpec(32, 32, tuple(10_000.0 ** (-i / 16) for i in range(16))) for _ in range(2))

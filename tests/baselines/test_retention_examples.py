@@ -24,8 +24,8 @@ from sphkv.baselines.paged_states import PagedStates
 from sphkv.baselines.pyramidkv import PyramidVotes
 from sphkv.baselines.snapkv import WindowVotes
 from sphkv.baselines.streaming_llm import SinksAndWindow, streaming_llm
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 STILL = RopeSpec.unrotated(2)
 TURNING = RopeSpec(2, 2, (1.0,))

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from sphkv.codec.calibration import CalibrationOptions, Calibrator
 from sphkv.codec.calibration_file import load_calibration, save_calibration
 from sphkv.codec.codebook import PlaneCodebooks
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import coded_tier, default_tiers
 from sphkv.testing.cases import random_calibration, random_states
 

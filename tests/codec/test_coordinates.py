@@ -21,7 +21,7 @@ from sphkv.codec.coordinates import (
     nearest_level,
     split_radius,
 )
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 
 HEAD_DIMS = [64, 80, 96, 128, 256]
 PI = torch.tensor(math.pi, dtype=torch.float32).item()

@@ -12,9 +12,9 @@ from sphkv.codec.keys import (
     encode_keys,
     snap_to_slots,
 )
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.slots import allocate_plane_bits, build_angle_codebook
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.testing.cases import random_calibration, random_states
 
 ROPE = RopeSpec.from_config({"rope_theta": 1e4}, 64)

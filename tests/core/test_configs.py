@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sphkv.core.configs import build_config, config_to_dict, read_toml, resolve_config
+from sphkv.core.configs import build_config, config_to_dict, resolve_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +29,21 @@ class Run:
     context: int = 4096
     is_paged: bool = True
     scale: float | None = None
-    backend: Literal["auto", "reference", 3] = "auto"
+    backend: Literal["auto", "reference"] = "auto"
     tiers: tuple[Tier, ...] = ()
-    window: tuple[int, int] = (0, 0)
+    depths: tuple[float, ...] = ()
     main: Tier = field(default_factory=lambda: Tier("main"))
     spare: Tier | None = None
     limits: Mapping[str, int] = field(default_factory=dict)
     out: Path | None = None
-    seed: int | str = 0
-    made: int = field(default=7, init=False)
 
 
 def test_defaults_apply_and_types_are_kept():
-    run = build_config(Run, {"model": "m", "scale": 2, "tiers": [{"name": "a"}], "window": [1, 2]})
-    assert run == Run("m", scale=2.0, tiers=(Tier("a"),), window=(1, 2))
-    assert type(run.scale) is float
-    assert build_config(Run, {"model": "m", "seed": "x", "out": "a/b"}).out == Path("a/b")
+    run = build_config(Run, {"model": "m", "scale": 2, "tiers": [{"name": "a"}], "depths": [1]})
+    assert run == Run("m", scale=2.0, tiers=(Tier("a"),), depths=(1.0,))
+    assert type(run.scale) is type(run.depths[0]) is float
+    assert build_config(Run, {"model": "m", "out": "a/b"}).out == Path("a/b")
     assert build_config(Run, {"model": "m", "spare": None}).spare is None
-    assert build_config(Run, {"model": "m", "main": Tier("t")}).main == Tier("t")
 
 
 @pytest.mark.parametrize(
@@ -54,8 +51,7 @@ def test_defaults_apply_and_types_are_kept():
     [
         ({"modell": "m"}, ["'modell'", "'m'", "did you mean 'model'"]),
         ({"model": "m", "zzz": 5}, ["'zzz'", "5", "known keys"]),
-        ({"model": "m", "made": 9}, ["'made'", "9"]),
-        ({}, ["missing key 'model'"]),
+        ({}, ["Run", "missing", "'model'"]),
         ({"model": 3}, ["'model'", "str", "3 (int)"]),
         ({"model": "m", "context": "4096"}, ["'context'", "int", "'4096' (str)"]),
         ({"model": "m", "context": 4096.0}, ["'context'", "4096.0 (float)"]),
@@ -65,17 +61,16 @@ def test_defaults_apply_and_types_are_kept():
         ({"model": "m", "scale": True}, ["'scale'", "True"]),
         ({"model": "m", "backend": "cuda"}, ["'backend'", "'cuda'", "'reference'"]),
         ({"model": "m", "backend": 3.0}, ["'backend'", "3.0"]),
+        ({"model": "m", "depths": [0.5, "a"]}, ["'depths[1]'", "float", "'a' (str)"]),
         ({"model": "m", "tiers": "ab"}, ["'tiers'", "'ab'"]),
         ({"model": "m", "tiers": [{"name": "a"}, {"nam": "b"}]}, ["'tiers[1].nam'", "'b'"]),
         ({"model": "m", "tiers": [5]}, ["'tiers[0]'", "5"]),
-        ({"model": "m", "window": [1]}, ["'window'", "2 items", "[1]"]),
         ({"model": "m", "main": {"name": "a", "key_bits": -1}}, ["'main'", "-1"]),
+        ({"model": "m", "main": {}}, ["'main'", "missing", "'name'"]),
         ({"model": "m", "spare": {"name": 1}}, ["'spare.name'", "1 (int)"]),
         ({"model": "m", "limits": {"a": "b"}}, ["'limits.a'", "'b'"]),
         ({"model": "m", "limits": 3}, ["'limits'", "a table", "3"]),
-        ({"model": "m", "limits": {1: 1}}, ["'limits", "1 (int)"]),
         ({"model": "m", "out": 4}, ["'out'", "4"]),
-        ({"model": "m", "seed": 1.5}, ["'seed'", "1.5", "int | str"]),
         ([("model", "m")], ["the config", "a table"]),
     ],
 )
@@ -86,38 +81,35 @@ def test_bad_data_is_refused_by_key_and_value(data: Any, words: list[str]):
         assert word in str(caught.value)
 
 
-def test_only_dataclasses_and_supported_types_are_configs():
+def test_a_field_of_another_type_is_refused():
     @dataclass(frozen=True)
     class Odd:
         items: list[int]
 
-    with pytest.raises(ValueError, match=r"must be a dataclass.*int"):
-        build_config(int, {})
-    with pytest.raises(ValueError, match=r"'items'.*unsupported type.*\[1\]"):
+    with pytest.raises(ValueError, match=r"'items'.*list.*\[1\]"):
         build_config(Odd, {"items": [1]})
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text('model = "file"\ncontext = 8\n[main]\nname = "a"\nkey_bits = 3\n')
-    assert resolve_config(Run, path=path) == Run("file", context=8, main=Tier("a", 3.0))
-    run = resolve_config(Run, path=path, flags={"context": 9, "main": {"key_bits": 1}})
-    assert run == Run("file", context=9, main=Tier("a", 1.0))
-    assert resolve_config(Run, flags={"model": "flag"}) == Run("flag")
+    assert resolve_config(Run, path=path, flags={}) == Run("file", 8, main=Tier("a", 3.0))
+    run = resolve_config(Run, path=path, flags={"context": 9})
+    assert run == Run("file", context=9, main=Tier("a", 3.0))
     with pytest.raises(ValueError, match=r"unknown key 'contxt' \(value 9\)"):
         resolve_config(Run, path=path, flags={"contxt": 9})
 
 
 def test_unreadable_files_are_named(tmp_path: Path):
     with pytest.raises(ValueError, match=r"cannot read.*none\.toml"):
-        read_toml(tmp_path / "none.toml")
+        resolve_config(Run, path=tmp_path / "none.toml", flags={})
     broken = tmp_path / "broken.toml"
     broken.write_text("a = = 1")
     with pytest.raises(ValueError, match=r"broken\.toml.*not TOML"):
-        read_toml(broken)
+        resolve_config(Run, path=broken, flags={})
     broken.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"broken\.toml.*not TOML"):
-        read_toml(broken)
+        resolve_config(Run, path=broken, flags={})
 
 
 tiers = st.builds(Tier, name=st.text(), key_bits=st.floats(0.5, 8))
@@ -130,14 +122,13 @@ tiers = st.builds(Tier, name=st.text(), key_bits=st.floats(0.5, 8))
         context=st.integers(),
         is_paged=st.booleans(),
         scale=st.none() | st.floats(allow_nan=False),
-        backend=st.sampled_from(["auto", "reference", 3]),
+        backend=st.sampled_from(["auto", "reference"]),
         tiers=st.lists(tiers, max_size=3).map(tuple),
-        window=st.tuples(st.integers(), st.integers()),
+        depths=st.lists(st.floats(0, 1), max_size=3).map(tuple),
         main=tiers,
         spare=st.none() | tiers,
         limits=st.dictionaries(st.text(), st.integers(), max_size=3),
         out=st.none() | st.just(Path("a/b")),
-        seed=st.integers() | st.text(),
     )
 )
 def test_a_record_rebuilds_its_config(run: Run):

@@ -2,10 +2,10 @@
 import json
 
 import pytest
-
 from sphkv.cache.retained_refresh import Refresher
+
 from sphkv.cli.main import main
-from sphkv.core.errors import BudgetExceeded
+from sphkv.errors import BudgetError
 from sphkv.evaluation.report.studies import certificate_part
 from sphkv.evaluation.runner.decoding import StopRule, decode_tokens
 from sphkv.evaluation.runner.session import Session
@@ -60,7 +60,7 @@ def test_a_budget_that_breaks_while_decoding_is_recorded(run, monkeypatch, capsy
     def grow(self):
         # the third token of the second prompt is one too many
         if next(steps) == 6:
-            raise BudgetExceeded(96, 0, 1000)
+            raise BudgetError(96, 0, 1000)
         settle(self)
 
     monkeypatch.setattr(Refresher, "settle", grow)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sphkv.cli.main import main
+from sphkv.errors import UnfairComparisonError
 from sphkv.evaluation.frontier.envelope import (
     build_frontier,
     choose_star,
@@ -17,13 +18,7 @@ from sphkv.evaluation.frontier.envelope import (
     synergy_gap,
     winner,
 )
-from sphkv.evaluation.frontier.points import (
-    OperatingPoint,
-    Panel,
-    PanelKey,
-    UnfairComparison,
-    build_panels,
-)
+from sphkv.evaluation.frontier.points import OperatingPoint, Panel, PanelKey, build_panels
 from sphkv.evaluation.metrics.statistics import bootstrap_interval, paired_sign_flip
 from sphkv.evaluation.records import RecordFile
 
@@ -219,7 +214,7 @@ def test_unfair_records_are_refused(path, value):
     for name in path[:-1]:
         place = place[name]
     place[path[-1]] = value
-    with pytest.raises(UnfairComparison, match=f"records differ in {path[0]}"):
+    with pytest.raises(UnfairComparisonError, match=f"records differ in {path[0]}"):
         build_panels(records)
 
 
@@ -242,7 +237,7 @@ def test_points_are_judged_by_the_same_prompts():
     by_name = {p.method: p for p in found.points}
     assert by_name["dense"].quality == pytest.approx(40.0)
     assert {p.num_cases for p in found.points} == {1}
-    with pytest.raises(UnfairComparison, match="no prompt of m, qa was measured with every"):
+    with pytest.raises(UnfairComparisonError, match="no prompt of m, qa was measured with every"):
         build_panels(with_setup([r for r in RECORDS if r["id"] not in ("a20%y", "b20%x")]))
 
 

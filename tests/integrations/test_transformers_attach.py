@@ -14,12 +14,8 @@ pytest.importorskip("transformers", reason="the extra sphkv[transformers] is not
 import transformers as hf
 
 from sphkv import SphericalCache
-from sphkv.integrations.transformers.architecture import (
-    UnsupportedModelError,
-    describe_model,
-    model_geometry,
-    model_ropes,
-)
+from sphkv.errors import UnsupportedModelError
+from sphkv.integrations.transformers.architecture import describe_model, model_geometry, model_ropes
 from sphkv.integrations.transformers.calibrate import calibrate_model
 
 SMALL: dict[str, Any] = {

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="the extra sphkv[transformers] is not
 from transformers import DynamicCache
 
 from sphkv import SphericalCache
-from sphkv.core.errors import CacheFileError
+from sphkv.errors import CacheFileError
 from sphkv.integrations.transformers.cache import CacheOptions
 from sphkv.integrations.transformers.calibrate import calibrate_model
 

@@ -9,13 +9,12 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="the extra sphkv[transformers] is not installed")
 
+from sphkv.integrations.transformers.retained import RetainedCache, RetentionOptions
 from transformers import DynamicCache
 
-from sphkv import RetainedCache
+from sphkv.errors import BudgetError
 from sphkv.integrations.transformers.calibrate import calibrate_model
-from sphkv.integrations.transformers.retained import RetentionOptions
 from sphkv.integrations.transformers.stepping import score
-from sphkv.retention.allocate import InfeasibleBudget
 from sphkv.retention.gate import GateOptions
 
 REFERENCE = RetentionOptions(backend="reference")
@@ -172,7 +171,7 @@ def test_what_raises(model, calibration, tiny_model):
         cache.update(torch.zeros(1), torch.zeros(1), 0)
     with (
         RetainedCache.for_model(model, "2%", calibration=calibration, options=REFERENCE) as cache,
-        pytest.raises(InfeasibleBudget),
+        pytest.raises(BudgetError),
     ):
         score(model, cache, make_tokens(400))
     with pytest.raises(ValueError, match="sliding window"):

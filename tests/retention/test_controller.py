@@ -4,17 +4,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sphkv.errors import BudgetError
 from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
-from sphkv.retention.allocate import SOLVERS, InfeasibleBudget
-from sphkv.retention.blocks import BlockShape, PageCosts
 from sphkv.retention.controller import RetentionController
-from sphkv.retention.distortion import TierErrors, recipe_distortion, state_distortion
+from sphkv.retention.errors import TierErrors
 from sphkv.retention.features import expect_surprise, measure_features, window_rows
-from sphkv.retention.options import VARIANTS, ControlOptions
-from sphkv.retention.policy import RetentionPolicy
-from sphkv.retention.pricing import LayerInput, LayerPricer
-from sphkv.retention.segments import Segment
+from sphkv.retention.measure import LayerInput
+from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions, RetentionPolicy
+from sphkv.retention.pricing import LayerPricer, PageCosts
+from sphkv.retention.protection import Segment
+from sphkv.retention.scores import SCORES, state_distortion
+from sphkv.retention.solver import SOLVERS
 
 HEADS, TOKENS, DIM, LAYERS = 2, 400, 16, 2
 TIERS = TierTable(
@@ -98,7 +99,7 @@ def decide(budget: int, options: ControlOptions):
     return controller, controller.decide(budget, used_bytes)
 
 
-def foretold_loss(contract: WriteContract) -> float:
+def predicted_loss(contract: WriteContract) -> float:
     """Loss of coded states by the model, and of drops by what is really gone."""
     total = 0.0
     for layer in range(LAYERS):
@@ -122,11 +123,11 @@ def test_joint_control_loses_least(budget):
     for variant in VARIANTS:
         try:
             _, contract = decide(budget, ControlOptions(variant=variant, shapes=BOTH))
-        except InfeasibleBudget:
+        except BudgetError:
             assert variant == "quant"
             continue
         assert used_bytes(contract) <= budget
-        losses[variant] = foretold_loss(contract)
+        losses[variant] = predicted_loss(contract)
     assert losses["joint"] <= 1.02 * min(losses.values())
     assert losses["joint"] < 0.9 * losses["decoupled"]
 
@@ -160,7 +161,7 @@ def test_uniform_heads_get_the_same_counts():
     counts = contract.state_counts(len(TIERS)).flatten(0, 1)
     assert bool((counts == counts[0]).all())
     _, adaptive = decide(34_000, replace(options, uniform_heads=False))
-    assert foretold_loss(adaptive) <= foretold_loss(contract)
+    assert predicted_loss(adaptive) <= predicted_loss(contract)
 
 
 def test_heavier_segments_keep_more():
@@ -176,7 +177,7 @@ def test_heavier_segments_keep_more():
 
 
 def test_missing_bytes_of_protection_are_named():
-    with pytest.raises(InfeasibleBudget) as error:
+    with pytest.raises(BudgetError) as error:
         decide(1000, ControlOptions(shapes=BOTH))
     # two dense pages in each of two layers of two heads, 1108 bytes each
     assert error.value.missing == 8 * 1108 - 1000
@@ -187,14 +188,11 @@ def test_price_falls_as_the_budget_grows():
     assert prices[0] > prices[1] > 0
 
 
-def test_fixed_recipe_ranks_tiers_and_segments():
-    part = make_layer(0)
-    segments = torch.zeros(TOKENS, dtype=torch.uint8)
-    segments[:10] = Segment.RETRIEVED
-    policy = RetentionPolicy(segment_weights=(1.0, 2.0, 1.0))
-    found = recipe_distortion(part.features, part.errors, policy, segments)
-    assert bool((found.diff(dim=2) <= 0).all())
-    assert torch.allclose(found[:, 0], 2 * found[:, 20])
+@pytest.mark.parametrize("score", SCORES)
+def test_every_score_yields_a_contract_within_the_budget(score):
+    _, contract = decide(30_000, ControlOptions(score=score))
+    assert 0.9 * 30_000 < used_bytes(contract) <= 30_000
+    assert bool((contract.tier_id[contract.protected] == TIERS.dense_id).all())
 
 
 @pytest.mark.parametrize("variant", ["joint", "keepdrop"])

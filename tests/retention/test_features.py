@@ -5,15 +5,7 @@ import pytest
 import torch
 
 from sphkv.core.tiers import default_tiers
-from sphkv.retention.blocks import (
-    BlockShape,
-    PageCosts,
-    convex_steps,
-    rank_units,
-    sum_blocks,
-    unit_tokens,
-)
-from sphkv.retention.distortion import TierErrors, state_distortion
+from sphkv.retention.errors import TierErrors
 from sphkv.retention.features import (
     AttentionRows,
     drop_losses,
@@ -26,7 +18,9 @@ from sphkv.retention.features import (
     weigh_tokens,
     window_rows,
 )
-from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.policy import BlockShape, RetentionPolicy
+from sphkv.retention.pricing import PageCosts, rank_units
+from sphkv.retention.scores import convex_steps, state_distortion, sum_blocks, unit_tokens
 
 HEADS, TOKENS, DIM = 2, 96, 16
 
@@ -57,8 +51,8 @@ def test_window_rows_are_the_models_own_attention():
 def test_rows_next_to_a_token_do_not_speak_for_later_queries():
     rows = make_rows()
     # token 90 is 6 from the end: only queries 93 and later stand half as far
-    assert rows.is_apt[:8, 90].tolist() == [False] * 5 + [True] * 3
-    assert bool(rows.is_apt[:, 0].all())
+    assert rows.is_valid[:8, 90].tolist() == [False] * 5 + [True] * 3
+    assert bool(rows.is_valid[:, 0].all())
     assert bool((rows.coverage() > 0).all())
 
 
@@ -79,7 +73,7 @@ def test_shift_is_the_move_of_the_output_without_the_state():
 def test_dropping_is_measured_with_renormalised_weights():
     _, _, values = make_layer()
     rows = make_rows()
-    rows = AttentionRows(rows.weight, rows.share, torch.ones_like(rows.is_apt))
+    rows = AttentionRows(rows.weight, rows.share, torch.ones_like(rows.is_valid))
     blocks = torch.arange(64).reshape(8, 8)
     losses = drop_losses(rows, values, blocks, 0)
     assert float(losses[0]) == 0

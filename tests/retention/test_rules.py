@@ -7,11 +7,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sphkv.retention.gate import GateOptions, StabilityGate, danger_score, logit_drift_bound
+from sphkv.retention.errors import TierErrors
+from sphkv.retention.features import head_spread, segment_spread
+from sphkv.retention.gate import (
+    GateOptions,
+    StabilityGate,
+    danger_score,
+    norm_quantile,
+    predicted_drift,
+)
 from sphkv.retention.policy import RetentionPolicy, load_policy, save_policy
-from sphkv.retention.protection import ProtectionRule, widen_to_runs
-from sphkv.retention.segments import Segment, SegmentSpans, find_segments
-from sphkv.retention.statistics import head_spread, segment_spread
+from sphkv.retention.protection import (
+    ProtectionRule,
+    Segment,
+    SegmentSpans,
+    find_segments,
+    widen_to_runs,
+)
 
 
 def test_protection_marks_sinks_spans_suffix_and_outliers():
@@ -95,11 +107,41 @@ def test_danger_is_drift_over_margin():
     assert danger_score(0.5, 2.0) == 0.25
     assert danger_score(0.5, 0.0) == math.inf
     assert danger_score(0.0, 0.0) == 0.0
-    assert logit_drift_bound(2.0, 3.0, angle_error=0.1, radius_error=0.2, scale=0.5) == 0.5
     with pytest.raises(ValueError, match="-1"):
         danger_score(-1.0, 1.0)
     with pytest.raises(ValueError, match="tau_drop"):
         GateOptions(tau_drop=1.0, tau_prot=1.0)
+
+
+def test_predicted_drift_is_the_bound_of_stored_states_weighted_by_attention():
+    direction = torch.tensor([[9.0, 0.2, 0.0], [9.0, 0.1, 0.0]])
+    length = torch.tensor([[9.0, 0.4, 0.0], [9.0, 0.0, 0.0]])
+    none = torch.zeros(2, 3)
+    errors = TierErrors(none, none, none, none, direction, length)
+    norm = torch.tensor([2.0, 10.0])
+    radius = torch.tensor([[1.0, 3.0, 5.0, 7.0], [1.0, 1.0, 1.0, 1.0]])
+    attention = torch.tensor([[0.1, 0.3, 0.4, 0.2], [0.5, 0.0, 0.0, 0.5]])
+    # one state dropped, two coded, one dense; the other head has one coded state of half the weight
+    tier_id = torch.tensor([[0, 1, 1, 2], [1, 0, 0, 2]], dtype=torch.uint8)
+    drift = predicted_drift(norm, radius, attention, tier_id, errors, scale=0.5)
+    # |q| (eps_r + r eps_theta) scale: 1.0 and 1.4 at weights 0.3 and 0.4 of 0.9
+    first = (0.3 * 1.0 + 0.4 * 1.4) / 0.9
+    assert drift == pytest.approx(first)
+    swapped = predicted_drift(norm.flip(0), radius, attention, tier_id, errors, scale=0.5)
+    assert swapped == pytest.approx(5 * first)
+    quiet = torch.full_like(tier_id, 2)
+    assert predicted_drift(norm, radius, attention, quiet, errors, scale=0.5) == 0
+    with pytest.raises(ValueError, match="direction"):
+        predicted_drift(
+            norm, radius, attention, tier_id, TierErrors(none, none, none, none), scale=0.5
+        )
+
+
+def test_norm_quantile_is_over_the_window_of_a_group():
+    query = torch.zeros(4, 10, 3)
+    query[:2, :, 0] = torch.arange(20.0).view(2, 10)
+    query[2:, :, 1] = 7
+    assert norm_quantile(query, 2).tolist() == pytest.approx([0.95 * 19, 7.0])
 
 
 def test_policy_survives_a_file(tmp_path):

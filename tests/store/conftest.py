@@ -14,6 +14,8 @@ from sphkv.core.contract import EncodedStates
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.store.config import StoreConfig
+from sphkv.store.layout import PageLayout
+from sphkv.store.order import PageOrder
 from sphkv.store.store import PageStore
 
 HEAD_DIM = 8
@@ -135,13 +137,31 @@ def tiers() -> TierTable:
     )
 
 
+class ReversedOrder:
+    """Keeps the bytes of a page from the last to the first."""
+
+    def encode(self, *_: Any) -> None:
+        """Leave it to the codec."""
+
+    def to_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
+        return pages.flip(1)
+
+    def from_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
+        return pages.flip(1)
+
+
+@pytest.fixture(scope="session")
+def reversed_order() -> PageOrder:
+    return ReversedOrder()
+
+
 @pytest.fixture
 def make_store(
     geometry: KVGeometry, tiers: TierTable, codec: FakeCodec
 ) -> Callable[..., PageStore]:
-    def make(**changes: Any) -> PageStore:
+    def make(order: PageOrder | None = None, **changes: Any) -> PageStore:
         config = StoreConfig(geometry, tiers, seal_tier="k2v2", recent_tokens=4)
-        return PageStore(replace(config, **changes), codec)
+        return PageStore(replace(config, **changes), codec, order=order)
 
     return make
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import LayerContract
-from sphkv.core.errors import BudgetExceeded
+from sphkv.errors import BudgetError
 from sphkv.store.spans import Span
 from sphkv.store.store import PageStore
 
@@ -81,40 +81,96 @@ def test_many_pages_are_encoded_in_parts(
     assert_equal_stores(one, other)
 
 
-def test_tails_of_different_age_seal_together_as_single_ones_do(
+@pytest.mark.parametrize("recent", [0, 4])
+@pytest.mark.parametrize("lengths", [(0, 32), (0, 5, 32), (3, 3, 35)])
+def test_making_room_ahead_equals_appending(
+    make_store: StoreMaker, codec: Any, recent: int, lengths: tuple[int, ...]
+) -> None:
+    """Sequences of several lengths and tiers, step by step, written by a kernel or appended."""
+    one, other = make_store(recent_tokens=recent), make_store(recent_tokens=recent)
+    keys, values = prompts(codec, len(lengths))
+    capacity, rows = one.config.tail_capacity, range(len(lengths))
+    for store in (one, other):
+        for row, length in enumerate(lengths):
+            store.create(row, seal_tier=("k2v2", "max")[row % 2])
+            for layer in range(2):
+                start = 32 + length
+                store.append(row, layer, keys[row, :, :start], values[row, :, :start])
+    for step in range(capacity + 1):
+        full = [one.tail(row, 0).num_tokens == capacity for row in rows]
+        assert other.make_room(rows) == any(full)
+        assert not other.make_room(rows)
+        for row, length in enumerate(lengths):
+            at = 32 + length + step
+            for layer in range(2):
+                new = (keys[row, :, at : at + 1], values[row, :, at : at + 1])
+                one.append(row, layer, *new)
+                tail = other.open_tail(row, layer)
+                assert tail is not None
+                tail.keys[:, tail.num_tokens] = new[0][:, 0]
+                tail.values[:, tail.num_tokens] = new[1][:, 0]
+        other.absorb(rows)
+        assert_equal_stores(one, other)
+    assert any(one.pages(row, 0) for row in rows)
+    assert one.live_bytes == other.live_bytes == sum(t.nbytes for t in other.live_tensors())
+
+
+def test_making_room_seals_as_many_pages_as_tokens_need(make_store: StoreMaker, codec: Any) -> None:
+    store = make_store(seal_tier="max", recent_tokens=40)
+    store.create(0)
+    store.append(0, 0, *codec.numbered(56))
+    assert store.make_room([0], 20)
+    assert store.tail(0, 0).num_tokens == 56 - 32
+    # a tail of 24 states has one whole page of 16; the rest is sealed with what comes
+    assert store.make_room([0], 100)
+    assert store.tail(0, 0).num_tokens == 8
+    assert not store.make_room([0], 100)
+    store.append(0, 0, *codec.numbered(100, 500))
+    assert store.tail(0, 0).num_tokens == 44
+    with pytest.raises(ValueError, match="num_new must be positive, got 0"):
+        store.make_room([0], 0)
+
+
+def test_a_prompt_may_fill_the_tail(
+    make_store: StoreMaker, codec: Any, unchanged: Unchanged
+) -> None:
+    store = make_store()
+    keys, values = prompts(codec, 1)
+    capacity = store.config.tail_capacity
+    store.create(0)
+    for layer in range(2):
+        store.write_prompt([0], layer, [], keys[:, :, :capacity], values[:, :, :capacity])
+    assert store.tail(0, 0).num_tokens == capacity
+    assert store.pages(0, 0) == []
+    with unchanged(store), pytest.raises(ValueError, match="no room"):
+        store.absorb([0])
+
+
+def test_sequences_of_different_codecs_make_room_together(
     make_store: StoreMaker, codec: Any
 ) -> None:
-    """Sequences that start apart but fill their tails in the same step."""
-    one, other = make_store(), make_store()
-    keys, values = prompts(codec, 2)
-    capacity = one.config.tail_capacity
-    for store in (one, other):
-        for sequence in range(2):
-            store.create(sequence)
-            for layer in range(2):
-                length = 32 * sequence + capacity - 1
-                part = (keys[sequence, :, :length], values[sequence, :, :length])
-                store.append(sequence, layer, *part)
-    assert other.make_room([0, 1])
-    assert not other.make_room([0, 1])
-    for sequence in range(2):
-        for layer in range(2):
-            new = (keys[sequence, :, -1:], values[sequence, :, -1:])
-            one.append(sequence, layer, *new)
-            tail = other._get(sequence).live_tails()[layer]
-            tail.keys[:, tail.num_tokens], tail.values[:, tail.num_tokens] = (
-                part[:, 0] for part in new
-            )
-    other.absorb([0, 1])
-    assert_equal_stores(one, other)
-    assert one.live_bytes == other.live_bytes
-
-
-def test_a_page_needs_a_token_beyond_it_to_seal_ahead(make_store: StoreMaker, codec: Any) -> None:
     store = make_store(recent_tokens=0)
     store.create(0)
-    store.append(0, 0, *codec.numbered(31))
-    with pytest.raises(ValueError, match="recent_tokens is 0"):
+    store.create(1, codec=type(codec)())
+    for row in range(2):
+        store.append(row, 0, *codec.numbered(32, 100 * row))
+    assert store.make_room([0, 1])
+    assert [group.num_pages.tolist() for row in range(2) for group in store.pages(row, 0)] == [
+        [1, 1],
+        [1, 1],
+    ]
+
+
+def test_no_room_for_pages_leaves_tails_full(
+    make_store: StoreMaker, codec: Any, unchanged: Unchanged
+) -> None:
+    probe = make_store(recent_tokens=0)
+    probe.create(0)
+    probe.append(0, 0, *codec.numbered(32))
+    store = make_store(recent_tokens=0, max_bytes=probe.live_bytes)
+    store.create(0)
+    store.append(0, 0, *codec.numbered(32))
+    with unchanged(store), pytest.raises(BudgetError):
         store.make_room([0])
 
 
@@ -156,7 +212,7 @@ def test_bad_prompts_change_nothing(
         store.write_prompt([0, 1], 0, SPANS, keys, spoilt)
     with unchanged(store), pytest.raises(ValueError, match="2 sequences and keys"):
         store.write_prompt([0, 1], 0, SPANS, keys[:1], values[:1])
-    with unchanged(store), pytest.raises(BudgetExceeded):
+    with unchanged(store), pytest.raises(BudgetError):
         store.write_prompt([0, 1], 0, SPANS, keys, values)
     store.append(0, 0, keys[0, :, :3], values[0, :, :3])
     with unchanged(store), pytest.raises(ValueError, match="written already"):

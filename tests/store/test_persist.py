@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sphkv.core.contract import LayerContract
-from sphkv.core.errors import BudgetExceeded, CacheFileError
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
+from sphkv.errors import BudgetError, CacheFileError
 from sphkv.store.config import StoreConfig
 from sphkv.store.store import PageStore
 
@@ -250,16 +250,32 @@ def test_headers_are_checked_behind_a_valid_hash(
 
 def test_load_respects_limit_and_tail_size(path: Path, config: StoreConfig, codec: Any) -> None:
     small = PageStore(replace(config, max_bytes=2_000), codec)
-    with pytest.raises(BudgetExceeded):
+    with pytest.raises(BudgetError):
         small.load(0, path, codec_hash="abc")
     assert small.live_tensors() == []
-    short = PageStore(replace(config, seal_tier="max", recent_tokens=0), codec)
-    with pytest.raises(CacheFileError, match="tail of layer 1 holds 33 states, this store's 16"):
+    short = PageStore(replace(config, recent_tokens=0), codec)
+    with pytest.raises(CacheFileError, match="tail of layer 1 holds 33 states, this store's 32"):
         short.load(0, path, codec_hash="abc")
+    dense = PageStore(replace(config, seal_tier="max"), codec)
+    with pytest.raises(CacheFileError, match="must store 16 states in whole pages, got 'k2v2'"):
+        dense.load(0, path, codec_hash="abc")
     roomy = PageStore(config, codec)
     roomy.load(0, path, codec_hash="abc")
     with pytest.raises(ValueError, match="exists"):
         roomy.load(0, path, codec_hash="abc")
+
+
+def test_the_seal_tier_of_a_sequence_is_kept(
+    config: StoreConfig, codec: Any, tmp_path: Path
+) -> None:
+    store = PageStore(config, codec)
+    store.create(0, seal_tier="max")
+    store.save(0, tmp_path / "one", codec_hash="abc")
+    store.load(1, tmp_path / "one", codec_hash="abc")
+    store.fork(1, 2)
+    assert [store.seal_tier(row) for row in range(3)] == ["max"] * 3
+    with pytest.raises(ValueError, match="must store 32 states in whole pages, got 'k3v3'"):
+        store.create(3, seal_tier="k3v3")
 
 
 def test_missing_file(config: StoreConfig, codec: Any, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from sphkv.core.contract import LayerContract
-from sphkv.core.errors import BudgetExceeded
+from sphkv.errors import BudgetError
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageView
 from sphkv.store.paging import PositionMode
@@ -33,7 +33,7 @@ from sphkv.store.store import PageStore
 MAX_BYTES = 24_000
 MAX_SEQUENCES = 3
 NUM_EXAMPLES, NUM_STEPS, MIN_STEPS = 72, 120, 5000
-SEAL_TIER, RECENT_TOKENS = "k2v2", 5
+SEAL_TIERS, SEAL_TOKENS, RECENT_TOKENS = ("k2v2", "max"), 32, 5
 
 pick = st.integers(0, 2**16)
 
@@ -41,12 +41,24 @@ pick = st.integers(0, 2**16)
 class LayerModel:
     """What one layer must hold: sealed states by head and position, and the tail."""
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, num_heads: int, seal_tier_id: int) -> None:
+        self.seal_tier_id = seal_tier_id
         # position -> (tier id, number, is protected)
         self.sealed: list[dict[int, tuple[int, int, bool]]] = [{} for _ in range(num_heads)]
         # numbers of each head
         self.tail: list[list[int]] = [[] for _ in range(num_heads)]
         self.next_position = 0
+
+    def seal(self, num_new: int) -> None:
+        """Move the oldest states of a tail to pages until ``num_new`` more fit."""
+        first = self.next_position - len(self.tail[0])
+        for head, tail in enumerate(self.tail):
+            start = first
+            while len(tail) + num_new > SEAL_TOKENS + RECENT_TOKENS:
+                for number in tail[:SEAL_TOKENS]:
+                    self.sealed[head][start] = (self.seal_tier_id, number, False)
+                    start += 1
+                del tail[:SEAL_TOKENS]
 
     def has_no_tail(self) -> bool:
         return not self.tail[0]
@@ -62,7 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.tiers = self.fixtures["tiers"]
         self.geometry = self.fixtures["geometry"]
         config = StoreConfig(
-            self.geometry, self.tiers, SEAL_TIER, RECENT_TOKENS, MAX_BYTES, max_slab_pages=8
+            self.geometry, self.tiers, SEAL_TIERS[0], RECENT_TOKENS, MAX_BYTES, max_slab_pages=8
         )
         self.store = PageStore(config, self.codec)
         self.model: dict[int, list[LayerModel]] = {}
@@ -86,7 +98,7 @@ class StoreMachine(RuleBasedStateMachine):
         before = self.ledger
         try:
             call(*args)
-        except BudgetExceeded as refusal:
+        except BudgetError as refusal:
             error = refusal
         else:
             self.steps[name] += 1
@@ -112,9 +124,12 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def create(self) -> None:
         sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
-        if self._attempt("create", self.store.create, sequence):
-            layers = range(self.geometry.num_layers)
-            self.model[sequence] = [LayerModel(self.geometry.num_kv_heads) for _ in layers]
+        seal_tier = SEAL_TIERS[sequence % 2]
+        if self._attempt("create", partial(self.store.create, sequence, seal_tier=seal_tier)):
+            self.model[sequence] = [
+                LayerModel(self.geometry.num_kv_heads, self.tiers.id_of(seal_tier))
+                for _ in range(self.geometry.num_layers)
+            ]
 
     @precondition(lambda self: self.model)
     @rule(choice=pick, layer=pick, num_tokens=st.sampled_from([0, 1, 3, 16, 40, 75]))
@@ -126,18 +141,21 @@ class StoreMachine(RuleBasedStateMachine):
         ):
             return
         model = self.model[sequence][layer]
-        first = model.next_position - len(model.tail[0])
         model.next_position += num_tokens
-        page = self.tiers[SEAL_TIER].page_tokens
-        tier_id = self.tiers.id_of(SEAL_TIER)
         for head, tail in enumerate(model.tail):
             tail += numbers[head].tolist()
-            start = first
-            while len(tail) >= page + RECENT_TOKENS:
-                for number in tail[:page]:
-                    model.sealed[head][start] = (tier_id, number, False)
-                    start += 1
-                del tail[:page]
+        model.seal(0)
+
+    @precondition(lambda self: self.model)
+    @rule(num_new=st.integers(1, RECENT_TOKENS + 1))
+    def make_room(self, num_new: int) -> None:
+        models = [model for layers in self.model.values() for model in layers]
+        room = SEAL_TOKENS + RECENT_TOKENS - num_new
+        if not any(len(model.tail[0]) > room for model in models):
+            assert not self.store.make_room(list(self.model), num_new)
+        elif self._attempt("make room", self.store.make_room, list(self.model), num_new):
+            for model in models:
+                model.seal(num_new)
 
     def _places(self, fits: Callable[[LayerModel], bool]) -> list[tuple[int, int]]:
         """Sequences and layers whose model fits."""
@@ -270,6 +288,14 @@ class StoreMachine(RuleBasedStateMachine):
                 del model.tail[head][max(0, length - first) :]
 
     @precondition(lambda self: self.model)
+    @rule()
+    def compact(self) -> None:
+        held = self.store.live_bytes
+        if self.store.compact() is not None:
+            assert self.store.live_bytes < held
+            self.steps["compact"] += 1
+
+    @precondition(lambda self: self.model)
     @rule(choice=pick)
     def save_and_load(self, choice: int) -> None:
         sequence = self._sequence(choice)
@@ -393,7 +419,18 @@ def test_store_follows_the_model_for_5000_steps(codec, geometry, tiers) -> None:
     )
     steps = StoreMachine.steps
     assert steps["any"] >= MIN_STEPS, steps
-    names = ("create", "append", "write", "demote", "drop", "fork", "free", "crop", "load")
+    names = (
+        "create",
+        "append",
+        "make room",
+        "write",
+        "demote",
+        "drop",
+        "fork",
+        "free",
+        "crop",
+        "load",
+    )
     refused = ("append refused", "write refused", "demote protected", "drop protected")
     for name in (*names, *refused, "read CONTIGUOUS", "read RUNS", "read TOKENS"):
         assert steps[name] > 0, f"no step of kind {name!r} in {steps}"

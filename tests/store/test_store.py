@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import LayerContract, WriteContract
-from sphkv.core.errors import BudgetExceeded
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable, default_tiers
+from sphkv.errors import BudgetError
 from sphkv.store.config import StoreConfig
 from sphkv.store.paging import PositionMode
 from sphkv.store.store import PageStore
@@ -39,7 +40,7 @@ def test_tail_seals_its_oldest_page_at_capacity(
     store = make_store()
     store.create(0)
     store.append(0, 1, *numbered(codec, num_tokens))
-    sealed = 32 * max(0, (num_tokens - 4) // 32)
+    sealed = 32 * max(0, -(-(num_tokens - 36) // 32))
     tail = store.tail(0, 1)
     assert (tail.num_tokens, tail.first_position) == (num_tokens - sealed, sealed)
     pages = store.pages(0, 1)
@@ -140,6 +141,20 @@ def test_bigger_models_work_with_default_tiers(codec: Any) -> None:
     assert ledger.eta_meta == 1 - ledger.payload / ledger.total
 
 
+def test_tables_beside_the_store_are_told_apart(make_store: StoreMaker, codec: Any) -> None:
+    store = make_store()
+    store.create(0)
+    store.append(0, 0, *numbered(codec, 40))
+    plain = store.ledger()
+    both = replace(plain, tables=1000)
+    assert both.total == plain.total == plain.total_with_tables
+    assert both.total_with_tables == plain.total + 1000
+    assert both.eta_meta == plain.eta_meta
+    record = both.to_dict()
+    assert (record["total"], record["tables"]) == (plain.total, 1000)
+    assert record["total_with_tables"] == plain.total + 1000
+
+
 def test_ledger_of_nothing(make_store: StoreMaker) -> None:
     ledger = make_store().ledger()
     assert ledger.total == ledger.payload == 0
@@ -159,7 +174,7 @@ def test_limit_holds_to_the_byte(make_store: StoreMaker, codec: Any, unchanged: 
     short = make_store(max_bytes=needed - 1)
     short.create(0)
     held = short.live_bytes
-    with unchanged(short), pytest.raises(BudgetExceeded) as caught:
+    with unchanged(short), pytest.raises(BudgetError) as caught:
         short.append(0, 0, *numbered(codec, 40))
     assert caught.value.needed == needed - held
     assert caught.value.free == needed - held - 1
@@ -181,11 +196,11 @@ def test_refused_calls_change_nothing(
         ),
     ]
     for call in calls:
-        with unchanged(store), pytest.raises(BudgetExceeded):
+        with unchanged(store), pytest.raises(BudgetError):
             call()
         assert store.num_tokens(0, 1) == 0
     tiny = make_store(max_bytes=10)
-    with pytest.raises(BudgetExceeded):
+    with pytest.raises(BudgetError):
         tiny.create(0)
     assert tiny.sequences == ()
 
@@ -199,7 +214,7 @@ def test_fork_needs_room_for_its_own_tail(
     store = make_store(max_bytes=2 * probe.live_bytes - 1)
     store.create(0)
     store.append(0, 0, *numbered(codec, 10))
-    with unchanged(store), pytest.raises(BudgetExceeded):
+    with unchanged(store), pytest.raises(BudgetError):
         store.fork(0, 1)
 
 

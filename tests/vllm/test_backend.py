@@ -17,8 +17,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from sphkv.codec.calibration import default_calibration
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.integrations.vllm import backend as module
 from sphkv.integrations.vllm import worker
 from sphkv.integrations.vllm.backend import SphericalBackend, SphericalImpl

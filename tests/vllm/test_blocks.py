@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.calibration import Calibration, default_calibration
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.integrations.vllm.blocks import CodedBlock
 from sphkv.integrations.vllm.options import ServeOptions
 from sphkv.integrations.vllm.runtime import Runtime

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.calibration import default_calibration
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.integrations.vllm.budgeted import PART_TOKENS, BudgetedBlock
 from sphkv.integrations.vllm.observed import Votes
 from sphkv.integrations.vllm.options import ServeOptions

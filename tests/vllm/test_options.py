@@ -11,8 +11,8 @@ import torch
 
 from sphkv.codec.calibration import default_calibration
 from sphkv.codec.calibration_file import save_calibration
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.integrations.vllm.calibrate import (
     built_in_text,
     check_ropes,

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from sphkv.attention.cuda.driver import CudaUnavailableError
 from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.reference import ReferenceBackend
-from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeRequest
-from sphkv.store.store import PageStore
+from sphkv.attention.request import BatchRequest, DecodeBackend, DecodeRequest
+from sphkv.errors import BackendUnavailableError, CudaUnavailableError
 
 _log = logging.getLogger(__name__)
 
@@ -45,10 +45,6 @@ BACKENDS: dict[str, Callable[[], DecodeBackend]] = {
 _FASTEST_FIRST = {"cpu": ("native",), "cuda": ("cuda", "triton")}
 
 
-class BackendUnavailableError(RuntimeError):
-    """A backend was asked for by name and cannot run here."""
-
-
 def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> DecodeBackend:
     """The backend of that name; ``auto`` takes the fastest one that can run and logs a fallback.
 
@@ -63,7 +59,10 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> Decod
     if name == "auto":
         return _fastest(torch.device(device).type)
     if name not in BACKENDS:
-        raise ValueError(f"backend must be auto or one of {sorted(BACKENDS)}, got {name!r}")
+        names = ["auto", *BACKENDS]
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"backend must be one of {names}, got {name!r}{hint}")
     try:
         return BACKENDS[name]()
     except (ImportError, CudaUnavailableError) as error:
@@ -98,44 +97,37 @@ def decode_attention(
     """
     partial = (backend or ReferenceBackend()).attend(request)
     if sink_logits is not None:
-        heads = request.query.shape[0]
-        if tuple(sink_logits.shape) != (heads,):
-            raise ValueError(f"sink_logits must be [{heads}], got {tuple(sink_logits.shape)}")
-        partial = merge_partials([partial, PartialAttention.of_sinks(sink_logits, partial)])
+        partial = _add_sinks(partial, sink_logits, heads_dim=0)
     return partial.output
 
 
-def decode_attention_batch(
-    store: PageStore,
-    sequences: Sequence[int],
-    layer: int,
-    query: Tensor,
-    options: AttentionOptions,
+def decode_rows(
+    request: BatchRequest,
     *,
     sink_logits: Tensor | None = None,
     backend: DecodeBackend | None = None,
 ) -> Tensor:
-    """One decode step of a ragged batch: every sequence has its own length.
+    """One decode step of one layer of a ragged batch: every sequence has its own length.
 
     Args:
-        store: Pages and tails.
-        sequences: Sequence ids, one per batch row.
-        layer: Layer to read.
-        query: ``[batch, query_heads, queries, head_dim]`` after RoPE, the newest tokens of
-            each sequence, whose keys are in the store already.
-        options: Scale, soft-cap and window.
-        sink_logits: ``[query_heads]`` learned sink logits.
+        request: One query per row, and the cache.
+        sink_logits: ``[query_heads]`` learned logits that take weight and give no value.
         backend: What runs it; the reference if None.
 
     Returns:
-        ``[batch, query_heads, queries, head_dim]`` float32.
+        ``[rows, query_heads, head_dim]`` float32; zero where a query sees no key.
     """
-    if len(sequences) != query.shape[0]:
-        raise ValueError(f"{len(sequences)} sequences for a batch of {query.shape[0]}")
-    outputs = []
-    for row, sequence in enumerate(sequences):
-        end = store.num_tokens(sequence, layer)
-        positions = torch.arange(end - query.shape[2], end, device=query.device)
-        request = DecodeRequest(store, sequence, layer, query[row], positions, options)
-        outputs.append(decode_attention(request, sink_logits=sink_logits, backend=backend))
-    return torch.stack(outputs)
+    partial = (backend or ReferenceBackend()).attend_rows(request)
+    if sink_logits is not None:
+        partial = _add_sinks(partial, sink_logits, heads_dim=1)
+    return partial.output
+
+
+def _add_sinks(
+    partial: PartialAttention, sink_logits: Tensor, *, heads_dim: int
+) -> PartialAttention:
+    num_heads = partial.lse.shape[heads_dim]
+    if tuple(sink_logits.shape) != (num_heads,):
+        raise ValueError(f"sink_logits must be [{num_heads}], got {tuple(sink_logits.shape)}")
+    sinks = PartialAttention.of_sinks(sink_logits, partial, heads_dim=heads_dim)
+    return merge_partials([partial, sinks])

@@ -23,9 +23,18 @@ class PartialAttention:
     lse: Tensor
 
     @classmethod
-    def of_sinks(cls, sink_logits: Tensor, like: PartialAttention) -> PartialAttention:
-        """Learned sinks: logits ``[heads]`` that take weight and give no value."""
-        shape = [-1] + [1] * (like.lse.dim() - 1)
+    def of_sinks(
+        cls, sink_logits: Tensor, like: PartialAttention, *, heads_dim: int = 0
+    ) -> PartialAttention:
+        """Learned sinks: logits ``[heads]`` that take weight and give no value.
+
+        Args:
+            sink_logits: ``[heads]``.
+            like: What they are merged with.
+            heads_dim: Dimension of its ``lse`` that counts heads.
+        """
+        shape = [1] * like.lse.dim()
+        shape[heads_dim] = -1
         lse = sink_logits.float().reshape(shape).expand_as(like.lse)
         return cls(torch.zeros_like(like.output), lse)
 

@@ -16,21 +16,35 @@ from sphkv.attention.partial import (
     merge_partials,
     softmax_parts,
 )
-from sphkv.attention.request import AttentionOptions, DecodeRequest
+from sphkv.attention.request import (
+    AttentionOptions,
+    BatchRequest,
+    DecodeRequest,
+    EagerBackend,
+    attend_each,
+)
 from sphkv.codec.affine import AffineCode
 from sphkv.codec.hadamard import unrotate
 from sphkv.codec.keys import SphericalCode, angle_logits_reference
+from sphkv.codec.states import SphericalCodec
 from sphkv.codec.values import ValueCode, value_contribution
 from sphkv.store.layout import PageView
+from sphkv.store.order import PageOrder
 from sphkv.store.sequence import PageGroup
 
 _CHUNK_STATES = 1 << 15
 
 
-class ReferenceBackend:
-    """Readable torch on any device."""
+class ReferenceBackend(EagerBackend):
+    """Readable torch on any device; it reads pages through the store, in whatever order they lie.
+
+    Attributes:
+        name: ``"reference"``.
+        page_order: None.
+    """
 
     name = "reference"
+    page_order: PageOrder | None = None
 
     def attend(self, request: DecodeRequest) -> PartialAttention:
         """Attention over all pages and the tail; see ``DecodeBackend.attend``."""
@@ -39,23 +53,31 @@ class ReferenceBackend:
         for group in request.store.pages(request.sequence, request.layer):
             parts.append(_attend_group(request, group, query))
         merged = merge_partials(parts)
-        heads, queries = request.query.shape[:2]
-        return PartialAttention(
-            merged.output.reshape(heads, queries, -1), merged.lse.reshape(heads, queries)
-        )
+        shape = request.query.shape
+        return PartialAttention(merged.output.reshape(shape), merged.lse.reshape(shape[:2]))
+
+    def attend_rows(self, request: BatchRequest) -> PartialAttention:
+        """One row after the other; see ``DecodeBackend.attend_rows``."""
+        return attend_each(self, request)
+
+    def table_bytes(self, codec: SphericalCodec) -> int:
+        """None: it reads the codec's own codebooks."""
+        return 0
 
 
 def _grouped(request: DecodeRequest) -> Tensor:
     """Queries by KV head, scaled: ``[kv_heads, group * queries, head_dim]`` float32."""
     kv_heads = request.store.config.geometry.num_kv_heads
     head_dim = request.query.shape[2]
+    rows = request.store.config.geometry.group_size * request.query.shape[1]
     query = request.query.float() * request.options.scale
-    return query.reshape(kv_heads, -1, head_dim)
+    return query.reshape(kv_heads, rows, head_dim)
 
 
 def _row_positions(request: DecodeRequest) -> Tensor:
     """Position of each row of ``_grouped``: ``[group * queries]``."""
-    return request.positions.repeat(request.store.config.geometry.group_size)
+    positions = request.positions.to(request.query.device, non_blocking=True)
+    return positions.repeat(request.store.config.geometry.group_size)
 
 
 def mask_logits(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sphkv.baselines.held_states import HeldStates, Tagged, dense_states, join_states
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 from sphkv.store.layout import HEADER_BYTES
 
 CODED_PAGE_TOKENS = 128

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from sphkv.baselines.eviction import PROTECTED, EvictionCache, PromptPolicy
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 
 @dataclass(frozen=True)

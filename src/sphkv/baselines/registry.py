@@ -30,8 +30,8 @@ from sphkv.baselines.streaming_llm import streaming_llm
 from sphkv.baselines.turboquant import turboquant
 from sphkv.baselines.uniform import uniform
 from sphkv.baselines.zipcache import zipcache
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 Baseline = EvictionCache | QuantisedCache
 Family = Literal["dense", "retention", "bits", "system"]

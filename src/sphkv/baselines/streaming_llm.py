@@ -19,8 +19,8 @@ from torch import Tensor
 
 from sphkv.baselines.eviction import PROTECTED, EvictionCache, PromptPolicy
 from sphkv.baselines.held_states import HeldStates
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 
 @dataclass(frozen=True)

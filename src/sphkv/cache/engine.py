@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of sequences that starts dense and becomes coded, free of any model library."""
+"""The step machine of a batch: dense first, then coded, free of any model library."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sphkv.attention.api import get_backend
-from sphkv.attention.request import AttentionOptions, DecodeBackend
-from sphkv.cache.plan import CacheConfig
-from sphkv.cache.prompt import PromptCalibrator
-from sphkv.cache.rows import attend_rows
-from sphkv.cache.sequence import SphericalSequence, open_store, prefill_rows
+from sphkv.attention.request import AttentionOptions, DecodeBackend, StepGraph
+from sphkv.cache.calibrator import PromptCalibrator
+from sphkv.cache.config import CacheConfig, ResidencyPlan
+from sphkv.cache.method import MethodRecord
+from sphkv.cache.plan import Ceiling, choose_residency
+from sphkv.cache.residency import Residency, UniformResidency, write_uniform
+from sphkv.cache.retention import RetentionResidency
+from sphkv.cache.rows import attend_rows, real_states
+from sphkv.cache.sequence import CacheSequence
 from sphkv.cache.step import StepTokens
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.states import SphericalCodec
+from sphkv.retention.measure import PromptWork
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.store import PageStore
 
@@ -25,16 +32,21 @@ class CacheEngine:
     """The cache of a batch, one forward pass after another.
 
     A pass is ``begin``; then for every layer ``update``, and either the model's own attention
-    followed by ``settle`` or ``attend``; then ``finish``. While the cache is dense it returns
-    everything it holds from ``update``. The pass in which it knows enough to code ends with
-    every state in the page store.
+    followed by ``end_layer`` or ``attend``; then ``finish``. While the cache is dense it returns
+    everything it holds from ``update``. The pass in which it knows enough to code, and has so
+    many tokens that the budget can hold, ends with every state in the page store.
 
     Attributes:
-        config: Sizes and tiers.
+        config: Sizes, budget and tiers.
         backend: What runs decode attention.
+        ceiling: Bytes a sequence may keep resident.
+        plan: How states stay resident; None while the cache is dense.
+        graph: Captured attention of single steps; None while steps are not captured.
         rows: The coded sequences, one per batch row; empty while the cache is dense.
         store: Their pages; None while the cache is dense.
-        is_real: ``[batch, slots]`` bool on the CPU: which slots of the padded batch hold tokens.
+        is_real: ``[batch, length]`` bool on the CPU: which places of the padded batch hold tokens.
+        peak_bytes: Most bytes that were resident at any moment since the prompt was coded.
+        peak_share: Most that they were of the ceiling of their moment; 0 without a budget.
     """
 
     def __init__(
@@ -44,25 +56,30 @@ class CacheEngine:
         calibration: Calibration | None = None,
         backend: DecodeBackend | None = None,
         model_id: str = "unknown",
+        work: PromptWork | None = None,
     ) -> None:
         """Start empty.
 
         Args:
-            config: Sizes and tiers.
+            config: Sizes, budget and tiers.
             calibration: Codebooks; fitted on the first tokens if None.
             backend: What runs decode attention; the fastest one that can by default.
             model_id: Name of the model, for the record of a calibration made here.
+            work: What caches of the same prompt under other budgets share; None shares nothing.
 
         Raises:
             ValueError: The calibration belongs to another model.
         """
         self.config = config
+        self.ceiling = Ceiling.of(config)
         self._model_id = model_id
+        self._work = work
         self._calibrator: PromptCalibrator | None = None
         self._codec: SphericalCodec | None = None
         self.backend = backend or get_backend("auto", config.device)
         if calibration is not None:
             self.use_calibration(calibration)
+        self.rows: list[CacheSequence] = []
         self.reset()
 
     @property
@@ -82,7 +99,7 @@ class CacheEngine:
 
     @property
     def length(self) -> int:
-        """Slots of the padded batch."""
+        """Places of the padded batch."""
         return self.is_real.shape[1]
 
     @property
@@ -119,12 +136,16 @@ class CacheEngine:
         """Forget all tokens; a calibration stays."""
         layers = self.config.geometry.num_layers
         # other caches may share the store, so rows are given back one by one
-        for row in getattr(self, "rows", []):
+        for row in self.rows:
             row.free()
         self.store: PageStore | None = None
-        self.rows: list[SphericalSequence] = []
+        self.plan: ResidencyPlan | None = None
+        self.graph: StepGraph | None = None
+        self.rows = []
         self.is_real = torch.zeros(0, 0, dtype=torch.bool)
+        self.peak_bytes, self.peak_share = 0, 0.0
         self._dense: list[tuple[Tensor, Tensor] | None] = [None] * layers
+        self._queries: list[Tensor | None] = [None] * layers
         self._fresh: dict[int, tuple[Tensor, Tensor]] = {}
         self._step: StepTokens | None = None
         self._is_encoding = False
@@ -133,10 +154,11 @@ class CacheEngine:
             self._calibrator = None
 
     def begin(self, step: StepTokens) -> None:
-        """Start a forward pass.
+        """Start a forward pass; pages that its tokens would overflow seal now.
 
         Raises:
             ValueError: The batch or the positions do not continue what the cache holds.
+            BudgetError: Nothing is left that may be dropped to hold the budget.
         """
         if self._broken:
             raise RuntimeError(self._broken)
@@ -148,29 +170,90 @@ class CacheEngine:
         elif batch != self.batch_size:
             raise ValueError(f"the cache holds {self.batch_size} sequences, the step has {batch}")
         step.check_continues(self.is_real)
+        if self.is_coded:
+            self._make_room(step)
+        else:
+            self._is_encoding = self._is_ready(step)
+            if self._is_encoding:
+                self._open_store(batch)
         self._step = step
-        self._is_encoding = not self.is_coded and self._is_ready(step)
-        if self._is_encoding:
-            self._open_store(batch)
+
+    def _make_room(self, step: StepTokens) -> None:
+        """Have every tail take its new tokens, if they are few enough for one."""
+        assert self.store is not None
+        assert self.plan is not None
+        if self.graph is not None:
+            self.graph.prepare()
+            return
+        capacity = self.store.config.tail_capacity
+        counts = step.is_real.sum(1).tolist()
+        if not self.plan.is_retention and len(set(counts)) == 1 and counts[0] <= capacity:
+            self.store.make_room([row.sequence for row in self.rows], counts[0])
+            return
+        for row, count in zip(self.rows, counts, strict=True):
+            if 0 < count <= capacity:
+                row.residency.make_room(count)
+
+    def begin_graph(self, *, max_tokens: int) -> bool:
+        """Have the next single steps captured, where backend and residency allow it.
+
+        Args:
+            max_tokens: Tokens a sequence may reach before ``end_graph``.
+        """
+        if self.graph is None and self.store is not None:
+            self.graph = self.backend.capture(
+                self.store,
+                [row.sequence for row in self.rows],
+                max_tokens=max_tokens,
+                windows=self.config.windows,
+            )
+        return self.graph is not None
+
+    def end_graph(self) -> None:
+        """Captured steps are over: something else changes the cache."""
+        self.graph = None
 
     def _is_ready(self, step: StepTokens) -> bool:
-        """Whether after this step there is enough to code with."""
-        if not self.config.spec.is_coded or self._codec is not None:
-            return True
-        if self._calibrator is None:
-            self._calibrator = PromptCalibrator(self.config, model_id=self._model_id)
+        """Whether after this step there is enough to code with, and to hold the budget."""
         counts = self.is_real.sum(1) + step.is_real.cpu().sum(1)
-        samples = int((counts - self.config.sink_tokens).clamp(min=0).sum())
-        return samples >= self.config.min_calibration_tokens - self.config.sink_tokens
+        self.plan = choose_residency(self.config, int(counts.max()))
+        is_coded = self.plan is None or self.plan.spec.is_coded
+        if self._codec is None and is_coded:
+            if self._calibrator is None:
+                self._calibrator = PromptCalibrator(self.config, model_id=self._model_id)
+            samples = int((counts - self.config.sink_tokens).clamp(min=0).sum())
+            if samples < self.config.min_calibration_tokens - self.config.sink_tokens:
+                self.plan = None
+        return self.plan is not None
 
     def _open_store(self, batch: int) -> None:
         codec = self._codec
         if codec is None and self._calibrator is not None:
             codec = SphericalCodec(self._calibrator.calibration)
-        self.store = open_store(self.config, batch, codec, self.backend)
+        self.store = self._new_store(batch, codec)
         for sequence in range(batch):
             self.store.create(sequence)
-            self.rows.append(SphericalSequence(self.config, self.store, sequence, self.backend))
+            self._add_row(sequence)
+
+    def _new_store(self, batch: int, codec: SphericalCodec | None) -> PageStore:
+        assert self.plan is not None
+        order = self.backend.page_order
+        config = self.plan.store_config(self.config, batch, is_aligned=order is not None)
+        return PageStore(config, codec, order=order)
+
+    def _add_row(self, sequence: int) -> CacheSequence:
+        assert self.plan is not None
+        assert self.store is not None
+        residency: Residency
+        if self.plan.is_retention:
+            residency = RetentionResidency(
+                self.config, self.plan, self.store, sequence, self.ceiling, work=self._work
+            )
+        else:
+            residency = UniformResidency(self.config, self.plan, self.store, sequence)
+        row = CacheSequence(self.config, self.plan, self.store, sequence, self.backend, residency)
+        self.rows.append(row)
+        return row
 
     @property
     def is_dense_step(self) -> bool:
@@ -201,32 +284,77 @@ class CacheEngine:
         self._dense[layer] = (keys, values)
         return keys, values
 
-    def settle(self, layer: int, query: Tensor) -> None:
+    def end_layer(self, layer: int, query: Tensor) -> None:
         """After the model's own attention: learn from the queries, and code if it is time.
 
         Args:
             layer: The layer.
             query: ``[batch, query_heads, tokens, head_dim]`` after RoPE, of this step.
+
+        Raises:
+            BudgetError: What must stay dense does not fit a budget.
         """
         step, held = self._step, self._dense[layer]
         if step is None or held is None:
-            raise RuntimeError(f"settle without update in layer {layer}")
+            raise RuntimeError(f"end_layer without update in layer {layer}")
+        query = query.detach()
         calibrator = self._calibrator if self._codec is None else None
         if calibrator is not None:
             real = step.is_real.to(query.device)
             positions = step.positions.to(query.device)[real]
             calibrator.observe(layer, query.transpose(0, 1)[:, real], positions)
+        queries = self._remember_queries(layer, query)
         if not self._is_encoding:
             return
         keys, values = held
-        self._dense[layer] = None
+        self._dense[layer] = self._queries[layer] = None
         every = torch.cat([self.is_real, step.is_real.cpu()], 1)
         if calibrator is not None:
             positions = every.cumsum(1) - 1
             chosen = every & (positions >= self.config.sink_tokens)
             positions, chosen = positions[chosen].to(keys.device), chosen.to(keys.device)
             calibrator.fit(layer, keys.transpose(0, 1)[:, chosen], positions)
-        prefill_rows(self.rows, layer, keys, values, every)
+        self._store_prompt(layer, queries, keys, values, every)
+
+    def _remember_queries(self, layer: int, query: Tensor) -> Tensor:
+        """The newest queries of a dense cache, which a controller decides by.
+
+        Returns:
+            ``[batch, query_heads, at most the watched tokens, head_dim]``.
+        """
+        retention = self.config.retention
+        if retention is None:
+            return query
+        most = retention.policy.watched_tokens
+        held = self._queries[layer]
+        if held is not None:
+            query = torch.cat([held, query], 2)
+        if query.shape[2] > most:
+            query = query[:, :, -most:]
+        if not self._is_encoding:
+            self._queries[layer] = query.clone()
+        return query
+
+    def _store_prompt(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, is_real: Tensor
+    ) -> None:
+        """Hand a layer of the prompts to the rows, at once where they are alike."""
+        assert self.plan is not None
+        assert self.store is not None
+        if not self.plan.is_retention and bool(is_real.all()):
+            ids = [row.sequence for row in self.rows]
+            write_uniform(self.config, self.plan, self.store, ids, layer, keys, values)
+            self._note_first(layer, keys.shape[2])
+            return
+        watched = is_real[:, is_real.shape[1] - query.shape[2] :]
+        seen = {index: own[0] for index, _, own in real_states(watched, query)}
+        for index, _, own in real_states(is_real, keys, values):
+            row_query = seen.get(index, query[index][:, :0])
+            self.rows[index].take_prompt(layer, row_query, *own)
+
+    def _note_first(self, layer: int, tokens: int) -> None:
+        for row in self.rows:
+            row.note_prompt(layer, tokens)
 
     def attend(
         self,
@@ -249,7 +377,7 @@ class CacheEngine:
         """
         if self._step is None or layer not in self._fresh:
             raise RuntimeError(f"attend without update in layer {layer}")
-        states = (query, *self._fresh.pop(layer))
+        states = (query.detach(), *self._fresh.pop(layer))
         return attend_rows(
             self.rows, self._step.is_real, layer, states, options, sink_logits=sink_logits
         )
@@ -263,13 +391,45 @@ class CacheEngine:
         if is_failed:
             self._undo()
             return
+        if self.graph is not None:
+            self.graph.commit()
         self.is_real = torch.cat([self.is_real, step.is_real.cpu()], 1)
         if self._is_encoding and self._codec is None and self._calibrator is not None:
             self._codec = SphericalCodec(self._calibrator.calibration)
             self._calibrator = None
         self._is_encoding = False
-        for row in self.rows:
-            row.forget_outside_windows()
+        if self.graph is None:
+            for row in self.rows:
+                row.finish_pass()
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        """Keep the most bytes of any moment of the pass, and their part of the ceiling."""
+        if self.store is None:
+            return
+        notes = sum(row.residency.num_bytes for row in self.rows)
+        most = self.store.take_peak() + notes
+        self.peak_bytes = max(self.peak_bytes, most)
+        limit = self.limit_bytes()
+        if limit:
+            self.peak_share = max(self.peak_share, most / limit)
+
+    def resident_bytes(self) -> int:
+        """Bytes of every tensor the batch keeps alive, codebooks excepted."""
+        if self.store is None:
+            return self.ledger().total
+        return self.store.live_bytes + sum(row.residency.num_bytes for row in self.rows)
+
+    def limit_bytes(self) -> int | None:
+        """Bytes the ceiling allows the batch at its present lengths; None without a budget."""
+        limits = [self.ceiling.bytes_at(count) for count in self.num_tokens]
+        return None if None in limits else sum(limit for limit in limits if limit is not None)
+
+    def see_logits(self, logits: Tensor) -> None:
+        """Tell every row how close its next decision is: ``[batch, tokens, vocabulary]``."""
+        for row, is_real, own in zip(self.rows, self.is_real, logits, strict=False):
+            if bool(is_real[-1]):
+                row.residency.observe_logits(own[-1])
 
     def _undo(self) -> None:
         if self._is_encoding:
@@ -278,7 +438,9 @@ class CacheEngine:
                 "gone: call reset() and give the prompt again"
             )
             return
+        self.end_graph()
         for row, count in zip(self.rows, self.num_tokens, strict=False):
+            row.forget_waiting()
             row.crop(count)
         self._trim_dense(self.length)
 
@@ -288,7 +450,7 @@ class CacheEngine:
                 self._dense[layer] = (held[0][:, :, :length], held[1][:, :, :length])
 
     def crop(self, length: int) -> None:
-        """Forget slots of the padded batch from ``length`` on.
+        """Forget places of the padded batch from ``length`` on.
 
         Raises:
             ValueError: A layer with a sliding window has given up what would be needed.
@@ -298,11 +460,17 @@ class CacheEngine:
         if length <= 0:
             self.reset()
             return
+        self.end_graph()
         counts = [int(count) for count in self.is_real[:, :length].sum(1)]
         for row, count in zip(self.rows, counts, strict=False):
             row.check_crop(count)
         for row, count in zip(self.rows, counts, strict=False):
             row.crop(count)
+        removed = self.length - length
+        self._queries = [
+            None if query is None else query[:, :, : max(0, query.shape[2] - removed)]
+            for query in self._queries
+        ]
         self._trim_dense(length)
         self.is_real = self.is_real[:, :length]
 
@@ -314,11 +482,15 @@ class CacheEngine:
         """
         if self.length == 0:
             return
+        self.end_graph()
         wanted: list[int] = index.tolist()
         for layer, held in enumerate(self._dense):
             if held is not None:
                 at = index.to(held[0].device)
                 self._dense[layer] = (held[0][at], held[1][at])
+        self._queries = [
+            None if query is None else query[index.to(query.device)] for query in self._queries
+        ]
         if self.is_coded:
             for source, row in enumerate(self.rows):
                 if source not in wanted:
@@ -336,23 +508,51 @@ class CacheEngine:
         """A cache of its own with the same tokens; pages are shared."""
         other = CacheEngine(self.config, backend=self.backend, model_id=self._model_id)
         other._codec = self._codec
-        other.store, other.is_real = self.store, self.is_real
+        other.store, other.plan, other.is_real = self.store, self.plan, self.is_real
         other.rows = [row.fork() for row in self.rows]
-        other._dense = list(self._dense)
+        other._dense, other._queries = list(self._dense), list(self._queries)
+        other.peak_bytes, other.peak_share = self.peak_bytes, self.peak_share
         if self._calibrator is not None:
             other._calibrator = self._calibrator.fork()
         return other
 
     def ledger(self) -> ByteLedger:
         """Resident bytes by kind; dense states of the start count at their own width."""
+        tables = self._table_bytes()
         if self.store is not None:
-            return self.store.ledger()
+            ledger = self.store.ledger()
+            notes = sum(row.residency.num_bytes for row in self.rows)
+            return replace(ledger, tags=ledger.tags + notes, tables=tables)
         kinds = dict.fromkeys(ByteLedger.__slots__, 0)
-        for held in self._dense:
+        for held, query in zip(self._dense, self._queries, strict=True):
             if held is not None:
                 kinds["codes"] += held[0].nbytes
                 kinds["values"] += held[1].nbytes
-        return ByteLedger(**kinds)
+            kinds["tags"] += 0 if query is None else query.nbytes
+        return ByteLedger(**{**kinds, "tables": tables})
+
+    def describe(self) -> MethodRecord:
+        """What is in use, for a record: residency, setting, share of states by tier."""
+        if self.plan is None or self.store is None:
+            return MethodRecord("dense", "not coded yet", "kernel-realized", {"max": 1.0}, "dense")
+        name = "joint" if self.plan.is_retention else "spherical"
+        setting = self.rows[0].residency.describe()
+        counts: dict[str, int] = {}
+        total = 0
+        for row in self.rows:
+            for tier, states in self.store.state_counts(row.sequence).items():
+                counts[tier] = counts.get(tier, 0) + states
+            total += row.num_tokens()
+        every = total * self.config.geometry.num_layers * self.config.geometry.num_kv_heads
+        tiers = {tier: states / max(1, every) for tier, states in sorted(counts.items())}
+        tiers["drop"] = max(0.0, 1 - sum(tiers.values()))
+        return MethodRecord(name, setting, "kernel-realized", tiers, self.plan.kind)
+
+    def _table_bytes(self) -> int:
+        """Bytes of codebooks, and of the tables a backend made of them."""
+        if self._codec is None:
+            return 0
+        return self._codec.num_bytes + self.backend.table_bytes(self._codec)
 
     def export_state(self) -> dict[str, Tensor]:
         """Everything but pages and codebooks, by name, for saving."""
@@ -362,18 +562,31 @@ class CacheEngine:
         for layer, held in enumerate(self._dense):
             if held is not None:
                 state[f"keys.{layer}"], state[f"values.{layer}"] = held
+            if (query := self._queries[layer]) is not None:
+                state[f"queries.{layer}"] = query
         if self._calibrator is not None:
             state["moments"] = self._calibrator.moments
             state["num_queries"] = self._calibrator.num_queries
+        for index, row in enumerate(self.rows):
+            for name, tensor in row.residency.state().items():
+                state[f"row.{index}.{name}"] = tensor
         return state
 
-    def import_state(self, state: dict[str, Tensor], files: list[Path], *, codec_hash: str) -> None:
+    def import_state(
+        self,
+        state: Mapping[str, Tensor],
+        files: Sequence[Path],
+        *,
+        codec_hash: str,
+        plan: ResidencyPlan | None,
+    ) -> None:
         """Take over what ``export_state`` gave and the saved sequences.
 
         Args:
             state: Tensors by name.
             files: File of each sequence; none if the cache was dense.
             codec_hash: Names the codebooks of the sequences.
+            plan: How the sequences stay resident; None if the cache was dense.
         """
         self.reset()
         self.is_real = state["is_real"].cpu().bool()
@@ -382,11 +595,18 @@ class CacheEngine:
             self._calibrator.moments.copy_(state["moments"])
             self._calibrator.num_queries.copy_(state["num_queries"])
         if files:
-            self.store = open_store(self.config, len(files), self._codec, self.backend)
+            self.plan = plan
+            self.store = self._new_store(len(files), self._codec)
             for sequence, file in enumerate(files):
                 self.store.load(sequence, file, codec_hash=codec_hash)
-                row = SphericalSequence(self.config, self.store, sequence, self.backend)
-                self.rows.append(row)
+                row, lead = self._add_row(sequence), f"row.{sequence}."
+                own = {
+                    name.removeprefix(lead): tensor
+                    for name, tensor in state.items()
+                    if name.startswith(lead)
+                }
+                row.residency.load_state(own)
         elif self.length:
             for layer in range(self.config.geometry.num_layers):
                 self._dense[layer] = (state[f"keys.{layer}"], state[f"values.{layer}"])
+                self._queries[layer] = state.get(f"queries.{layer}")

@@ -14,32 +14,35 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sphkv.cache.config import CacheConfig, ResidencyPlan, RetentionConfig
 from sphkv.cache.engine import CacheEngine
-from sphkv.cache.plan import CacheConfig
 from sphkv.codec.calibration_file import load_calibration, save_calibration
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.budget import ByteBudget
-from sphkv.core.errors import CacheFileError
+from sphkv.core.configs import build_config, config_to_dict
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierTable
+from sphkv.errors import CacheFileError
 from sphkv.store.config import StoreConfig
 from sphkv.store.persist import read_identity
 from sphkv.store.store import PageStore
 
-FORMAT = "sphkv-cache-folder-1"
+FORMAT = "sphkv-cache-folder-2"
 _ABOUT = "cache.json"
 _STATE = "state.safetensors"
 _CALIBRATION = "calibration.safetensors"
-_SETTINGS = ("tier", "sink_tokens", "recent_tokens", "min_calibration_tokens", "max_bytes")
+_SETTINGS = (
+    *("tier", "is_retention_forced", "context"),
+    *("sink_tokens", "recent_tokens", "min_calibration_tokens"),
+)
 
 
-def save_engine(engine: CacheEngine, folder: Path, *, budget: ByteBudget | None = None) -> None:
+def save_engine(engine: CacheEngine, folder: Path) -> None:
     """Write a cache to a folder, which appears whole or not at all.
 
     Args:
         engine: The cache, between two forward passes.
         folder: Folder to create; one that ``save_engine`` made is replaced.
-        budget: Budget to put on record.
 
     Raises:
         FileExistsError: The folder exists and holds something else.
@@ -49,7 +52,7 @@ def save_engine(engine: CacheEngine, folder: Path, *, budget: ByteBudget | None 
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _write(engine, made, budget)
+        _write(engine, made)
         if folder.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
             folder.rename(old / "old")
@@ -61,7 +64,7 @@ def save_engine(engine: CacheEngine, folder: Path, *, budget: ByteBudget | None 
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _write(engine: CacheEngine, folder: Path, budget: ByteBudget | None) -> None:
+def _write(engine: CacheEngine, folder: Path) -> None:
     codec_hash = ""
     if engine.calibration is not None:
         save_calibration(engine.calibration, folder / _CALIBRATION)
@@ -76,7 +79,9 @@ def _write(engine: CacheEngine, folder: Path, budget: ByteBudget | None) -> None
         "tiers": config.tiers.to_json(),
         "settings": {name: getattr(config, name) for name in _SETTINGS},
         "windows": list(config.windows),
-        "budget": None if budget is None else str(budget),
+        "budget": None if config.budget is None else str(config.budget),
+        "retention": None if config.retention is None else config_to_dict(config.retention),
+        "plan": None if engine.plan is None else config_to_dict(engine.plan),
         "num_sequences": len(engine.rows),
         "first_kept": [row.first_kept for row in engine.rows],
         "codec_hash": codec_hash,
@@ -92,7 +97,7 @@ def read_config(
     windows: tuple[int | None, ...],
     *,
     device: str = "cpu",
-) -> tuple[CacheConfig, ByteBudget | None]:
+) -> CacheConfig:
     """Settings of a saved cache, for a model of this geometry.
 
     Raises:
@@ -103,13 +108,19 @@ def read_config(
         raise CacheFileError(f"{folder} has windows {about['windows']}, not {list(windows)}")
     try:
         budget = None if about["budget"] is None else ByteBudget.parse(about["budget"])
-        tiers = TierTable.from_json(about["tiers"])
-        config = CacheConfig(
-            geometry, ropes, windows, tiers, device=device, **_checked(about["settings"])
+        retention = about["retention"]
+        return CacheConfig(
+            geometry,
+            ropes,
+            windows,
+            TierTable.from_json(about["tiers"]),
+            budget=budget,
+            retention=None if retention is None else build_config(RetentionConfig, retention),
+            device=device,
+            **_checked(about["settings"]),
         )
     except (ValueError, TypeError) as error:
         raise CacheFileError(f"{folder / _ABOUT}: {error}") from error
-    return config, budget
 
 
 def load_engine(engine: CacheEngine, folder: Path) -> None:
@@ -133,7 +144,8 @@ def load_engine(engine: CacheEngine, folder: Path) -> None:
         files = [
             folder / f"sequence-{index}.safetensors" for index in range(about["num_sequences"])
         ]
-        engine.import_state(state, files, codec_hash=about["codec_hash"])
+        plan = None if about["plan"] is None else build_config(ResidencyPlan, about["plan"])
+        engine.import_state(state, files, codec_hash=about["codec_hash"], plan=plan)
     except (SafetensorError, KeyError, OSError) as error:
         raise CacheFileError(f"{folder} is damaged: {error}") from error
     except ValueError as error:
@@ -154,7 +166,8 @@ def open_pages(folder: Path) -> PageStore:
         raise CacheFileError(f"{folder} was saved while still dense: it has no pages to look at")
     identity = read_identity(files[0])
     try:
-        store = PageStore(StoreConfig(identity.geometry, identity.tiers, about["settings"]["tier"]))
+        tier = about["plan"]["tier"]
+        store = PageStore(StoreConfig(identity.geometry, identity.tiers, tier))
     except (KeyError, TypeError, ValueError) as error:
         raise CacheFileError(f"{folder / _ABOUT}: {error}") from error
     for sequence, file in enumerate(files):
@@ -174,7 +187,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CacheFileError(f"{folder} is no saved cache: {error}") from error
     keys = {"tiers", "settings", "windows", "budget", "num_sequences", "first_kept"}
-    keys |= {"format", "codec_hash", "state_hash"}
+    keys |= {"format", "codec_hash", "state_hash", "retention", "plan"}
     if not isinstance(about, dict) or set(about) != keys or about["format"] != FORMAT:
         raise CacheFileError(f"{folder / _ABOUT} is not of format {FORMAT!r}")
     return about

@@ -3,12 +3,35 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
 from sphkv.store.ledger import ByteLedger
+
+Realisation = Literal["kernel-realized", "format-only"]
+
+
+@dataclass(frozen=True, slots=True)
+class MethodRecord:
+    """What a result says about the cache that it was measured with.
+
+    Attributes:
+        name: Name of the method.
+        setting: Its setting in words, such as ``"k3v2"`` or ``"kernel=17"``; may be empty.
+        realisation: ``"kernel-realized"`` if a decode step reads what is stored with a kernel,
+            ``"format-only"`` if it rebuilds dense states first.
+        tiers: Share of the states it has been given that are at each tier; they add up to 1.
+        residency: What becomes of the states, in a word or two: ``"evicted"``, ``"coded"``.
+    """
+
+    name: str
+    setting: str
+    realisation: str
+    tiers: dict[str, float]
+    residency: str
 
 
 class CacheMethod(Protocol):
@@ -77,3 +100,35 @@ class CacheMethod(Protocol):
     def ledger(self) -> ByteLedger:
         """The same bytes by kind."""
         ...
+
+
+class CacheMethodBase:
+    """What methods have in common besides storing and attending.
+
+    Attributes:
+        name: Label in reports.
+        realisation: How decoding is carried out; see ``MethodRecord``.
+        residency: What becomes of the states.
+    """
+
+    name: str = "method"
+    realisation: Realisation = "kernel-realized"
+    residency: str = "dense"
+
+    @property
+    def setting(self) -> str:
+        """The setting in use, in words; empty if there is nothing to choose."""
+        return ""
+
+    def tier_shares(self) -> dict[str, float]:
+        """Share of the given states at each tier."""
+        return {"max": 1.0}
+
+    def describe(self) -> MethodRecord:
+        """What a record says about the method as it is now."""
+        return MethodRecord(
+            self.name, self.setting, self.realisation, self.tier_shares(), self.residency
+        )
+
+    def observe_logits(self, row: Tensor) -> None:
+        """Be told the logits ``[vocabulary]`` of the step that was decided; ignored by default."""

@@ -1,116 +1,276 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a byte budget to the tier of a cache, charging everything that stays resident."""
+"""From a byte budget to how states stay resident, charging everything that does.
+
+A budget is a ceiling at every length from ``holds_from`` on. Below it the dense parts that every
+sequence needs, sinks and the open tail, weigh more than a share of so few tokens allows; a shorter
+sequence may take what it would be allowed at that length.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from sphkv.codec.calibration import LEAST_TOKENS, CalibrationOptions
-from sphkv.codec.codebook import CodebookFit
-from sphkv.codec.rope import RopeSpec
+from sphkv.cache.config import CacheConfig, ResidencyPlan, allowed_bytes
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import DENSE_BITS, RUN_TOKENS, TierSpec, TierTable, coded_tier
+from sphkv.errors import BudgetError
 from sphkv.store.allocator import slab_bytes
-from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
 
-DEFAULT_CONTEXT = 8192
-
-PROMPT_CALIBRATION = CalibrationOptions(
-    skip_tokens=0,
-    max_tokens=1024,
-    fit=CodebookFit(iterations=5, refinements=4, stage_tokens=512),
-)
-"""Half the effort of a calibration that is kept: the user waits for the first token."""
+# With one tier at or above this one a prompt loses no more than under the controller.
+LEAST_UNIFORM_TIER = (4.0, 4)
+# The controller watches the queries of this many tokens before it decides.
+LEAST_DECIDED_TOKENS = 256
 
 _BUDGET_BITS = (
     *((1.0, 2), (1.5, 2), (2.0, 2), (2.0, 3), (2.5, 3), (3.0, 3)),
     *((3.0, 4), (4.0, 4), (5.0, 4), (4.0, 8), (6.0, 8)),
 )
+_RETENTION_BITS = (
+    *((1.0, 2), (1.5, 2), (2.0, 2), (2.0, 3), (3.0, 3)),
+    *((3.0, 4), (4.0, 4), (6.0, 8)),
+)
 _DENSE_NAME = "max"
-_MAX_SLAB_PAGES = 64
-_MAX_GPU_SLAB_PAGES = 2048
+# Budgets from this share on seal new states at the finer of two tiers (key and value bits).
+_FINE_SEAL_SHARE = 0.09
+_FINE_SEAL, _COARSE_SEAL = (6.0, 8), (4.0, 4)
+_SEAL_CONTEXT = 8192
 _SLAB_GROWTH_SHARE = 16
 _TABLE_ENTRY_BYTES = 10
+# Bytes of notes about one run of a head: importance and loss of dropping, in half precision.
+_RUN_NOTE_BYTES = 4
+# Sealed pages of pools with few pages leave places free in their slabs.
+_RETENTION_SLACK_PAGES = 24
+_LONGEST = 1 << 24
+
+
+def choose_residency(config: CacheConfig, num_tokens: int) -> ResidencyPlan | None:
+    """How sequences of at least so many tokens stay resident; None if they must stay dense.
+
+    Args:
+        config: The cache.
+        num_tokens: Tokens of the shortest sequence that the budget must hold for.
+
+    Raises:
+        BudgetError: A budget of total bytes is too small for any residency.
+    """
+    if config.tier is not None:
+        return ResidencyPlan("uniform", config.tiers, config.tier, config.recent_tokens)
+    budget, retention = config.budget, config.retention
+    assert budget is not None
+    if not config.is_retention_forced:
+        tier = _highest_tier(config, num_tokens)
+        if tier is not None and (retention is None or _is_good(config.tiers[tier])):
+            limit = int(budget.amount) if budget.kind == "total" else None
+            return ResidencyPlan("uniform", config.tiers, tier, config.recent_tokens, limit)
+    if retention is None:
+        return None
+    if num_tokens < retention_holds_from(config):
+        return None
+    return ResidencyPlan("retention", retention.tiers, retention.seal_tier, 0)
+
+
+def _is_good(tier: TierSpec) -> bool:
+    key_bits, value_bits = LEAST_UNIFORM_TIER
+    return not tier.is_coded or (tier.key_bits >= key_bits and tier.value_bits >= value_bits)
+
+
+def _highest_tier(config: CacheConfig, num_tokens: int) -> str | None:
+    """The highest tier with which a sequence fits its budget from ``num_tokens`` on."""
+    budget = config.budget
+    assert budget is not None
+    if budget.kind == "total":
+        num_tokens = max(num_tokens, config.context or num_tokens)
+    for tier in reversed([tier for tier in config.tiers if tier.kind != "drop"]):
+        start = uniform_holds_from(config, tier.name)
+        if budget.kind == "total":
+            plan = _uniform(config, tier.name)
+            if sequence_bytes(config, plan, num_tokens) <= allowed_bytes(
+                budget, config, num_tokens
+            ):
+                return tier.name
+        elif start is not None and start <= num_tokens:
+            return tier.name
+    return None
+
+
+def _uniform(config: CacheConfig, tier: str) -> ResidencyPlan:
+    return ResidencyPlan("uniform", config.tiers, tier, config.recent_tokens)
+
+
+def holds_from(config: CacheConfig) -> int | None:
+    """Shortest length from which on the budget is a ceiling at every step.
+
+    None without a budget, or where no residency can hold it at any length.
+    """
+    budget = config.budget
+    if budget is None:
+        return None
+    if config.retention is not None:
+        return retention_holds_from(config)
+    if budget.kind == "total":
+        return 1
+    starts = [uniform_holds_from(config, tier.name) for tier in config.tiers if tier.kind != "drop"]
+    return min((start for start in starts if start is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
-class CacheConfig:
-    """What a cache is built from.
+class Ceiling:
+    """The bytes a sequence may keep resident at every length.
 
     Attributes:
-        geometry: Shape of the cache.
-        ropes: Rotary embedding of every layer.
-        windows: Sliding window of every layer in tokens; None for full attention.
-        tiers: Precision tiers.
-        tier: Name of the tier of sealed pages.
-        sink_tokens: First tokens that stay dense in layers with full attention.
-        recent_tokens: Newest tokens that stay dense.
-        min_calibration_tokens: Tokens that are seen, and kept dense, before the cache
-            calibrates itself.
-        calibration: How it does.
-        max_bytes: Hard limit on the bytes of one sequence; None for none.
-        device: Torch device of the cache.
+        config: The cache.
+        holds_from: Shortest length at which the budget itself is the ceiling; None without one.
     """
 
-    geometry: KVGeometry
-    ropes: tuple[RopeSpec, ...]
-    windows: tuple[int | None, ...]
-    tiers: TierTable
-    tier: str
-    sink_tokens: int = 4
-    recent_tokens: int = 32
-    min_calibration_tokens: int = 512
-    calibration: CalibrationOptions = field(default_factory=lambda: PROMPT_CALIBRATION)
-    max_bytes: int | None = None
-    device: str = "cpu"
+    config: CacheConfig
+    holds_from: int | None
 
-    def __post_init__(self) -> None:
-        """Reject sizes that do not fit together."""
-        layers = self.geometry.num_layers
-        for name in ("ropes", "windows"):
-            if len(getattr(self, name)) != layers:
-                raise ValueError(f"{len(getattr(self, name))} {name} for {layers} layers")
-        for name, least in (
-            ("sink_tokens", 0),
-            ("recent_tokens", 1),
-            ("min_calibration_tokens", LEAST_TOKENS + self.sink_tokens),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        self.store_config(1)
+    @classmethod
+    def of(cls, config: CacheConfig) -> Ceiling:
+        """The ceiling of a cache's budget."""
+        return cls(config, holds_from(config))
 
-    @property
-    def spec(self) -> TierSpec:
-        """The tier of sealed pages."""
-        return self.tiers[self.tier]
+    def bytes_at(self, num_tokens: int) -> int | None:
+        """Bytes for so many tokens; None without a budget."""
+        budget = self.config.budget
+        if budget is None:
+            return None
+        return allowed_bytes(budget, self.config, max(num_tokens, self.holds_from or 0))
 
-    @property
-    def max_slab_pages(self) -> int:
-        """Pages of the largest slab; a GPU counts in gigabytes and likes few allocations."""
-        return _MAX_SLAB_PAGES if self.device == "cpu" else _MAX_GPU_SLAB_PAGES
 
-    @property
-    def window_margin(self) -> int:
-        """Tokens kept beyond a sliding window, so that a crop finds them."""
-        return self.spec.page_tokens + self.recent_tokens
+def uniform_holds_from(config: CacheConfig, tier: str) -> int | None:
+    """Shortest length from which on one tier fits a share or per-token budget."""
+    plan, step = _uniform(config, tier), config.tiers[tier].page_tokens
+    budget = config.budget
+    assert budget is not None
 
-    def store_config(self, num_sequences: int) -> StoreConfig:
-        """Config of a store for a batch of so many sequences."""
-        limit = None if self.max_bytes is None else self.max_bytes * num_sequences
-        return StoreConfig(
-            self.geometry,
-            self.tiers,
-            seal_tier=self.tier,
-            recent_tokens=self.recent_tokens,
-            max_bytes=limit,
-            max_slab_pages=self.max_slab_pages,
-            device=self.device,
-        )
+    def fits(pages: int) -> bool:
+        # the budget grows by the token, bytes grow by the page: just before a page seals
+        # counts as much as just after
+        tokens = pages * step
+        return sequence_bytes(config, plan, tokens + step) <= allowed_bytes(budget, config, tokens)
+
+    found = _first(fits, _LONGEST // step)
+    return None if found is None else found * step
+
+
+def retention_holds_from(config: CacheConfig) -> int:
+    """Shortest length from which on the controller can hold the budget.
+
+    Raises:
+        BudgetError: A budget of total bytes, or one too small for windows, never holds.
+    """
+    budget = config.budget
+    assert budget is not None
+
+    def fits(runs: int) -> bool:
+        tokens = runs * RUN_TOKENS
+        return retention_fixed_bytes(config, tokens) <= allowed_bytes(budget, config, tokens)
+
+    least = LEAST_DECIDED_TOKENS // RUN_TOKENS
+    found = least if fits(least) else _first(fits, _LONGEST // RUN_TOKENS)
+    if found is None:
+        allowed = allowed_bytes(budget, config, LEAST_DECIDED_TOKENS)
+        needed = retention_fixed_bytes(config, LEAST_DECIDED_TOKENS)
+        raise BudgetError(needed, allowed, allowed, "a sequence of any length")
+    return max(found, least) * RUN_TOKENS
+
+
+def _first(fits: Callable[[int], bool], limit: int) -> int | None:
+    """Least number from 1 on that fits, if all larger ones do."""
+    high = 1
+    while not fits(high):
+        high *= 2
+        if high > limit:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def sequence_bytes(config: CacheConfig, plan: ResidencyPlan, num_tokens: int) -> int:
+    """Most bytes a sequence can keep resident with one tier: pages, free pages, tables, tails.
+
+    Args:
+        config: The cache.
+        plan: Residency with one tier.
+        num_tokens: Tokens of the sequence.
+    """
+    geometry, tier = config.geometry, plan.spec
+    heads = geometry.num_kv_heads
+    tail_bytes = heads * (tier.page_tokens + plan.recent_tokens) * geometry.dense_state_bytes
+    total = num_tokens and geometry.num_layers * tail_bytes
+    coded_pages = sink_pages = 0
+    for window in config.windows:
+        body = max(0, num_tokens - config.sink_tokens - plan.recent_tokens)
+        pages = body // tier.page_tokens
+        if window is not None:
+            kept = window + plan.window_margin
+            pages = min(pages, -(-kept // tier.page_tokens) + 1)
+        sinks = -(-min(config.sink_tokens, num_tokens) // RUN_TOKENS)
+        coded_pages += heads * pages
+        sink_pages += heads * sinks
+        total += heads * (8 + _table_entries(pages + sinks) * _TABLE_ENTRY_BYTES)
+    total += _pool_bytes(config, plan, plan.tier, coded_pages)
+    return total + _pool_bytes(config, plan, plan.tiers[plan.tiers.dense_id].name, sink_pages)
+
+
+def retention_fixed_bytes(config: CacheConfig, num_tokens: int) -> int:
+    """Bytes that no decision can give up: tails, sinks, windows, notes, and one sealing page."""
+    retention = config.retention
+    assert retention is not None
+    geometry, seal = config.geometry, retention.tiers[retention.seal_tier]
+    plan = ResidencyPlan("retention", retention.tiers, retention.seal_tier, 0)
+    heads, layers = geometry.num_kv_heads, geometry.num_layers
+    tails = layers * heads * seal.page_tokens * geometry.dense_state_bytes
+    sinks = -(-retention.protection.sink_tokens // RUN_TOKENS) * heads * layers
+    seals = heads * layers
+    for window in config.windows:
+        if window is not None:
+            seals += heads * (-(-(window + plan.window_margin) // seal.page_tokens) + 1)
+    runs = num_tokens // RUN_TOKENS
+    tables = layers * heads * (8 + _table_entries(8) * _TABLE_ENTRY_BYTES)
+    notes = len(config.full_layers) * heads * (runs * _RUN_NOTE_BYTES + 4 * len(plan.tiers) + 64)
+    dense = plan.tiers[plan.tiers.dense_id].name
+    slack = _RETENTION_SLACK_PAGES + seals
+    return (
+        tails
+        + tables
+        + notes
+        + _page_bytes(config, plan, dense) * sinks
+        + _page_bytes(config, plan, plan.tier) * slack
+    )
+
+
+def _table_entries(pages: int) -> int:
+    return max(4, pages * 3 // 2 + 1)
+
+
+def _pool_bytes(config: CacheConfig, plan: ResidencyPlan, tier: str, pages: int) -> int:
+    """Bytes of so many pages with the free ones their slabs may hold."""
+    most = plan.slab_pages(config.device)
+    spare = min(most - 1, pages // _SLAB_GROWTH_SHARE)
+    if config.device != "cpu":
+        # kernels want slabs whose pages are aligned, at the price of one page each
+        spare += 2 + _SLAB_GROWTH_SHARE + pages // most
+    return (pages + spare) * _page_bytes(config, plan, tier)
+
+
+def _page_bytes(config: CacheConfig, plan: ResidencyPlan, tier: str) -> int:
+    """Bytes of one page with its counters."""
+    layout = PageLayout(
+        plan.tiers.id_of(tier),
+        plan.tiers[tier],
+        config.geometry.head_dim,
+        PositionMode.CONTIGUOUS,
+    )
+    return slab_bytes(layout, 1)
 
 
 def budget_tiers(head_dim: int, coded: Iterable[TierSpec] | None = None) -> TierTable:
@@ -131,115 +291,30 @@ def budget_tiers(head_dim: int, coded: Iterable[TierSpec] | None = None) -> Tier
     return TierTable((TierSpec("drop", "drop", 0.0, 0, 0), *ladder, dense))
 
 
-def sequence_bytes(config: CacheConfig, num_tokens: int) -> int:
-    """Most bytes a sequence can keep resident: pages, free pages, tables, tails.
+def retention_tiers(
+    head_dim: int, page_tokens: int = 32, table: TierTable | None = None
+) -> TierTable:
+    """Tiers the controller chooses from, with pages small enough for a tight budget.
 
     Args:
-        config: The cache.
-        num_tokens: Tokens of the sequence.
+        head_dim: Elements of one key.
+        page_tokens: States of a coded page.
+        table: Tiers to take instead of the default ones.
     """
-    geometry, tier = config.geometry, config.spec
-    heads = geometry.num_kv_heads
-    tail_bytes = heads * (tier.page_tokens + config.recent_tokens) * geometry.dense_state_bytes
-    total = num_tokens and geometry.num_layers * tail_bytes
-    coded_pages = sink_pages = 0
-    for window in config.windows:
-        body = max(0, num_tokens - config.sink_tokens - config.recent_tokens)
-        pages = body // tier.page_tokens
-        if window is not None:
-            kept = window + config.window_margin
-            pages = min(pages, -(-kept // tier.page_tokens) + 1)
-        sinks = -(-min(config.sink_tokens, num_tokens) // RUN_TOKENS)
-        coded_pages += heads * pages
-        sink_pages += heads * sinks
-        entries = max(4, (pages + sinks) * 3 // 2 + 1)
-        total += heads * (8 + entries * _TABLE_ENTRY_BYTES)
-    total += _pool_bytes(config, config.tier, coded_pages)
-    return total + _pool_bytes(config, config.tiers[config.tiers.dense_id].name, sink_pages)
+    bits = _RETENTION_BITS
+    if table is not None:
+        bits = tuple((tier.key_bits, tier.value_bits) for tier in table if tier.is_coded)
+    return budget_tiers(head_dim, [coded_tier(k, v, page_tokens=page_tokens) for k, v in bits])
 
 
-def _pool_bytes(config: CacheConfig, tier: str, pages: int) -> int:
-    """Bytes of so many pages with the free ones their slabs may hold."""
-    spare = min(config.max_slab_pages - 1, pages // _SLAB_GROWTH_SHARE)
-    if config.device != "cpu":
-        # kernels want slabs whose pages are aligned, at the price of one page each
-        spare += 2 + _SLAB_GROWTH_SHARE + pages // config.max_slab_pages
-    layout = PageLayout(
-        config.tiers.id_of(tier),
-        config.tiers[tier],
-        config.geometry.head_dim,
-        PositionMode.CONTIGUOUS,
-    )
-    return slab_bytes(layout, pages + spare)
-
-
-def allowed_bytes(budget: ByteBudget, config: CacheConfig, num_tokens: int) -> int:
-    """Bytes a budget allows a sequence; a share is of a dense cache with the same windows."""
-    if budget.kind != "share":
-        return budget.resolve(config.geometry, num_tokens)
-    held = sum(
-        num_tokens if window is None else min(window, num_tokens) for window in config.windows
-    )
-    return budget.resolve(replace(config.geometry, num_layers=1), held)
-
-
-def holds_from(budget: ByteBudget, config: CacheConfig, *, limit: int = 1 << 24) -> int | None:
-    """Shortest context from which on a sequence fits its budget; None if none up to ``limit``.
-
-    Below it the dense sinks, recent tokens and tail weigh more than the codes save.
-    """
-    step = config.spec.page_tokens
-
-    def fits(pages: int) -> bool:
-        return sequence_bytes(config, pages * step) <= allowed_bytes(budget, config, pages * step)
-
-    high = 1
-    while not fits(high):
-        high *= 2
-        if high * step > limit:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high * step
-
-
-def plan_cache(config: CacheConfig, budget: ByteBudget, context: int) -> CacheConfig:
-    """The same cache at the highest tier that fits a budget.
-
-    Args:
-        config: Sizes and tiers; its own tier is ignored.
-        budget: The ceiling of one sequence.
-        context: Tokens at which the ceiling must hold.
-
-    Raises:
-        ValueError: No tier fits; the message says how many bytes are missing.
-    """
-    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
-        raise ValueError(f"context must be a positive integer, got {context!r}")
-    allowed = allowed_bytes(budget, config, context)
-    limit = allowed if budget.kind == "total" else None
-    stored = [tier for tier in config.tiers if tier.kind != "drop"]
-    for tier in reversed(stored):
-        chosen = replace(config, tier=tier.name)
-        if sequence_bytes(chosen, context) <= allowed:
-            return replace(chosen, max_bytes=limit)
-    least = replace(config, tier=stored[0].name)
-    missing = sequence_bytes(least, context) - allowed
-    raise ValueError(
-        f"budget {budget} allows {allowed} bytes for {context} tokens; the smallest tier "
-        f"{stored[0].name!r} needs {missing} bytes more. {_advice(budget, least)}"
-    )
-
-
-def _advice(budget: ByteBudget, least: CacheConfig) -> str:
-    if budget.kind == "total":
-        return "Allow more bytes, or pass a shorter context."
-    start = holds_from(budget, least)
-    if start is None:
-        return "Allow more, or pass smaller tiers."
-    return f"It would fit from {start} tokens on: pass that context, or allow more."
+def choose_seal_tier(tiers: TierTable, budget: ByteBudget, geometry: KVGeometry) -> str:
+    """Tier at which new states leave the dense tail: a finer one where bytes are plenty."""
+    dense = geometry.dense_bytes_per_token * _SEAL_CONTEXT
+    share = budget.resolve(geometry, _SEAL_CONTEXT) / dense
+    coded = [tier for tier in tiers if tier.is_coded]
+    wanted = _FINE_SEAL if share >= _FINE_SEAL_SHARE else _COARSE_SEAL
+    fitting = [tier for tier in coded if (tier.key_bits, tier.value_bits) <= wanted]
+    return (fitting or coded)[-1].name
 
 
 def parse_tiers(

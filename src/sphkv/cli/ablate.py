@@ -37,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--following", type=int, default=512, help="tokens compared after a text")
     parser.add_argument("--texts", type=int, default=3, help="books")
     parser.add_argument("--questions", type=int, default=4, help="questions")
-    parser.add_argument("--policy", help="policy file; default: the fixed recipe")
+    parser.add_argument("--policy", help="policy file; default: equal weights")
     parser.add_argument("--calibration", help="calibration file; default: pg19/calibration")
     parser.add_argument("--page-tokens", type=int, default=32, help="states of a coded page")
     parser.add_argument("--out", help="file for the JSON record")
@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_fit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "fit-policy",
-        help="fit the controller's weights and print how well they foretell measured loss",
+        help="fit the controller's weights and print how well they predict measured loss",
         allow_abbrev=False,
     )
     parser.add_argument("--model", required=True, help="smollm2, a local folder or a hub name")
@@ -92,7 +92,7 @@ def run_fit(args: argparse.Namespace) -> int:
     ]
     print("\nrank correlation with measured KL")
     print(format_table(("score", "all probes", "drops"), rows))
-    print("\nheads whose later queries were foretold least")
+    print("\nheads whose later queries were predicted least")
     print(format_table(("layer", "head", "surprise"), record["surprise"]))
     return 0
 

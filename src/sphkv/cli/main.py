@@ -28,13 +28,12 @@ from sphkv.cli import (
     sweep,
     validate,
 )
-from sphkv.core.errors import BudgetExceeded
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
-_EXPECTED_ERRORS = (ValueError, OSError, BudgetExceeded, ImportError, RuntimeError)
+_EXPECTED_ERRORS = (ValueError, OSError, ImportError, RuntimeError)
 
 
 def build_parser() -> argparse.ArgumentParser:

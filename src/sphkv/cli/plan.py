@@ -18,7 +18,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--prompt-file", required=True, help="UTF-8 text file")
     parser.add_argument("--budget", required=True, help="10%%, 512B/token, 64MiB or bytes")
     parser.add_argument("--max-tokens", type=int, help="read so many tokens of the prompt at most")
-    parser.add_argument("--policy", help="policy file; default: the fixed recipe")
+    parser.add_argument("--policy", help="policy file; default: equal weights")
     parser.add_argument("--calibration", help="calibration file; default: the prompt itself")
     parser.add_argument("--page-tokens", type=int, default=32, help="states of a coded page")
     parser.add_argument("--png", help="file for the budget bar and the token x head tier map")

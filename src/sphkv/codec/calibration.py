@@ -10,10 +10,10 @@ from torch import Tensor
 
 from sphkv.codec.affine import check_finite
 from sphkv.codec.codebook import AngleCodebook, CodebookFit, PlaneCodebooks, fit_plane_codebooks
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.slots import build_angle_codebook
 from sphkv.codec.statistics import key_frame_metric, query_moments
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 LEAST_TOKENS = 64
 """Fewer samples than this cannot tell sixteen points apart."""

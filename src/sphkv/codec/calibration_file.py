@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.codebook import CELL_BITS, PlaneCodebooks
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 FORMAT = "sphkv-calibration-1"
 _MAX_BYTES = 1 << 32

@@ -44,6 +44,11 @@ class PlaneCodebooks:
     stages: Tensor
     distortion: Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(getattr(self, name).nbytes for name in self.__slots__)
+
     def to(self, device: torch.device | str) -> PlaneCodebooks:
         """The same codebooks on another device."""
         return PlaneCodebooks(*(getattr(self, name).to(device) for name in self.__slots__))
@@ -87,6 +92,11 @@ class AngleCodebook:
     def num_planes(self) -> int:
         """Planes of a head."""
         return int(self.plane_bits.shape[1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(getattr(self, name).nbytes for name in self.__slots__)
 
     def to(self, device: torch.device | str) -> AngleCodebook:
         """The same codebook on another device."""

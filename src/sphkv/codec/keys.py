@@ -19,7 +19,7 @@ from sphkv.codec.codebook import (
     sum_points,
     take_points,
 )
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 
 # cosine between a key and its code below which the radius correction would blow up noise
 _LEAST_COSINE = 0.2

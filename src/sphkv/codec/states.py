@@ -22,6 +22,12 @@ class SphericalCodec:
         self.calibration = calibration
         self._codebooks: dict[tuple[int, int, str], AngleCodebook] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the calibration, and of the codebooks made of it so far."""
+        books = sum(book.num_bytes for book in self._codebooks.values())
+        return self.calibration.planes.num_bytes + books
+
     def codebook(
         self, layer: int, tier: TierSpec, device: torch.device | str = "cpu"
     ) -> AngleCodebook:

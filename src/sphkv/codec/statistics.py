@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 
 
 def query_moments(queries: Tensor, positions: Tensor, rope: RopeSpec, num_kv_heads: int) -> Tensor:

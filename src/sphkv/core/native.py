@@ -5,6 +5,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from sphkv.errors import NativeUnavailableError
+
 _MODULE = "sphkv._kernels"
 
 
@@ -21,11 +23,12 @@ def require_kernels() -> Any:
     """The extension module.
 
     Raises:
-        ImportError: It was not built.
+        NativeUnavailableError: It was not built.
     """
     module = native_kernels()
     if module is None:
-        raise ImportError(
-            "the native kernels were not built; install sphkv where a C++17 compiler is present"
+        raise NativeUnavailableError(
+            "the native kernels were not built; install a wheel of sphkv, or install it where a "
+            "C++17 compiler is present"
         )
     return module

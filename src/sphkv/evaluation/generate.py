@@ -38,7 +38,7 @@ class GenerateConfig:
         is_chat: Whether the prompt goes through the model's chat template.
         save_cache: Folder to save the cache in.
         is_retained: Whether the controller decides what is kept at which tier.
-        policy: Its weights, a file; the fixed recipe if None.
+        policy: Its weights, a file; equal weights if None.
         is_gated: Whether its stability gate watches the margins of decisions.
     """
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import WriteContract
-from sphkv.retention.allocate import InfeasibleBudget
-from sphkv.retention.blocks import BlockShape, HeadBlocks, PageCosts
-from sphkv.retention.options import ControlOptions
-from sphkv.retention.pricing import PricedLayer
+from sphkv.errors import BudgetError
+from sphkv.retention.policy import BlockShape, ControlOptions
+from sphkv.retention.pricing import HeadBlocks, PageCosts, PricedLayer
 from sphkv.retention.variants import decide_blocks
 
 _ROUNDS = 16
@@ -29,7 +28,7 @@ class RetentionController:
         costs: Bytes of pages.
         options: What is decided, and how.
         price: Loss a byte is worth at the decision; 0 before it.
-        loss: Foretold loss of the decision; in nats per token if the policy is fitted.
+        loss: Predicted loss of the decision; in nats per token if the policy is fitted.
     """
 
     def __init__(self, costs: PageCosts, options: ControlOptions | None = None) -> None:
@@ -54,22 +53,22 @@ class RetentionController:
             exact_bytes: Resident bytes of a contract, everything included.
 
         Raises:
-            InfeasibleBudget: Protected states and fixed parts alone exceed the budget.
+            BudgetError: Protected states and fixed parts alone exceed the budget.
         """
         empty = self._contract(None)
         fixed = exact_bytes(empty)
         if fixed > budget:
-            raise InfeasibleBudget(fixed - budget, budget)
+            raise BudgetError(fixed, budget, budget, "what must be kept")
         best: WriteContract | None = None
         best_bytes = -1
         bracket = _Bracket(budget - fixed)
-        too_small: InfeasibleBudget | None = None
+        too_small: BudgetError | None = None
         for _ in range(_ROUNDS):
             try:
                 decision, price = decide_blocks(
                     self._heads, bracket.room, self.costs.tiers, self.options
                 )
-            except InfeasibleBudget as error:
+            except BudgetError as error:
                 if bracket.is_first:
                     raise
                 too_small = error
@@ -143,5 +142,5 @@ class _Bracket:
 
 
 def _loss_of(decision: list[tuple[HeadBlocks, Tensor]]) -> float:
-    """Foretold loss of a decision."""
+    """Predicted loss of a decision."""
     return sum(float(blocks.distortion.gather(1, tier[:, None]).sum()) for blocks, tier in decision)

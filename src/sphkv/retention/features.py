@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the controller learns from a prompt, one layer at a time, keeping no attention matrix.
 
-Future attention is foretold by rows of weights: what the queries of an observation window gave
+Future attention is predicted by rows of weights: what the queries of an observation window gave
 to every token, and what queries with the head's mean and spread would give a little later, in
 closed form. Derivation: docs/math/retention.md, sections 1 and 2.
 """
@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from sphkv.retention.protection import Segment
+
 _TINY = torch.finfo(torch.float32).tiny
 # Sums of weights in float32 are no better than this.
 _LEAST_MASS = 1e-6
@@ -20,23 +22,23 @@ _LEAST_MASS = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionRows:
-    """Foretold attention of one KV head group.
+    """Predicted attention of one KV head group.
 
     Attributes:
         weight: ``[heads, rows, tokens]`` float32, each row a softmax over what it sees.
         share: ``[heads, rows]`` float32 importance of each row.
-        is_apt: ``[rows, tokens]`` bool: whether the row stands as far from the token as later
+        is_valid: ``[rows, tokens]`` bool: whether the row stands as far from the token as later
             queries will; a row next to a token says nothing about them.
     """
 
     weight: Tensor
     share: Tensor
-    is_apt: Tensor
+    is_valid: Tensor
 
     def coverage(self) -> Tensor:
-        """``[heads, tokens]`` part of the importance that is apt for each token."""
+        """``[heads, tokens]`` part of the importance that is valid for each token."""
         total = self.share.sum(1, keepdim=True).clamp(min=_TINY)
-        return (self.share @ self.is_apt.to(self.share.dtype) / total).clamp(min=_TINY)
+        return (self.share @ self.is_valid.to(self.share.dtype) / total).clamp(min=_TINY)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +54,7 @@ class TokenFeatures:
         reuse: ``[heads]`` share of the attention that goes beyond sinks and recent tokens, u_lh.
         stability: ``[heads]`` in [0, 1): how clear the first choice of attention is, s_lh.
         output_energy: ``[heads]`` mean squared norm of the head's output.
-        surprise: ``[heads, tokens]`` part of ``shift`` due to queries that no row foretells; None
+        surprise: ``[heads, tokens]`` part of ``shift`` due to queries that no row predicts; None
             if there are none.
     """
 
@@ -131,14 +133,14 @@ def window_rows(
     grouped = query.float().reshape(heads, -1, query.shape[2])
     index = torch.arange(tokens, device=keys.device)
     distance = positions.to(index.device)[:, None] - index
-    is_apt = 2 * distance >= tokens - index
+    is_valid = 2 * distance >= tokens - index
     # the newest tokens have no such query; take what the last one gave them
-    is_apt[-1] |= ~is_apt.any(0)
+    is_valid[-1] |= ~is_valid.any(0)
     repeats = grouped.shape[1] // window
-    is_apt, is_visible = is_apt.repeat(repeats, 1), (distance >= 0).repeat(repeats, 1)
+    is_valid, is_visible = is_valid.repeat(repeats, 1), (distance >= 0).repeat(repeats, 1)
     logits = scale * grouped @ keys.float().transpose(1, 2)
     weight = logits.masked_fill_(~is_visible, -torch.inf).softmax(-1)
-    return AttentionRows(weight, _row_share(share, weight, window), is_apt)
+    return AttentionRows(weight, _row_share(share, weight, window), is_valid)
 
 
 def _row_share(share: Tensor | None, weight: Tensor, repeats: int) -> Tensor:
@@ -191,8 +193,8 @@ def expected_rows(
         logits = scale * mean.flatten(2) @ turned.transpose(1, 2) + variance / 4
         rows.append(logits.softmax(-1))
     weight = torch.stack(rows, 2).flatten(1, 2)  # [heads, group * horizon, tokens]
-    is_apt = torch.ones(weight.shape[1:], dtype=torch.bool, device=weight.device)
-    return AttentionRows(weight, _row_share(share, weight, len(horizon)), is_apt)
+    is_valid = torch.ones(weight.shape[1:], dtype=torch.bool, device=weight.device)
+    return AttentionRows(weight, _row_share(share, weight, len(horizon)), is_valid)
 
 
 def mix_rows(votes: AttentionRows, expected: AttentionRows | None, mix: float) -> AttentionRows:
@@ -202,7 +204,7 @@ def mix_rows(votes: AttentionRows, expected: AttentionRows | None, mix: float) -
     return AttentionRows(
         torch.cat([votes.weight, expected.weight], 1),
         torch.cat([(1 - mix) * votes.share, mix * expected.share], 1),
-        torch.cat([votes.is_apt, expected.is_apt]),
+        torch.cat([votes.is_valid, expected.is_valid]),
     )
 
 
@@ -212,7 +214,7 @@ def measure_features(
     """Features of every state of a layer.
 
     Args:
-        rows: Foretold attention.
+        rows: Predicted attention.
         keys: ``[heads, tokens, head_dim]``.
         values: ``[heads, tokens, head_dim]``.
         sinks: First tokens that do not count as reuse.
@@ -224,7 +226,7 @@ def measure_features(
     apart = output.square().sum(-1, keepdim=True) + norm[:, None]
     apart = (apart - 2 * output @ values.transpose(1, 2)).clamp_(min=0)
     coverage = rows.coverage()
-    share = rows.share[..., None] * rows.is_apt
+    share = rows.share[..., None] * rows.is_valid
     mass = (share * rows.weight).sum(1) / coverage
     square = rows.weight.square().mul_(share)
     tokens = keys.shape[1]
@@ -261,7 +263,7 @@ def surprise_shift(rows: AttentionRows, values: Tensor) -> Tensor:
     Distances of copies have no scale of their own: each factor of two gets as many.
 
     Args:
-        rows: Foretold attention.
+        rows: Predicted attention.
         values: ``[heads, tokens, head_dim]``.
 
     Returns:
@@ -282,8 +284,8 @@ def expect_surprise(
     """The same features if some later queries turn to a token that no row gives weight to.
 
     Args:
-        features: What the rows foretell.
-        rows: Foretold attention.
+        features: What the rows predict.
+        rows: Predicted attention.
         values: ``[heads, tokens, head_dim]``.
         chance: ``[heads]`` part of the later queries that do, per factor e of age.
     """
@@ -303,10 +305,10 @@ def drop_losses(rows: AttentionRows, values: Tensor, blocks: Tensor, head: int) 
     """Loss of dropping ever more blocks of one head, measured on the rows.
 
     The last block goes first. What is left is renormalised, as softmax does. A row takes no notice
-    of tokens it is not apt for.
+    of tokens it is not valid for.
 
     Args:
-        rows: Foretold attention.
+        rows: Predicted attention.
         values: ``[heads, tokens, head_dim]``.
         blocks: ``[blocks, states]`` int64 tokens of each block, padded with -1.
         head: The head.
@@ -318,7 +320,7 @@ def drop_losses(rows: AttentionRows, values: Tensor, blocks: Tensor, head: int) 
     weight, value = rows.weight[head], values[head].float()
     output = weight @ value
     # one row per token, so that a block's weights are gathered as whole rows
-    by_token = (weight * rows.is_apt).T.contiguous()
+    by_token = (weight * rows.is_valid).T.contiguous()
     first_gone = blocks.flip(0)
     index, live = first_gone.clamp(min=0), first_gone >= 0
     part = by_token[index] * live[..., None]  # [blocks, states, rows]
@@ -329,3 +331,60 @@ def drop_losses(rows: AttentionRows, values: Tensor, blocks: Tensor, head: int) 
     move = moved.square_().sum(-1) / (1 - gone).clamp(min=_LEAST_MASS).square()
     loss = move @ rows.share[head]
     return torch.cat([loss.new_zeros(1), loss])
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpread:
+    """How unevenly bytes are spent over heads.
+
+    Attributes:
+        bytes_per_token: ``a_h`` of every head.
+        entropy: ``H_alloc`` in nats; the logarithm of the number of heads if all are equal.
+        gini: ``G_alloc``; 0 if all are equal.
+    """
+
+    bytes_per_token: tuple[float, ...]
+    entropy: float
+    gini: float
+
+
+def head_spread(state_bytes: Tensor) -> HeadSpread:
+    """Head-wise allocation statistics.
+
+    Args:
+        state_bytes: ``[heads, tokens]`` bytes of every state, 0 if dropped.
+    """
+    share = state_bytes.double().mean(dim=1)
+    total = float(share.sum())
+    heads = share.numel()
+    if total == 0:
+        return HeadSpread((0.0,) * heads, 0.0, 0.0)
+    part = share / total
+    entropy = float(-(part * part.clamp(min=1e-300).log()).sum())
+    gini = float((share[:, None] - share[None, :]).abs().sum()) / (2 * heads * total)
+    return HeadSpread(tuple(share.tolist()), entropy, gini)
+
+
+def segment_spread(state_bytes: Tensor, segments: Tensor) -> dict[str, dict[str, float]]:
+    """Retention rate ``rho_S`` and bytes per state ``b_S`` of every segment that occurs.
+
+    Args:
+        state_bytes: ``[heads, tokens]`` bytes of every state, 0 if dropped.
+        segments: ``[tokens]`` values of ``Segment``.
+    """
+    spread = {}
+    for segment in Segment:
+        chosen = state_bytes[:, segments.to(state_bytes.device) == int(segment)]
+        if chosen.numel():
+            spread[segment.name.lower()] = {
+                "rho": float((chosen > 0).double().mean()),
+                "bytes": float(chosen.double().mean()),
+                "tokens": float(chosen.shape[1]),
+            }
+    return spread
+
+
+def state_bytes_of(tier_id: Tensor, tier_bytes: tuple[int, ...]) -> Tensor:
+    """Bytes of every state of a contract's ``[layers, heads, tokens]``, as ``[heads, tokens]``."""
+    table = torch.tensor(tier_bytes, dtype=torch.int64, device=tier_id.device)
+    return table[tier_id.to(torch.int64)].flatten(0, 1)

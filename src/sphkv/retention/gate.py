@@ -11,6 +11,11 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from sphkv.retention.errors import DRIFT_QUANTILE, TierErrors
+
 
 @dataclass(frozen=True, slots=True)
 class GateOptions:
@@ -60,10 +65,71 @@ def danger_score(drift: float, margin: float) -> float:
 
 
 def logit_drift_bound(
-    query_norm: float, radius: float, *, angle_error: float, radius_error: float, scale: float
-) -> float:
-    """The paper's bound on one attention logit: scale * |q| * (eps_r + r * eps_theta)."""
+    query_norm: Tensor, radius: Tensor, *, angle_error: Tensor, radius_error: Tensor, scale: float
+) -> Tensor:
+    """The paper's bound on one attention logit: scale * |q| * (eps_r + r * eps_theta).
+
+    Tensors of any shapes that go together: norms of queries and keys, the distance of a key's
+    direction and the difference of its norm from the coded ones.
+    """
     return scale * query_norm * (radius_error + radius * angle_error)
+
+
+def predicted_drift(
+    query_norm: Tensor,
+    radius: Tensor,
+    attention: Tensor,
+    tier_id: Tensor,
+    errors: TierErrors,
+    *,
+    scale: float,
+) -> float:
+    """How far coding moves the attention logits of a layer, as its queries will notice.
+
+    Every stored state's bound counts by the attention it gets, so a head's drift is that of the
+    logit it attends to on average; the layer's is its worst head's. Dropped states have no logit.
+
+    Args:
+        query_norm: ``[heads]`` norm that most queries keep, see ``norm_quantile``.
+        radius: ``[heads, tokens]`` key norms.
+        attention: ``[heads, tokens]`` expected attention weight, in any unit.
+        tier_id: ``[heads, tokens]`` tier of every state.
+        errors: With ``direction`` and ``length`` of every tier.
+        scale: Factor on the dot product.
+
+    Returns:
+        Drift in logits, to be compared with a margin by ``danger_score``.
+
+    Raises:
+        ValueError: The errors have no direction or no length.
+    """
+    if errors.direction is None or errors.length is None:
+        raise ValueError("predicted drift needs errors with direction and length")
+    tier = tier_id.long()
+    bound = logit_drift_bound(
+        query_norm[:, None],
+        radius,
+        angle_error=errors.direction.gather(1, tier),
+        radius_error=errors.length.gather(1, tier),
+        scale=scale,
+    )
+    weight = attention * (tier > 0)
+    total = weight.sum(1).clamp(min=torch.finfo(torch.float32).tiny)
+    return float(((weight * bound).sum(1) / total).max())
+
+
+def norm_quantile(query: Tensor, num_kv_heads: int) -> Tensor:
+    """Norm that 95% of a window's queries keep, over each KV head's group.
+
+    Args:
+        query: ``[query_heads, window, head_dim]``.
+        num_kv_heads: KV heads.
+
+    Returns:
+        ``[heads]`` float32.
+    """
+    norms = query.float().norm(dim=-1).reshape(num_kv_heads, -1)
+    return norms.quantile(DRIFT_QUANTILE, dim=1)
 
 
 class StabilityGate:

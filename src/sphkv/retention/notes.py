@@ -1,141 +1,286 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the controller remembers of a layer once the prompt's attention is gone.
+"""What is remembered of a prompt's runs of 16 tokens once its attention is gone.
 
-Importance of every run of 16 tokens and head in half precision, how much of it each tier loses,
-and the head's mean query, which foretells the importance of tokens to come.
+Decoding needs to know what dropping or coding an old run would lose, and what a new run will be
+worth before any query has come back to it. The first was noted with the contract and falls with age
+as the losses of the prompt did; the second is read off the same curve of loss by age.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from sphkv.core.tiers import RUN_TOKENS
+from sphkv.core.tiers import RUN_TOKENS, TierTable
+from sphkv.retention.policy import BlockShape
+from sphkv.retention.pricing import HeadBlocks, PricedLayer
+from sphkv.retention.scores import tier_ratio
 
 # Importances span many decades; their logarithm is what half precision keeps well.
 LEAST_IMPORTANCE = 1e-30
 
+AGE_EDGES = (0, 24, 40, 72, 136, 264, 520, 1032, 2056)
+"""Ages in tokens at which the bins of a profile begin; the last bin is open."""
 
-@dataclass(slots=True, eq=False)
-class QueryStatistics:
-    """Queries of a layer, averaged over each KV head's group, before RoPE.
-
-    Attributes:
-        mean: ``[heads, planes, 2]`` float16.
-        spread: ``[heads, planes]`` float16 variance per channel.
-        offset: ``[heads]`` float32 log-sum of expected exponentials over the prompt.
-        output: ``[heads, head_dim]`` float16 mean output.
-    """
-
-    mean: Tensor
-    spread: Tensor
-    offset: Tensor
-    output: Tensor
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that is kept alive."""
-        return self.mean, self.spread, self.offset, self.output
-
-    def to(self, device: torch.device | str) -> QueryStatistics:
-        """The same on a device."""
-        return QueryStatistics(*(tensor.to(device) for tensor in self.tensors()))
-
-    @classmethod
-    def of(cls, query_planes: Tensor, heads: int, output: Tensor) -> QueryStatistics:
-        """Statistics of ``[query_heads, samples, planes, 2]`` queries, offset still zero."""
-        grouped = query_planes.float().unflatten(0, (heads, -1)).flatten(1, 2)
-        return cls(
-            grouped.mean(1).half(),
-            (grouped.var(1, unbiased=False).sum(-1) / 2).half(),
-            torch.zeros(heads, device=query_planes.device),
-            output.half(),
-        )
-
-    @classmethod
-    def join(cls, parts: Sequence[QueryStatistics]) -> QueryStatistics:
-        """Heads of several layers as if they were those of one."""
-        columns = zip(*(part.tensors() for part in parts), strict=True)
-        return cls(*(torch.cat(column) for column in columns))
-
-    def log_weight(
-        self, key_planes: Tensor, distance: Tensor, frequencies: Tensor, *, scale: float
-    ) -> Tensor:
-        """Logarithm of the attention to expect, ``[heads, tokens]``.
-
-        Args:
-            key_planes: ``[heads, tokens, planes, 2]`` keys before RoPE.
-            distance: ``[tokens]`` how far the queries to come are from each key.
-            frequencies: ``[planes]`` radians per position.
-            scale: Factor on the dot product.
-        """
-        x, y = key_planes.float().unbind(-1)
-        angle = distance.to(x)[:, None] * frequencies.to(x)
-        cos, sin = angle.cos(), angle.sin()
-        mean = self.mean.float()
-        first, second = x * cos + y * sin, y * cos - x * sin
-        logits = first @ mean[..., 0, None] + second @ mean[..., 1, None]
-        variance = key_planes.float().square().sum(-1) @ self.spread.float()[..., None]
-        total = scale * logits + scale**2 * variance / 2
-        return total[..., 0] - self.offset[:, None]
+_YOUNGEST = RUN_TOKENS // 2
+# Logarithms of the geometric means of edges, the first bin taken from 16 and the last to 4112.
+_CENTRES = tuple(
+    math.log(max(low, RUN_TOKENS) * high) / 2
+    for low, high in zip(AGE_EDGES, (*AGE_EDGES[1:], 2 * AGE_EDGES[-1]), strict=True)
+)
 
 
 @dataclass(slots=True, eq=False)
-class LayerNotes:
-    """Importance of a layer's runs, and what tiers lose of it.
+class RunNotes:
+    """Losses of every run of some heads, of one layer or of several joined.
 
     Attributes:
-        log_importance: ``[heads, runs]`` float16 log of the mean loss of a state of the run.
-        tier_ratio: ``[heads, tiers]`` float32 loss of a tier over the importance; tier 0 is
-            the loss of dropping.
-        queries: What foretells new tokens.
-        gain: ``[heads]`` float32: importance over foretold importance, on the prompt.
+        log_importance: ``[heads, runs]`` float16 log of the loss of dropping the run's states,
+            each alone, summed.
+        log_drop: ``[heads, runs]`` float16 log of the run's part in the loss of dropping its block,
+            less important blocks gone before it; plus infinity for a run that no block holds: it is
+            protected, and must not be decided about.
+        tier_ratio: ``[heads, tiers]`` float32 loss of a tier over the importance; 0 at the dense
+            tier.
+        born: ``[runs]`` int32 age of the run's middle when its losses were noted.
+        profile: ``[heads, bins, 2]`` float16 log of mean importance and mean drop loss of the
+            prompt's free runs, by age.
     """
 
     log_importance: Tensor
+    log_drop: Tensor
     tier_ratio: Tensor
-    queries: QueryStatistics
-    gain: Tensor
+    born: Tensor
+    profile: Tensor
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that is kept alive."""
-        return self.log_importance, self.tier_ratio, self.gain, *self.queries.tensors()
+    @classmethod
+    def of_prompt(cls, run_losses: Tensor, priced: PricedLayer, *, num_tokens: int) -> RunNotes:
+        """Notes of a prompt's first tokens, those that were decided about.
 
-    def to(self, device: torch.device | str) -> LayerNotes:
-        """The same on a device."""
-        importance, ratio = self.log_importance.to(device), self.tier_ratio.to(device)
-        return LayerNotes(importance, ratio, self.queries.to(device), self.gain.to(device))
+        Args:
+            run_losses: ``[heads, runs, tiers]``, see ``LayerPricer.run_losses``.
+            priced: The same layer as blocks.
+            num_tokens: Tokens to note, whole runs; ages are counted from the end of the prompt.
+        """
+        if num_tokens % RUN_TOKENS or not 0 < num_tokens <= priced.protected.shape[1]:
+            raise ValueError(
+                f"num_tokens must be whole runs of the prompt's {priced.protected.shape[1]} "
+                f"tokens, got {num_tokens}"
+            )
+        runs = num_tokens // RUN_TOKENS
+        importance = run_losses[:, :runs, 0]
+        drop = torch.stack([_run_drops(head, num_tokens) for head in priced.heads])
+        drop = drop.to(importance.device)
+        ratio = tier_ratio(run_losses)
+        ratio[:, -1] = 0
+        age = _ages(runs, priced.protected.shape[1], importance.device)
+        profile = _age_profile(importance, drop, age)
+        return cls(_log(importance).half(), _log(drop).half(), ratio, age, profile)
+
+    @classmethod
+    def unmeasured(cls, num_heads: int, tiers: TierTable) -> RunNotes:
+        """Notes of a prompt too short to learn from: all heads alike, losses falling as 1 / age.
+
+        A tier's loss is what its bits leave of the squared error of keys and values.
+        """
+        ratio = torch.tensor(
+            [0.5 * (4.0**-tier.key_bits + 4.0**-tier.value_bits) for tier in tiers]
+        )
+        ratio[tiers.dense_id] = 0
+        profile = -torch.tensor(_CENTRES, dtype=torch.float16)
+        return cls(
+            torch.empty(num_heads, 0, dtype=torch.float16),
+            torch.empty(num_heads, 0, dtype=torch.float16),
+            ratio.repeat(num_heads, 1),
+            torch.empty(0, dtype=torch.int32),
+            profile[None, :, None].repeat(num_heads, 1, 2),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[RunNotes]) -> RunNotes:
+        """Heads of several layers with the same runs, as if they were those of one."""
+        if any(not torch.equal(part.born, parts[0].born) for part in parts):
+            raise ValueError("only notes of the same runs can be joined")
+        names = ("log_importance", "log_drop", "tier_ratio", "profile")
+        heads = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        return cls(born=parts[0].born, **heads)
 
     @property
     def num_runs(self) -> int:
         """Runs that were noted."""
-        return self.log_importance.shape[1]
+        return self.born.numel()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
-    def extend(self, importance: Tensor) -> None:
-        """Note runs that follow, ``[heads, runs]`` mean importance of a state."""
-        added = importance.clamp(min=LEAST_IMPORTANCE).log().half()
-        self.log_importance = torch.cat([self.log_importance, added], 1)
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that is kept alive."""
+        return tuple(self.state().values())
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors by name, for saving; not copied."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> RunNotes:
+        """Notes of what ``state`` returned.
+
+        Raises:
+            ValueError: Tensors are missing or do not fit together.
+        """
+        names = [field.name for field in fields(cls)]
+        if set(state) != set(names):
+            raise ValueError(f"notes need the tensors {names}, got {sorted(state)}")
+        notes = cls(**state)
+        heads, runs = notes.log_importance.shape
+        shapes = {
+            "log_drop": (heads, runs),
+            "tier_ratio": (heads, notes.tier_ratio.shape[-1]),
+            "born": (runs,),
+            "profile": (heads, len(AGE_EDGES), 2),
+        }
+        for name, shape in shapes.items():
+            if tuple(state[name].shape) != shape:
+                raise ValueError(f"{name} must be {shape}, got {tuple(state[name].shape)}")
+        return notes
+
+    def to(self, device: torch.device | str) -> RunNotes:
+        """The same on a device."""
+        return RunNotes(*(tensor.to(device) for tensor in self.tensors()))
+
+    def copy(self) -> RunNotes:
+        """Notes that grow apart from these."""
+        return RunNotes(*(tensor.clone() for tensor in self.tensors()))
+
+    def extend(self, num_runs: int, age: int, *, scale: float = 0.3) -> None:
+        """Note runs that follow, at a part of what the prompt's runs of their age lost.
+
+        Args:
+            num_runs: Runs to add.
+            age: Tokens from the middle of the first of them to the end of the sequence; each
+                further run is 16 tokens younger.
+            scale: The part.
+        """
+        if num_runs < 0 or not scale > 0:
+            raise ValueError(f"num_runs and scale must be positive, got {num_runs} and {scale!r}")
+        ages = age - RUN_TOKENS * torch.arange(num_runs, device=self.born.device)
+        added = (self.profile_at(ages) + math.log(scale)).half()
+        self.log_importance = torch.cat([self.log_importance, added[..., 0]], 1)
+        self.log_drop = torch.cat([self.log_drop, added[..., 1]], 1)
+        self.born = torch.cat([self.born, ages.clamp(min=_YOUNGEST).to(torch.int32)])
 
     def crop(self, num_tokens: int) -> None:
         """Forget runs that begin at ``num_tokens`` or later."""
         runs = -(-num_tokens // RUN_TOKENS)
         self.log_importance = self.log_importance[:, :runs].clone()
+        self.log_drop = self.log_drop[:, :runs].clone()
+        self.born = self.born[:runs].clone()
+
+    def losses(self, num_tokens: int) -> Tensor:
+        """What each run would lose at every tier now.
+
+        A run that is older than it was when it was noted has lost as much of its importance as
+        runs of the prompt had from the one age to the other; nothing becomes more important.
+
+        Args:
+            num_tokens: Length of the sequence.
+
+        Returns:
+            ``[heads, runs, tiers]`` float32; infinite at tier 0 for protected runs.
+        """
+        now = _ages(self.num_runs, num_tokens, self.born.device)
+        aged = (self.profile_at(now) - self.profile_at(self.born)).clamp(max=0)
+        importance = (self.log_importance.float() + aged[..., 0]).exp()
+        loss = importance[..., None] * self.tier_ratio[:, None]
+        loss[..., 0] = (self.log_drop.float() + aged[..., 1]).exp()
+        return loss
+
+    def profile_at(self, ages: Tensor) -> Tensor:
+        """Log of mean importance and mean drop loss at some ages.
+
+        Linear in the logarithm of age between the centres of bins, constant beyond the outer two.
+
+        Args:
+            ages: ``[n]`` tokens.
+
+        Returns:
+            ``[heads, n, 2]`` float32.
+        """
+        centres = torch.tensor(_CENTRES, device=ages.device)
+        at = ages.float().clamp(min=_YOUNGEST).log()
+        right = torch.searchsorted(centres, at).clamp(1, len(_CENTRES) - 1)
+        low, high = centres[right - 1], centres[right]
+        part = ((at - low) / (high - low)).clamp(0, 1)[:, None]
+        profile = self.profile.float()
+        return torch.lerp(profile[:, right - 1], profile[:, right], part.expand(-1, 2))
 
 
-def run_importance(per_state: Tensor) -> Tensor:
-    """Mean over whole runs of 16: ``[heads, tokens]`` to ``[heads, runs]``."""
-    runs = per_state.shape[1] // RUN_TOKENS
-    whole: Tensor = per_state[:, : runs * RUN_TOKENS].unflatten(1, (runs, RUN_TOKENS))
-    return whole.mean(2)
+def _log(loss: Tensor) -> Tensor:
+    return loss.clamp(min=LEAST_IMPORTANCE).log()
 
 
-def log_runs(per_state: Tensor) -> Tensor:
-    """``run_importance`` as notes keep it."""
-    return run_importance(per_state).clamp(min=LEAST_IMPORTANCE).log().half()
+def _ages(num_runs: int, num_tokens: int, device: torch.device) -> Tensor:
+    """``[runs]`` int32 tokens from the middle of each run to the end of the sequence."""
+    middle = RUN_TOKENS * torch.arange(num_runs, device=device) + RUN_TOKENS // 2
+    return (num_tokens - middle).clamp(min=_YOUNGEST).to(torch.int32)
+
+
+def _run_drops(head: Mapping[BlockShape, HeadBlocks], num_tokens: int) -> Tensor:
+    """``[runs]`` float32 part of each run in its block's loss of dropping; infinite without one."""
+    shape = next(
+        shape for shape in (BlockShape.RUNS, BlockShape.TOKENS, BlockShape.WHOLE) if shape in head
+    )
+    blocks = head[shape]
+    is_live = (blocks.tokens >= 0) & (blocks.tokens < num_tokens)
+    each = blocks.distortion[:, 0] / (blocks.tokens >= 0).sum(1).clamp(min=1)
+    drop = torch.zeros(num_tokens, device=each.device)
+    drop[blocks.tokens[is_live]] = each[:, None].expand_as(blocks.tokens)[is_live]
+    is_held = torch.zeros(num_tokens, dtype=torch.bool, device=each.device)
+    is_held[blocks.tokens[is_live]] = True
+    per_run = drop.view(-1, RUN_TOKENS).sum(1)
+    return per_run.masked_fill(~is_held.view(-1, RUN_TOKENS).any(1), torch.inf)
+
+
+def _age_profile(importance: Tensor, drop: Tensor, age: Tensor) -> Tensor:
+    """Mean losses of free runs by age; a bin without runs takes those of the next older one.
+
+    Args:
+        importance: ``[heads, runs]``.
+        drop: ``[heads, runs]``, infinite for protected runs.
+        age: ``[runs]``.
+
+    Returns:
+        ``[heads, bins, 2]`` float16 logarithms.
+    """
+    is_free = drop.isfinite()
+    # all that is known of a head without free runs is what the protected ones are worth
+    is_counted = is_free | ~is_free.any(1, keepdim=True)
+    both = torch.stack([importance, torch.where(is_free, drop, importance)], -1)
+    edges = torch.tensor(AGE_EDGES[1:], device=age.device)
+    bins = torch.bucketize(age, edges, right=True)
+    one_hot = torch.nn.functional.one_hot(bins.long(), len(AGE_EDGES)).to(both.dtype)
+    counted = is_counted.to(both.dtype)
+    count = counted @ one_hot  # [heads, bins]
+    total = torch.einsum("hrc,rb->hbc", both * counted[..., None], one_hot)
+    index = _nearest_filled(count > 0)
+    mean = total / count.clamp(min=1)[..., None]
+    return _log(mean.gather(1, index[..., None].expand_as(mean))).half()
+
+
+def _nearest_filled(is_filled: Tensor) -> Tensor:
+    """``[heads, bins]`` int64 bin to take for each: itself, the next older filled, or the oldest.
+
+    Args:
+        is_filled: ``[heads, bins]`` bool, one at least in every head.
+    """
+    bins = is_filled.shape[1]
+    number = torch.arange(bins, device=is_filled.device).expand_as(is_filled)
+    older = torch.where(is_filled, number, bins).flip(1).cummin(1).values.flip(1)
+    oldest = torch.where(is_filled, number, -1).amax(1, keepdim=True)
+    return torch.minimum(older, oldest)

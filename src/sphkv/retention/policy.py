@@ -1,13 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller's weights: the paper's fixed recipe by default, fitted ones after calibration."""
+"""What a controller decides and how, and the weights it decides by."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from sphkv.core.tiers import RUN_TOKENS
+from sphkv.retention.scores import check_score
+from sphkv.retention.solver import Solver
+
+Variant = Literal["joint", "keepdrop", "quant", "decoupled"]
+VARIANTS: tuple[Variant, ...] = ("joint", "keepdrop", "quant", "decoupled")
+
+
+class BlockShape(StrEnum):
+    """How the states of a block lie in the prompt, which decides what positions cost.
+
+    ``WHOLE`` is all of a head at one tier, in order; ``RUNS`` are aligned runs of 16 tokens;
+    ``TOKENS`` are single tokens.
+    """
+
+    WHOLE = "whole"
+    RUNS = "runs"
+    TOKENS = "tokens"
+
+    @property
+    def granularity(self) -> int:
+        """Tokens per decision."""
+        return 1 if self is BlockShape.TOKENS else RUN_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class ControlOptions:
+    """How states are decided about, and which parts of the controller are switched off.
+
+    Attributes:
+        variant: ``"joint"`` decides keep/drop and tier together; ``"keepdrop"``, ``"quant"`` and
+            ``"decoupled"`` are the paper's ablations A2.
+        shapes: Block shapes a head may use, the best one being chosen for it. Single tokens
+            lose less on short texts under small budgets, but more on long ones, and needles
+            (docs/math/retention.md).
+        solver: See ``allocate_tiers``.
+        uniform_heads: Give every head the same tiers (A3, Uniform-head).
+        use_segments: Weigh tokens by their segment; off is NoSeg (A4).
+        fixed_tier: Tier of what KeepDrop keeps; None takes the one with the least predicted loss.
+        keep_share: States that Decoupled keeps.
+        score: What values states: ``"attention"``, the expected move of a head's output;
+            ``"recipe"``, the paper's fixed recipe; ``"votes"``, attention votes alone.
+    """
+
+    variant: Variant = "joint"
+    shapes: tuple[BlockShape, ...] = (BlockShape.WHOLE, BlockShape.RUNS)
+    solver: Solver = "lagrangian"
+    uniform_heads: bool = False
+    use_segments: bool = True
+    fixed_tier: str | None = None
+    keep_share: float = 0.5
+    score: str = "attention"
+
+    def __post_init__(self) -> None:
+        """Reject unknown variants and scores, and an empty choice of shapes."""
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
+        if not self.shapes:
+            raise ValueError("shapes must not be empty")
+        if not 0 < self.keep_share <= 1:
+            raise ValueError(f"keep_share must be in (0, 1], got {self.keep_share!r}")
+        check_score(self.score)
+
+    @property
+    def granularity(self) -> int:
+        """Tokens per decision of the contract."""
+        return min(shape.granularity for shape in self.shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +97,7 @@ class RetentionPolicy:
             takes every layer's outputs relative to their own energy.
         surprise: Part of later queries that turn to a token which the prompt's queries did not
             ask for, per factor e of its age, ``[layers][KV heads]``; None expects none.
-        model_id: Model the weights were fitted on; empty for the fixed recipe.
+        model_id: Model the weights were fitted on; empty if they are not fitted.
     """
 
     alpha_theta: float = 1.0
@@ -63,6 +132,11 @@ class RetentionPolicy:
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} must be a positive integer, got {count!r}")
+
+    @property
+    def watched_tokens(self) -> int:
+        """Newest tokens of a prompt whose queries tell what will be asked for."""
+        return self.window * max(self.window_stride, 4)
 
     def check_shape(self, num_layers: int, num_query_heads: int, num_kv_heads: int) -> None:
         """Raise if the sensitivities or surprises belong to another model."""

@@ -1,57 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every block of a layer costs and loses at every tier; no budget enters here.
 
-Budgets of one prompt differ only in what is made of these prices.
+States of a head are ranked by how much the output would move without them and cut into blocks of
+one page each, so that a decision fills whole pages and its bytes are exact. Budgets of one prompt
+differ only in what is made of these prices. Derivation: docs/math/retention.md, section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from sphkv.core.tiers import RUN_TOKENS
-from sphkv.retention.blocks import (
-    BlockShape,
-    HeadBlocks,
-    PageCosts,
-    convex_steps,
-    rank_units,
-    sum_blocks,
-    unit_tokens,
-)
-from sphkv.retention.distortion import TierErrors, segment_weight, state_distortion
-from sphkv.retention.features import (
-    AttentionRows,
-    TokenFeatures,
-    drop_losses,
-    pool_runs,
-    weigh_tokens,
-)
-from sphkv.retention.options import ControlOptions
-from sphkv.retention.policy import RetentionPolicy
+from sphkv.core.tiers import RUN_TOKENS, TierTable
+from sphkv.retention.measure import LayerInput
+from sphkv.retention.policy import BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import widen_to_runs
+from sphkv.retention.scores import make_score, segment_weight, unit_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PageCosts:
+    """Resident bytes of one page of every tier, with its table entry and counters.
+
+    Attributes:
+        tiers: The tiers.
+        page_bytes: Bytes by block shape, one per tier; 0 for the drop tier.
+    """
+
+    tiers: TierTable
+    page_bytes: Mapping[BlockShape, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        """Reject a shape or a tier without bytes."""
+        for shape in BlockShape:
+            if len(self.page_bytes.get(shape, ())) != len(self.tiers):
+                raise ValueError(f"page_bytes lacks a cost per tier for shape {shape.value!r}")
+
+    @property
+    def block_tokens(self) -> int:
+        """States of a block: those of the largest coded page."""
+        coded = [tier.page_tokens for tier in self.tiers if tier.is_coded]
+        return max(coded, default=self.tiers[self.tiers.dense_id].page_tokens)
+
+    def block_cost(self, num_states: int, shape: BlockShape) -> list[int]:
+        """Bytes of so many states at every tier.
+
+        A few states fill no coded page and may take fewer bytes at a higher tier; that one then
+        counts as much as those below it.
+        """
+        sizes = (
+            -(-num_states // tier.page_tokens) * size if tier.page_tokens else 0
+            for tier, size in zip(self.tiers, self.page_bytes[shape], strict=True)
+        )
+        return list(accumulate(sizes, max))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerInput:
-    """What the controller needs of one layer.
+class HeadBlocks:
+    """The states of one head that may be coded or dropped, as blocks.
 
     Attributes:
-        features: Measured features.
-        errors: Error models.
-        rows: Foretold attention, for the loss of dropping; not kept.
-        values: ``[heads, tokens, head_dim]``.
-        protected: ``[heads, tokens]`` bool.
+        shape: How the states of a block lie.
+        tokens: ``[blocks, states]`` int64 tokens of each block, most important block first,
+            padded with -1.
+        distortion: ``[blocks, tiers]`` float32.
+        cost: ``[blocks, tiers]`` int64 bytes.
     """
 
-    features: TokenFeatures
-    errors: TierErrors
-    rows: AttentionRows
-    values: Tensor
-    protected: Tensor
+    shape: BlockShape
+    tokens: Tensor
+    distortion: Tensor
+    cost: Tensor
+
+    def to(self, device: torch.device | str) -> HeadBlocks:
+        """The same on a device."""
+        parts = (part.to(device) for part in (self.tokens, self.distortion, self.cost))
+        return HeadBlocks(self.shape, *parts)
+
+    def spread(self, tier_id: Tensor, out: Tensor) -> None:
+        """Write the tier of every block ``[blocks]`` to its tokens in ``out [tokens]``."""
+        size = self.shape.granularity
+        if out.numel() % size:
+            size = 1
+        first = self.tokens[:, ::size]
+        live = first >= 0
+        chosen = tier_id[:, None].expand_as(first)[live].to(out.dtype)
+        out.view(-1, size)[first[live] // size] = chosen[:, None]
+
+
+def rank_units(score: Tensor, is_free: Tensor, *, block_units: int) -> Tensor:
+    """Cut the free units of a head, states or runs, into blocks of like importance.
+
+    Args:
+        score: ``[units]`` importance.
+        is_free: ``[units]`` bool.
+        block_units: Units of a block.
+
+    Returns:
+        ``[blocks, block_units]`` int64 units, most important block first; the last block is
+        padded with -1. Ties keep the order of units.
+    """
+    chosen = is_free.nonzero()[:, 0]
+    flat = chosen[score[chosen].argsort(descending=True, stable=True)]
+    blocks = -(-flat.numel() // block_units)
+    flat = torch.nn.functional.pad(flat, (0, blocks * block_units - flat.numel()), value=-1)
+    return flat.reshape(blocks, block_units)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +136,7 @@ class LayerPricer:
         costs: Bytes of pages.
         policy: Weights.
         options: What is decided, and how.
+        score: What values states, by ``options.score``.
     """
 
     def __init__(
@@ -99,13 +157,19 @@ class LayerPricer:
         self.costs = costs
         self.policy = policy
         self.options = options
+        self.score = make_score(options.score, policy)
         self._segments = segments if options.use_segments else None
 
     @property
     def key(self) -> Hashable:
         """Equal for pricers that price a layer alike, given the same costs and policy."""
         options = self.options
-        return options.shapes, options.use_segments, options.variant == "decoupled"
+        return (
+            options.score,
+            options.shapes,
+            options.use_segments,
+            options.variant == "decoupled",
+        )
 
     def price(self, layer: LayerInput) -> PricedLayer:
         """Blocks of every head of a layer."""
@@ -113,38 +177,45 @@ class LayerPricer:
         if any(shape.granularity > 1 for shape in self.options.shapes):
             # a run is decided as a whole, so one that is partly protected is protected whole
             protected = widen_to_runs(protected)
-        features = layer.features
-        # tokens that few rows speak for count as much as the others
-        weight = 1 / layer.rows.coverage()
-        if self._segments is not None:
-            by_segment = segment_weight(self.policy, self._segments).to(weight.device)
-            features = weigh_tokens(features, by_segment)
-            weight = weight * by_segment
-        pooled = pool_runs(features, RUN_TOKENS)
-        scale = 1.0
-        if self.policy.sensitivity is None:
-            # outputs of layers differ in size and only the relative move matters
-            scale = 1.0 / max(float(features.output_energy.sum()), 1e-30)
+        layer = self._weighed(layer)
+        sizes = {shape.granularity for shape in self.options.shapes}
+        losses = {size: self.score.losses(layer, granularity=size) for size in sizes}
+        ranks = {size: self._rank(layer, found.loss, size) for size, found in losses.items()}
         heads = []
         for head in range(protected.shape[0]):
             shapes = {}
             for shape in self.options.shapes:
-                source = features if shape is BlockShape.TOKENS else pooled
-                loss = scale * state_distortion(source, layer.errors, self.policy, head=head)
-                units = self._units(self._score(source, head, loss), ~protected[head], shape)
-                tokens = unit_tokens(units, shape.granularity, layer.values.shape[1])
-                drops = drop_losses(layer.rows, layer.values, tokens, head)
-                drops *= self.policy.alpha_drop * scale
-                distortion = sum_blocks(loss, units)
-                distortion[:, 0] = _drop_steps(drops, tokens, weight[head])
-                if source.surprise is not None:
-                    unforeseen = sum_blocks(source.surprise[head][:, None], units)[:, 0]
-                    distortion[:, 0] += self.policy.alpha_drop * scale * unforeseen
+                size = shape.granularity
+                units = self._units(ranks[size][head], ~protected[head], shape)
+                tokens = unit_tokens(units, size, protected.shape[1])
+                distortion = losses[size].of_blocks(head, units)
                 shapes[shape] = HeadBlocks(shape, tokens, distortion, self._bytes(tokens, shape))
             heads.append(shapes)
         return PricedLayer(protected, tuple(heads))
 
-    def _units(self, score: Tensor, is_free: Tensor, shape: BlockShape) -> Tensor:
+    def run_losses(self, layer: LayerInput) -> Tensor:
+        """``[heads, runs, tiers]`` float32 loss of every run of 16 tokens by itself."""
+        return self.score.losses(self._weighed(layer), granularity=RUN_TOKENS).loss
+
+    def _weighed(self, layer: LayerInput) -> LayerInput:
+        """The layer with the weights of its tokens' segments."""
+        if self._segments is None:
+            return layer
+        weight = segment_weight(self.policy, self._segments)
+        return replace(layer, token_weight=weight.to(layer.protected.device))
+
+    def _rank(self, layer: LayerInput, loss: Tensor, granularity: int) -> Tensor:
+        """``[heads, units]`` importance by which units are cut into blocks."""
+        if self.options.variant != "decoupled":
+            return loss[..., 0]
+        # a separate first stage knows attention votes only
+        votes = layer.features.mass
+        if layer.token_weight is not None:
+            votes = votes * layer.token_weight
+        padded = torch.nn.functional.pad(votes, (0, -votes.shape[1] % granularity))
+        return padded.unflatten(1, (-1, granularity)).sum(2)
+
+    def _units(self, rank: Tensor, is_free: Tensor, shape: BlockShape) -> Tensor:
         """Blocks of states or runs, ``[blocks, units]``, padded with -1."""
         if shape is not BlockShape.TOKENS:
             runs = torch.nn.functional.pad(is_free, (0, -is_free.numel() % RUN_TOKENS))
@@ -153,13 +224,7 @@ class LayerPricer:
             units = is_free.nonzero().reshape(1, -1)
             return units if units.numel() else units.new_empty((0, 1))
         size = self.costs.block_tokens // shape.granularity
-        return rank_units(score, is_free, block_units=size)
-
-    def _score(self, features: TokenFeatures, head: int, loss: Tensor) -> Tensor:
-        if self.options.variant == "decoupled":
-            # a separate first stage knows attention votes only
-            return features.mass[head]
-        return loss[:, 0]
+        return rank_units(rank, is_free, block_units=size)
 
     def _bytes(self, tokens: Tensor, shape: BlockShape) -> Tensor:
         """``[blocks, tiers]`` int64; only the last block may be smaller."""
@@ -170,10 +235,3 @@ class LayerPricer:
         if counts.numel():
             cost[-1] = torch.tensor(self.costs.block_cost(int(counts[-1]), shape))
         return cost
-
-
-def _drop_steps(drops: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
-    """Loss of dropping each block ``[blocks]``, from that of dropping the last ones together."""
-    counts = (tokens >= 0).sum(1)
-    mean = sum_blocks(weight[:, None], tokens)[:, 0] / counts.clamp(min=1)
-    return convex_steps(drops).flip(0).to(mean.device) * mean

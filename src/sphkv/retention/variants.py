@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 from sphkv.core.tiers import TierTable
-from sphkv.retention.allocate import (
-    Allocation,
-    InfeasibleBudget,
-    TierChoices,
-    allocate_tiers,
-)
-from sphkv.retention.blocks import BlockShape, HeadBlocks
-from sphkv.retention.options import ControlOptions
+from sphkv.errors import BudgetError
+from sphkv.retention.policy import BlockShape, ControlOptions
+from sphkv.retention.pricing import HeadBlocks
+from sphkv.retention.solver import Allocation, TierChoices, allocate_tiers
 
 Decision = list[tuple[HeadBlocks, Tensor]]
 
@@ -38,7 +34,7 @@ def decide_blocks(
         options: Variant and solver.
 
     Raises:
-        InfeasibleBudget: The variant drops nothing and the lowest tier does not fit.
+        BudgetError: The variant drops nothing and the lowest tier does not fit.
     """
     if options.variant == "quant":
         return _quant(heads, budget, tiers, keep=None), 0.0
@@ -164,7 +160,7 @@ def _quant(
     total = costs.sum(0)
     fitting = [tier for tier in range(1, len(tiers)) if int(total[tier]) <= budget]
     if not fitting:
-        raise InfeasibleBudget(int(total[1]) - budget, budget)
+        raise BudgetError(int(total[1]), budget, budget, "the lowest tier")
     base = fitting[-1]
     tier_of_head = torch.full((len(heads),), base)
     if base + 1 < len(tiers):

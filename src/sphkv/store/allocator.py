@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Free pages: slabs of equal pages under one byte limit."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.store.layout import PageLayout, first_positions
 from sphkv.store.order import PageOrder
 from sphkv.store.paging import PositionMode
 
+_Ids = NDArray[np.int64]
 PoolKey = tuple[int, PositionMode]
 """Tier id and position mode: what decides the layout of a page."""
 
@@ -51,6 +53,29 @@ class Slab:
         return self.buffer, self.refcounts, self.counts
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PageMoves:
+    """Pages that changed their place, and so their id.
+
+    Attributes:
+        old_ids: ``[pages]`` int64 on the CPU, rising.
+        new_ids: ``[pages]`` int64 on the CPU, none of them among ``old_ids``.
+    """
+
+    old_ids: Tensor
+    new_ids: Tensor
+
+    def apply(self, page_ids: Tensor) -> Tensor:
+        """Ids after the move, of any shape; those of pages that stayed and -1 are kept."""
+        place = torch.searchsorted(self.old_ids, page_ids).clamp(max=len(self.old_ids) - 1)
+        return torch.where(self.old_ids[place] == page_ids, self.new_ids[place], page_ids)
+
+
+def held_page_bytes(layout: PageLayout) -> int:
+    """Bytes of one page in a slab, its reference and state count included."""
+    return layout.page_bytes + 2 * torch.int32.itemsize
+
+
 def slab_bytes(layout: PageLayout, num_pages: int, *, is_aligned: bool = False) -> int:
     """Bytes of a slab, its reference and state counts included.
 
@@ -59,8 +84,7 @@ def slab_bytes(layout: PageLayout, num_pages: int, *, is_aligned: bool = False) 
         num_pages: Pages it can hold.
         is_aligned: Whether its pages begin at multiples of their size, which costs one more.
     """
-    size = num_pages * (layout.page_bytes + 2 * torch.int32.itemsize)
-    return size + layout.page_bytes * int(is_aligned)
+    return num_pages * held_page_bytes(layout) + layout.page_bytes * int(is_aligned)
 
 
 class PageAllocator:
@@ -140,13 +164,36 @@ class PageAllocator:
     def _slab_bytes(self, layout: PageLayout, num_pages: int) -> int:
         return slab_bytes(layout, num_pages, is_aligned=self.order is not None)
 
+    def forecast(self, requests: Sequence[Mapping[PoolKey, int]]) -> int:
+        """Bytes by which slabs grow if requests come one after another; takes nothing.
+
+        Args:
+            requests: Pages wanted from each pool at a time.
+
+        Returns:
+            What ``plan_bytes`` of each would add up to if the ones before it were allocated.
+        """
+        totals = dict(self._totals)
+        delta = 0
+        for request in requests:
+            for key, wanted in request.items():
+                free, total = totals.get(key, (0, 0))
+                sizes = self._slab_sizes(wanted - free, total)
+                layout = self._layout_of(key)
+                delta += sum(self._slab_bytes(layout, pages) for pages in sizes)
+                made = sum(sizes)
+                totals[key] = (free + made - wanted, total + made)
+        return delta
+
     def _slab_sizes(self, missing: int, pool_pages: int) -> list[int]:
-        sizes: list[int] = []
-        while missing > 0:
-            size = min(self._stride, max(missing, pool_pages // _GROWTH_SHARE))
-            sizes.append(size)
-            missing -= size
-            pool_pages += size
+        """Pages of the slabs to be made for ``missing`` pages of a pool that has some already."""
+        if missing <= 0:
+            return []
+        num_full, rest = divmod(missing, self._stride)
+        sizes = [self._stride] * num_full
+        if rest:
+            pool_pages += num_full * self._stride
+            sizes.append(min(self._stride, max(rest, pool_pages // _GROWTH_SHARE)))
         return sizes
 
     def allocate(self, requests: Mapping[PoolKey, int]) -> dict[PoolKey, Tensor]:
@@ -279,11 +326,96 @@ class PageAllocator:
             slab.num_free += gone.numel()
             self._count(slab.key, gone.numel())
             if slab.num_free == slab.num_pages:
-                self._count(slab.key, -slab.num_pages, -slab.num_pages)
-                released += self._slab_bytes(slab.layout, slab.num_pages)
-                self._pools[slab.key].remove(slot)
-                self._slabs[slot] = None
+                released += self._release(slot)
         return released
+
+    def _release(self, slot: int) -> int:
+        """Give up a slab whose pages are all free; its bytes."""
+        slab = self._slab(slot)
+        self._count(slab.key, -slab.num_pages, -slab.num_pages)
+        self._pools[slab.key].remove(slot)
+        self._slabs[slot] = None
+        return self._slab_bytes(slab.layout, slab.num_pages)
+
+    @property
+    def slack_bytes(self) -> int:
+        """Bytes of free pages with their counts, and of what slabs lose to alignment."""
+        return sum(
+            slab.num_free * held_page_bytes(slab.layout) + slab.buffer.nbytes - slab.data.nbytes
+            for slab in self.slabs()
+        )
+
+    def compact(self) -> tuple[PageMoves | None, int]:
+        """Move pages out of slabs that a pool can do without, and release those.
+
+        Afterwards every pool has fewer free pages than its smallest slab has pages, so that no
+        slab's pages would fit into the free places of the others. Owners, counts and bytes of a
+        page stay; whoever keeps its id must apply the moves.
+
+        Returns:
+            The moves, None if no slab was released, and the bytes of the released slabs.
+        """
+        moves = [_no_moves()]
+        released = 0
+        for key in self._pools:
+            emptied = self._dispensable(key)
+            if not emptied:
+                continue
+            moves.append(self._empty(key, emptied))
+            released += sum(self._release(slot) for slot in emptied)
+        if not released:
+            return None, 0
+        old_ids, new_ids = (np.concatenate(each) for each in zip(*moves, strict=True))
+        order = old_ids.argsort()
+        ids = (torch.from_numpy(each[order]) for each in (old_ids, new_ids))
+        return PageMoves(*ids), released
+
+    def _dispensable(self, key: PoolKey) -> list[int]:
+        """Slabs whose pages the others of a pool can take, the emptiest first."""
+
+        def used_share(slot: int) -> float:
+            slab = self._slab(slot)
+            return 1 - slab.num_free / slab.num_pages
+
+        free = self._totals[key][0]
+        found = []
+        for slot in sorted(self._pools[key], key=used_share):
+            # the others have room for its pages: free places are as many as it has places
+            if self._slab(slot).num_pages <= free:
+                free -= self._slab(slot).num_pages
+                found.append(slot)
+        return found
+
+    def _empty(self, key: PoolKey, slots: Sequence[int]) -> tuple[_Ids, _Ids]:
+        """Move the pages of some slabs to the others of their pool; old and new ids."""
+        kept = iter([slot for slot in self._pools[key] if slot not in slots])
+        moves = [_no_moves()]
+        target, places = -1, np.empty(0, dtype=np.int64)
+        for slot in slots:
+            pages = np.flatnonzero(self._slab(slot).refcounts.numpy())
+            while pages.size:
+                if not places.size:
+                    target = next(kept)
+                    places = np.flatnonzero(self._slab(target).refcounts.numpy() == 0)
+                    continue
+                num = min(pages.size, places.size)
+                self._move(slot, pages[:num], target, places[:num])
+                ids = (slot * self._stride + pages[:num], target * self._stride + places[:num])
+                moves.append(ids)
+                pages, places = pages[num:], places[num:]
+        old_ids, new_ids = (np.concatenate(each) for each in zip(*moves, strict=True))
+        return old_ids, new_ids
+
+    def _move(self, slot: int, pages: _Ids, target: int, places: _Ids) -> None:
+        """Copy pages of one slab to free places of another, where the pages live."""
+        source, other = self._slab(slot), self._slab(target)
+        index, place = torch.from_numpy(pages), torch.from_numpy(places)
+        other.data[_places(place, self._device)] = source.data[_places(index, self._device)]
+        for old, new in ((source.refcounts, other.refcounts), (source.counts, other.counts)):
+            new[place] = old[index]
+            old[index] = 0
+        source.num_free += len(pages)
+        other.num_free -= len(pages)
 
     def gather(self, page_ids: Tensor) -> Tensor:
         """Copy of pages of one pool.
@@ -371,6 +503,10 @@ class PageAllocator:
                 raise ValueError(f"pages {page_ids.tolist()} are not all owned")
             groups.append((slot, torch.from_numpy(in_slab), torch.from_numpy(rows)))
         return iter(groups)
+
+
+def _no_moves() -> tuple[_Ids, _Ids]:
+    return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 
 def _places(index: Tensor, device: torch.device) -> slice | Tensor:

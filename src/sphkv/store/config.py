@@ -14,7 +14,8 @@ class StoreConfig:
     Attributes:
         geometry: Shape of the cache.
         tiers: Precision tiers.
-        seal_tier: Name of the tier at which a full tail is sealed.
+        seal_tier: Name of the tier at which a full tail is sealed; its pages say how many states
+            of a head are sealed at once.
         recent_tokens: Newest states that stay dense when a page seals.
         max_bytes: Limit on the bytes of all live tensors; None for no limit.
         max_slab_pages: Pages of the largest slab.
@@ -44,5 +45,28 @@ class StoreConfig:
 
     @property
     def tail_capacity(self) -> int:
-        """States at which the tail seals its oldest page."""
+        """States of a full tail; a page of them is sealed before the next one comes."""
         return self.seal_tokens + self.recent_tokens
+
+    def sealed_tokens(self, num_tokens: int) -> int:
+        """Oldest of ``num_tokens`` states to be sealed, so that the rest fits a tail."""
+        missing = max(0, num_tokens - self.tail_capacity)
+        return -(-missing // self.seal_tokens) * self.seal_tokens
+
+    def seal_tier_id(self, name: str | None = None) -> int:
+        """Id of a tier at which the tails of a sequence may be sealed.
+
+        Args:
+            name: Its name; ``seal_tier`` if None.
+
+        Raises:
+            ValueError: It stores nothing, or its pages do not divide ``seal_tokens``.
+        """
+        name = self.seal_tier if name is None else name
+        tier = self.tiers[name]
+        if tier.kind == "drop" or self.seal_tokens % tier.page_tokens:
+            raise ValueError(
+                f"seal_tier must store {self.seal_tokens} states in whole pages, got {name!r} "
+                f"with pages of {tier.page_tokens}"
+            )
+        return self.tiers.id_of(name)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sphkv.store.config import StoreConfig
 from sphkv.store.encoding import check_finite, check_shapes, extreme_elements
 from sphkv.store.paging import MAX_POSITION
 from sphkv.store.pool import LayerChange, PagePool
@@ -29,7 +30,7 @@ def write_prompt(
         raise ValueError(f"{len(states)} sequences and keys of shape {tuple(keys.shape)}")
     num_tokens = keys.shape[2]
     end = _check_spans(spans, num_tokens)
-    if num_tokens - end >= pool.config.tail_capacity:
+    if num_tokens - end > pool.config.tail_capacity:
         raise ValueError(f"{num_tokens - end} tokens behind the spans do not fit a tail")
     if first_position < 0 or first_position + num_tokens > MAX_POSITION:
         raise ValueError(f"positions must be in 0..{MAX_POSITION}, first is {first_position}")
@@ -79,13 +80,12 @@ def append_states(
         tail = OpenTail.blank(config, state.next_position[layer])
         extra = tail.nbytes
     changes = [LayerChange(state.tables[layer])]
-    open_tokens = tail.num_tokens + num_new - config.recent_tokens
-    num_sealed = max(0, open_tokens // config.seal_tokens) * config.seal_tokens
+    num_sealed = config.sealed_tokens(tail.num_tokens + num_new)
     if num_sealed:
         live = tail.view()
         keys = torch.cat([live.keys, keys], dim=1)
         values = torch.cat([live.values, values], dim=1)
-        plans = [_seal_pages(pool, num_sealed)]
+        plans = [_plan(pool, Span(state.seal_tier_id, 0, num_sealed))]
         first = [tail.first_position]
         changes = plan_spans(pool, [state], layer, plans, (keys[None], values[None]), first)
     if num_sealed or extra:
@@ -111,38 +111,38 @@ def _end_layer(pool: PagePool, layer: int) -> None:
         pool.span_pages.clear()
 
 
-def _seal_pages(pool: PagePool, num_tokens: int) -> SpanPages:
-    tier_id = pool.config.tiers.id_of(pool.config.seal_tier)
-    return _plan(pool, Span(tier_id, 0, num_tokens))
-
-
-def seal_full_tails(pool: PagePool, states: Sequence[SequenceState]) -> bool:
+def make_room(pool: PagePool, states: Sequence[SequenceState], num_new: int) -> bool:
     """See ``PageStore.make_room``."""
-    tokens, capacity = pool.config.seal_tokens, pool.config.tail_capacity
-    if all(tail.num_tokens + 1 < capacity for state in states for tail in state.live_tails()):
-        return False
     changes: list[LayerChange] = []
-    sealed: list[OpenTail] = []
+    sealed: list[tuple[OpenTail, int]] = []
     for layer in range(pool.config.geometry.num_layers):
-        full = [
-            (state, tail)
-            for state in states
-            if (tail := state.tails[layer]) is not None and tail.num_tokens + 1 >= capacity
-        ]
-        if not full:
-            continue
-        tails = [tail for _, tail in full]
-        if min(tail.num_tokens for tail in tails) < tokens:
-            raise ValueError("a page cannot seal ahead of its last token: recent_tokens is 0")
-        oldest = torch.stack([tail.states[:, :, :tokens] for tail in tails], 1)
-        first = [tail.first_position for tail in tails]
-        owners = [state for state, _ in full]
-        plans = [_seal_pages(pool, tokens)]
-        changes += plan_spans(pool, owners, layer, plans, (oldest[0], oldest[1]), first)
-        sealed += tails
-    if changes:
-        pool.commit(changes)
-    for tail in sealed:
-        tail.forget_oldest(tokens)
+        for alike, num_tokens in _full_tails(pool.config, states, layer, num_new):
+            tails = [tail for state in alike if (tail := state.tails[layer]) is not None]
+            oldest = torch.stack([tail.states[:, :, :num_tokens] for tail in tails], 1)
+            first = [tail.first_position for tail in tails]
+            plans = [_plan(pool, Span(alike[0].seal_tier_id, 0, num_tokens))]
+            changes += plan_spans(pool, alike, layer, plans, (oldest[0], oldest[1]), first)
+            sealed += [(tail, num_tokens) for tail in tails]
     pool.span_pages.clear()
-    return bool(changes)
+    if not changes:
+        return False
+    pool.commit(changes)
+    for tail, num_tokens in sealed:
+        tail.forget_oldest(num_tokens)
+    return True
+
+
+def _full_tails(
+    config: StoreConfig, states: Sequence[SequenceState], layer: int, num_new: int
+) -> list[tuple[list[SequenceState], int]]:
+    """Sequences whose tail must seal as many tokens, by the same codec and at the same tier."""
+    found: dict[tuple[int, int, int], list[SequenceState]] = {}
+    for state in states:
+        tail = state.tails[layer]
+        held = 0 if tail is None else tail.num_tokens
+        whole = held - held % config.seal_tokens
+        num_tokens = min(config.sealed_tokens(held + num_new), whole)
+        if num_tokens:
+            key = (id(state.codec), state.seal_tier_id, num_tokens)
+            found.setdefault(key, []).append(state)
+    return [(alike, num_tokens) for (_, _, num_tokens), alike in found.items()]

@@ -16,7 +16,7 @@ from sphkv.store.tail import OpenTail
 class ByteLedger:
     """Resident bytes of a cache, ``M_KV``, split as the paper splits them.
 
-    Shared pages are counted once. The sum is the bytes of all live tensors.
+    Shared pages are counted once. The sum is the bytes of all live tensors of the store.
 
     Attributes:
         codes: Key codes of live states; bfloat16 keys at the dense tier and in open tails.
@@ -28,6 +28,7 @@ class ByteLedger:
         tags: Tier tags.
         prot: Protection bitmaps of pages in use.
         frag: Free pages, unused states of pages, rounding, unused tail capacity.
+        tables: Codebooks and look-up tables beside the store; not part of ``total``.
     """
 
     codes: int
@@ -39,6 +40,7 @@ class ByteLedger:
     tags: int
     prot: int
     frag: int
+    tables: int = 0
 
     @property
     def payload(self) -> int:
@@ -52,8 +54,13 @@ class ByteLedger:
 
     @property
     def total(self) -> int:
-        """Bytes of all live tensors."""
+        """Bytes of all live tensors of the store."""
         return self.payload + self.meta
+
+    @property
+    def total_with_tables(self) -> int:
+        """Bytes of all live tensors, codebooks and look-up tables included."""
+        return self.total + self.tables
 
     @property
     def eta_meta(self) -> float:
@@ -67,8 +74,13 @@ class ByteLedger:
         return self.total / active_tokens
 
     def to_dict(self) -> dict[str, int]:
-        """All kinds with payload and total, for a record."""
-        return {**asdict(self), "payload": self.payload, "total": self.total}
+        """All kinds with payload and both totals, for a record."""
+        return {
+            **asdict(self),
+            "payload": self.payload,
+            "total": self.total,
+            "total_with_tables": self.total_with_tables,
+        }
 
 
 def measure_bytes(

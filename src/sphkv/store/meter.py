@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one byte limit of a store."""
 
-from sphkv.core.errors import BudgetExceeded
+from sphkv.errors import BudgetError
 
 
 class ByteMeter:
@@ -17,16 +17,23 @@ class ByteMeter:
             raise ValueError(f"byte limit must not be negative, got {limit!r}")
         self.limit = limit
         self.used = 0
+        self._peak = 0
 
     def check(self, delta: int) -> None:
         """Raise if ``delta`` more bytes would pass the limit.
 
         Raises:
-            BudgetExceeded: They would.
+            BudgetError: They would.
         """
         if self.limit is not None and delta > 0 and self.used + delta > self.limit:
-            raise BudgetExceeded(delta, self.limit - self.used, self.limit)
+            raise BudgetError(delta, self.limit - self.used, self.limit)
 
     def add(self, delta: int) -> None:
         """Count bytes that are live now, or negative ones that are gone."""
         self.used += delta
+        self._peak = max(self._peak, self.used)
+
+    def take_peak(self) -> int:
+        """Most bytes that were live at once since the last time this was asked."""
+        peak, self._peak = self._peak, self.used
+        return peak

@@ -16,14 +16,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from sphkv.core.errors import CacheFileError
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
+from sphkv.errors import CacheFileError
 from sphkv.store.allocator import PoolKey
 from sphkv.store.layout import PageLayout, PageView
 from sphkv.store.paging import MAX_POSITION, PositionMode
 
-_FORMAT = "sphkv-cache-1"
+_FORMAT = "sphkv-cache-2"
 _LABEL = "sphkv"
 _PAGES = re.compile(r"pages\.(\d{1,3})\.([0-2])")
 _OWNERS = re.compile(r"owners\.(\d{1,3})\.([0-2])")
@@ -36,12 +36,14 @@ class SavedSequence:
 
     Attributes:
         next_position: Position of each layer's next token.
+        seal_tier_id: Tier of the pages that full tails become.
         pages: Bytes ``[pages, page_bytes]`` uint8 and owners ``[pages, 2]`` int32 (layer, then
             head), for each tier id and position mode.
         tails: Keys and values ``[heads, tokens, head_dim]`` bfloat16 of layers with a tail.
     """
 
     next_position: list[int]
+    seal_tier_id: int
     pages: dict[PoolKey, tuple[Tensor, Tensor]]
     tails: dict[int, tuple[Tensor, Tensor]]
 
@@ -124,7 +126,10 @@ def write_sequence(path: Path, saved: SavedSequence, identity: FileIdentity) -> 
         saved: The sequence.
         identity: Geometry, tiers and codec it belongs to.
     """
-    tensors = {"next_position": torch.tensor(saved.next_position, dtype=torch.int64)}
+    tensors = {
+        "next_position": torch.tensor(saved.next_position, dtype=torch.int64),
+        "seal_tier": torch.tensor(saved.seal_tier_id, dtype=torch.int64),
+    }
     for (tier_id, mode), (pages, owners) in saved.pages.items():
         tensors[f"pages.{tier_id}.{int(mode)}"] = pages
         tensors[f"owners.{tier_id}.{int(mode)}"] = owners
@@ -183,7 +188,7 @@ def read_sequence(
     Raises:
         CacheFileError: The file is truncated, tampered with, or of another geometry, tier
             table or codec; the message names what differs.
-        BudgetExceeded: ``check_room`` refused.
+        BudgetError: ``check_room`` refused.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -229,8 +234,9 @@ def _check_shapes(
     """Compare every tensor's name, dtype and shape; return the pages of each pool."""
     names = set(file.keys())
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    if "next_position" not in names:
-        raise CacheFileError(f"{path}: tensor next_position is missing")
+    for name in ("next_position", "seal_tier"):
+        if name not in names:
+            raise CacheFileError(f"{path}: tensor {name} is missing")
     num_pages: dict[PoolKey, int] = {}
     for name in sorted(names):
         found = (file.get_slice(name).get_dtype(), shapes[name])
@@ -259,6 +265,8 @@ def _expected(
     geometry = identity.geometry
     if name == "next_position":
         return "I64", (geometry.num_layers,), ""
+    if name == "seal_tier":
+        return "I64", (), ""
     rows = shape[0] if shape else 0
     pages, owners, tail = (pattern.fullmatch(name) for pattern in (_PAGES, _OWNERS, _TAIL))
     if pages and 0 < int(pages[1]) < len(identity.tiers):
@@ -283,7 +291,7 @@ def _parse(tensors: Mapping[str, Tensor]) -> SavedSequence:
             pages[key] = (tensors[name], tensors[f"owners.{match[1]}.{match[2]}"])
         elif (match := _TAIL.fullmatch(name)) and match[2] == "keys":
             tails[int(match[1])] = (tensors[name], tensors[f"tail.{match[1]}.values"])
-    return SavedSequence(tensors["next_position"].tolist(), pages, tails)
+    return SavedSequence(tensors["next_position"].tolist(), int(tensors["seal_tier"]), pages, tails)
 
 
 def _check_content(

@@ -2,21 +2,20 @@
 """Pointer tables: which pages a sequence's layer and head own."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sphkv.store.allocator import PoolKey
+from sphkv.store.allocator import PageMoves, PoolKey
 from sphkv.store.paging import PositionMode
 
 UNUSED = -1
 _MIN_CAPACITY = 4
 _TAG_MODES = 4
 _Integers = NDArray[np.integer[Any]]
-_ENTRY_BYTES = torch.int64.itemsize + torch.int16.itemsize
 
 
 def page_tag(key: PoolKey) -> int:
@@ -30,6 +29,11 @@ def pool_of_tag(tag: int) -> PoolKey:
     return tag // _TAG_MODES, PositionMode(tag % _TAG_MODES)
 
 
+def tier_ids_of(tags: Tensor) -> Tensor:
+    """Tier id of each tag, in the shape and dtype of ``tags``."""
+    return tags // _TAG_MODES
+
+
 class PointerTable:
     """Pages of one layer of one sequence, one row per KV head.
 
@@ -41,7 +45,10 @@ class PointerTable:
         tags: ``[heads, capacity]`` int16, see ``page_tag``; -1 in unused entries.
         num_pages: ``[heads]`` int64 entries in use.
         version: Rises with every change, so that readers can keep what they derived.
+        entry_bytes: Bytes of one entry of one head.
     """
+
+    entry_bytes: ClassVar[int] = torch.int64.itemsize + torch.int16.itemsize
 
     def __init__(self, num_heads: int) -> None:
         """Start empty, with no capacity; tables stay with the host, who reads them."""
@@ -51,16 +58,24 @@ class PointerTable:
             np.zeros(num_heads, dtype=np.int64),
         )
         self.version = 0
+        self._marks: NDArray[np.int64] | None = None
 
     def _hold(self, page_ids: _Integers, tags: _Integers, num_pages: _Integers) -> None:
         """Keep arrays, and tensors of the same memory: small steps are quicker on arrays."""
         self._arrays = (page_ids, tags, num_pages)
         self.page_ids, self.tags, self.num_pages = map(torch.from_numpy, self._arrays)
 
+    @classmethod
+    def bytes_for(cls, num_heads: int, capacity: int) -> int:
+        """Bytes of a table whose rows have room for ``capacity`` entries."""
+        return num_heads * (torch.int64.itemsize + capacity * cls.entry_bytes)
+
     @staticmethod
-    def initial_bytes(num_heads: int) -> int:
-        """Bytes of a table without capacity."""
-        return num_heads * torch.int64.itemsize
+    def grown_capacity(capacity: int, needed: int) -> int:
+        """Entries of a row that had ``capacity`` once ``needed`` are in use."""
+        if needed <= capacity:
+            return capacity
+        return max(needed, capacity * 3 // 2, _MIN_CAPACITY)
 
     @property
     def capacity(self) -> int:
@@ -104,13 +119,8 @@ class PointerTable:
         needed = self._arrays[2] + added
         if removed is not None and removed.numel():
             needed -= self._holds(removed).sum(dim=1).numpy()
-        capacity = self._capacity_for(int(needed.max()))
-        return self.page_ids.shape[0] * (capacity - self.capacity) * _ENTRY_BYTES
-
-    def _capacity_for(self, needed: int) -> int:
-        if needed <= self.capacity:
-            return self.capacity
-        return max(needed, self.capacity * 3 // 2, _MIN_CAPACITY)
+        capacity = self.grown_capacity(self.capacity, int(needed.max()))
+        return self.page_ids.shape[0] * (capacity - self.capacity) * self.entry_bytes
 
     def _holds(self, page_ids: Tensor) -> Tensor:
         return torch.isin(self.page_ids, page_ids.cpu()) & self.used()
@@ -148,7 +158,8 @@ class PointerTable:
             added: ``[heads]`` int64 new pages of each head.
         """
         ids, tags, num_pages = self._arrays
-        capacity = self._capacity_for(int((num_pages + np.asarray(added)).max()))
+        needed = int((num_pages + np.asarray(added)).max())
+        capacity = self.grown_capacity(self.capacity, needed)
         if capacity == self.capacity:
             return
         shape = (len(ids), capacity)
@@ -161,6 +172,9 @@ class PointerTable:
         if page_ids.numel() == 0:
             return
         keep = self.used() & ~self._holds(page_ids)
+        if self._marks is not None:
+            is_marked = np.arange(self.capacity) < self._marks[:, None]
+            self._marks = (keep.numpy() & is_marked).sum(axis=1)
         order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)
         kept = keep.gather(1, order)
         self._hold(
@@ -193,6 +207,44 @@ class PointerTable:
             raise ValueError(f"pages {page_ids.tolist()} name one page twice")
         head, column = head[order[place]], column[order[place]]
         return head, self.tags[head, column].to(torch.int64)
+
+    def listed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, tags and whether they came since the last ``mark``, head by head.
+
+        Returns:
+            ``[pages]`` int64, int64 and bool.
+        """
+        used = self.used()
+        # rows lose entries in place and gain them at the end, so that marked ones come first
+        marks = np.zeros(len(used), np.int64) if self._marks is None else self._marks
+        is_new = torch.arange(self.capacity) >= torch.from_numpy(marks)[:, None]
+        return self.page_ids[used], self.tags[used].to(torch.int64), is_new[used]
+
+    def mark(self) -> None:
+        """From here on, count the pages of now as no longer new."""
+        self._marks = self._arrays[2].copy()
+
+    def forget_marks(self) -> None:
+        """Count all pages as new."""
+        self._marks = None
+
+    @property
+    def mark_bytes(self) -> int:
+        """Bytes of what ``mark`` keeps, which belong to who asked for it."""
+        return 0 if self._marks is None else self._marks.nbytes
+
+    def tag_counts(self) -> dict[int, int]:
+        """Pages of each tag in use."""
+        tags, counts = np.unique(self._arrays[1], return_counts=True)
+        pairs = zip(tags.tolist(), counts.tolist(), strict=True)
+        return {tag: count for tag, count in pairs if tag != UNUSED}
+
+    def remap(self, moves: PageMoves) -> None:
+        """Follow pages that changed their ids; the version rises if one of them is here."""
+        page_ids = moves.apply(self.page_ids)
+        if not torch.equal(page_ids, self.page_ids):
+            self._hold(page_ids.numpy(), *self._arrays[1:])
+            self.version += 1
 
     def touch(self) -> None:
         """Say that the content of a page changed."""

@@ -84,7 +84,7 @@ class PagePool:
         """Raise if pages could not be had now.
 
         Raises:
-            BudgetExceeded: They would pass the limit.
+            BudgetError: They would pass the limit.
         """
         self.meter.check(self.allocator.plan_bytes(requests))
 
@@ -96,7 +96,7 @@ class PagePool:
             extra_bytes: Bytes of tensors the caller adds besides.
 
         Raises:
-            BudgetExceeded: The result would pass the limit; nothing was changed.
+            BudgetError: The result would pass the limit; nothing was changed.
         """
         requests: dict[PoolKey, int] = {}
         for part in (part for change in changes for part in change.pending):

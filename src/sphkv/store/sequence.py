@@ -11,6 +11,7 @@ from sphkv.core.contract import StateCodec
 from sphkv.store.allocator import PoolKey
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout
+from sphkv.store.page_list import PageIndex
 from sphkv.store.pointers import PointerTable, pool_of_tag
 from sphkv.store.tail import OpenTail
 
@@ -60,15 +61,21 @@ class SequenceState:
         tables: Pointer table of each layer.
         tails: Open tail of each layer, None until the first append.
         next_position: Position of each layer's next token.
+        seal_tier_id: Tier of the pages that full tails become.
+        index: What was read of its pages; None until they are listed.
     """
 
     codec: StateCodec | None
     tables: list[PointerTable]
     tails: list[OpenTail | None]
     next_position: list[int]
+    seal_tier_id: int
+    index: PageIndex | None = None
 
     @classmethod
-    def blank(cls, config: StoreConfig, codec: StateCodec | None) -> "SequenceState":
+    def blank(
+        cls, config: StoreConfig, codec: StateCodec | None, seal_tier: str | None = None
+    ) -> "SequenceState":
         """An empty sequence."""
         geometry = config.geometry
         layers = range(geometry.num_layers)
@@ -77,6 +84,7 @@ class SequenceState:
             [PointerTable(geometry.num_kv_heads) for _ in layers],
             [None for _ in layers],
             [0 for _ in layers],
+            config.seal_tier_id(seal_tier),
         )
 
     @property
@@ -106,4 +114,5 @@ class SequenceState:
             [table.copy() for table in self.tables],
             [tail.copy() if tail is not None else None for tail in self.tails],
             list(self.next_position),
+            self.seal_tier_id,
         )

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import StateCodec
-from sphkv.core.errors import CacheFileError
+from sphkv.errors import CacheFileError
 from sphkv.store.allocator import PoolKey
 from sphkv.store.encoding import EncodedPages
 from sphkv.store.layout import PageView
@@ -33,7 +33,7 @@ def export_sequence(pool: PagePool, state: SequenceState) -> SavedSequence:
         for layer, tail in enumerate(state.tails)
         if tail is not None and tail.num_tokens
     }
-    return SavedSequence(list(state.next_position), pages, tails)
+    return SavedSequence(list(state.next_position), state.seal_tier_id, pages, tails)
 
 
 def import_sequence(
@@ -50,9 +50,14 @@ def import_sequence(
         The sequence with its tails and empty tables, and one change per layer.
 
     Raises:
-        CacheFileError: A tail is longer than this store's tails.
+        CacheFileError: A tail is longer than this store's tails, or sealed at a tier whose pages
+            do not divide them.
     """
-    state = SequenceState.blank(pool.config, codec)
+    tiers = pool.config.tiers
+    try:
+        state = SequenceState.blank(pool.config, codec, tiers[saved.seal_tier_id].name)
+    except ValueError as error:
+        raise CacheFileError(f"sequence cannot be sealed in this store: {error}") from error
     state.next_position = list(saved.next_position)
     for layer, (keys, values) in saved.tails.items():
         num_tokens, capacity = keys.shape[1], pool.config.tail_capacity

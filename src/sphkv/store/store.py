@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page store: carries out write contracts under one byte limit."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,16 +9,17 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import LayerContract, StateCodec
-from sphkv.store.allocator import PageAllocator, Slab
+from sphkv.store.allocator import PageAllocator, PageMoves, Slab, held_page_bytes
 from sphkv.store.changes import plan_crop, plan_demotion, plan_drop, plan_write
 from sphkv.store.config import StoreConfig
 from sphkv.store.encoding import FlatStates, check_positions, check_states
-from sphkv.store.growing import append_states, seal_full_tails, write_prompt
+from sphkv.store.growing import append_states, make_room, write_prompt
 from sphkv.store.layout import PageView
 from sphkv.store.ledger import ByteLedger, measure_bytes
 from sphkv.store.order import PageOrder
+from sphkv.store.page_list import PageIndex, PageList
 from sphkv.store.persist import FileIdentity, read_sequence, write_sequence
-from sphkv.store.pointers import PointerTable
+from sphkv.store.pointers import PointerTable, pool_of_tag
 from sphkv.store.pool import PagePool
 from sphkv.store.sequence import PageGroup, SequenceState, page_groups
 from sphkv.store.snapshot import export_sequence, import_sequence
@@ -61,10 +63,33 @@ class PageStore:
         """Bytes of all live tensors."""
         return self._pool.meter.used
 
+    def take_peak(self) -> int:
+        """Most bytes that were live at any moment since the last time this was asked."""
+        return self._pool.meter.take_peak()
+
     @property
     def sequences(self) -> tuple[int, ...]:
         """Sequences the store holds."""
         return tuple(self._sequences)
+
+    @property
+    def slack_bytes(self) -> int:
+        """Bytes that belong to no sequence: free pages of slabs, and their alignment."""
+        return self.allocator.slack_bytes
+
+    def sequence_bytes(self, sequence: int) -> int:
+        """Bytes of a sequence's pages, shared ones in full, tables and tails; reads no page.
+
+        If it is the only one, ``slack_bytes`` is what is missing to ``live_bytes``.
+        """
+        state = self._get(sequence)
+        num_pages: Counter[int] = Counter()
+        for table in state.tables:
+            num_pages.update(table.tag_counts())
+        return state.nbytes + sum(
+            num * held_page_bytes(self._pool.layout(pool_of_tag(tag)))
+            for tag, num in num_pages.items()
+        )
 
     def live_tensors(self) -> list[Tensor]:
         """Every tensor the store keeps alive."""
@@ -80,15 +105,20 @@ class PageStore:
             [tail for state in states for tail in state.live_tails()],
         )
 
-    def create(self, sequence: int, *, codec: StateCodec | None = None) -> None:
+    def create(
+        self, sequence: int, *, codec: StateCodec | None = None, seal_tier: str | None = None
+    ) -> None:
         """Begin an empty sequence.
 
         Args:
             sequence: An id that is not in use.
             codec: Its own encoder; the store's if None.
+            seal_tier: Name of the tier of pages that its full tails become; the config's if None.
+                Its pages divide ``StoreConfig.seal_tokens``.
         """
         self._check_new(sequence)
-        self._insert(sequence, SequenceState.blank(self.config, codec or self._codec))
+        state = SequenceState.blank(self.config, codec or self._codec, seal_tier)
+        self._insert(sequence, state)
 
     def _insert(self, sequence: int, state: SequenceState) -> None:
         self._pool.meter.check(state.nbytes)
@@ -129,9 +159,26 @@ class PageStore:
         """Encoder of a sequence."""
         return self._get(sequence).codec
 
+    def seal_tier(self, sequence: int) -> str:
+        """Name of the tier of pages that full tails of a sequence become."""
+        return self.config.tiers[self._get(sequence).seal_tier_id].name
+
     def num_tokens(self, sequence: int, layer: int = 0) -> int:
         """Tokens a layer has been given: the position of the next one."""
         return self._get(sequence, layer).next_position[layer]
+
+    def state_counts(self, sequence: int) -> dict[str, int]:
+        """States of a sequence at each tier, over all layers and heads; no page is read."""
+        state, counts = self._get(sequence), dict[str, int]()
+        for tail in state.live_tails():
+            dense = self.config.tiers[self.config.tiers.dense_id].name
+            counts[dense] = counts.get(dense, 0) + tail.num_tokens * tail.keys.shape[0]
+        for table in state.tables:
+            for tag in table.present_tags():
+                name = self.config.tiers[pool_of_tag(tag)[0]].name
+                ids = table.page_ids[table.tags == tag]
+                counts[name] = counts.get(name, 0) + int(self.allocator.counts(ids).sum())
+        return counts
 
     def table(self, sequence: int, layer: int) -> PointerTable:
         """Pointer table of a layer, to be read only; its version rises with every change."""
@@ -154,6 +201,33 @@ class PageStore:
         """Copy of the pages of a group, in the order of ``flat_ids``."""
         return PageView(group.layout, self.allocator.gather(group.flat_ids()))
 
+    def page_list(self, sequence: int) -> PageList:
+        """All pages of a sequence that hold aligned runs of 16; those since the last call are read.
+
+        Raises:
+            ValueError: A page holds other states.
+        """
+        state = self._get(sequence)
+        if state.index is None:
+            state.index = PageIndex(self._pool, state.tables)
+        return state.index.look()
+
+    def forget_page_list(self, sequence: int) -> None:
+        """Give up what ``page_list`` keeps: the next call reads every page again."""
+        state = self._get(sequence)
+        state.index = None
+        for table in state.tables:
+            table.forget_marks()
+
+    def page_list_bytes(self, sequence: int) -> int:
+        """Bytes of what ``page_list`` keeps for the next call; not part of ``live_bytes``."""
+        index = self._get(sequence).index
+        return 0 if index is None else index.num_bytes
+
+    def read(self, page_ids: Tensor, tag: int) -> PageView:
+        """Copy of pages that share a ``page_tag``, in the order of ``page_ids``."""
+        return PageView(self._pool.layout(pool_of_tag(tag)), self.allocator.gather(page_ids))
+
     def tail(self, sequence: int, layer: int) -> TailView:
         """Dense states of a layer that no page holds yet."""
         state = self._get(sequence, layer)
@@ -167,7 +241,9 @@ class PageStore:
         return self._get(sequence, layer).tails[layer]
 
     def append(self, sequence: int, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Add the next tokens of a layer to its tail, sealing pages as it fills.
+        """Add the next tokens of a layer to its tail, which may be full then.
+
+        Before that, as many of its oldest pages are sealed as the new states need room.
 
         Args:
             sequence: Sequence to extend.
@@ -176,36 +252,46 @@ class PageStore:
             values: ``[heads, tokens, head_dim]``; kept as bfloat16.
 
         Raises:
-            BudgetExceeded: The states do not fit.
+            BudgetError: The states do not fit.
         """
         state = self._get(sequence, layer)
         keys, values = self._check_states(keys, values, torch.bfloat16)
         append_states(self._pool, state, layer, keys, values)
 
-    def make_room(self, sequences: Sequence[int]) -> bool:
-        """Seal the oldest page of tails that the next token would fill, as ``append`` does.
+    def make_room(self, sequences: Sequence[int], num_new: int = 1) -> bool:
+        """Seal the oldest pages of all tails that the next tokens would overflow, all or none.
+
+        A tail that has fewer whole pages than that seals those it has; ``append`` seals the rest
+        together with new states. That cannot be while ``num_new`` is at most one more than
+        ``recent_tokens``.
 
         Args:
-            sequences: Sequences of one codec.
+            sequences: Sequences of any lengths.
+            num_new: Tokens that come next in every layer.
 
         Returns:
-            Whether there were any.
+            Whether anything was sealed.
+
+        Raises:
+            BudgetError: The pages do not fit.
         """
-        return seal_full_tails(self._pool, [self._get(sequence) for sequence in sequences])
+        if num_new < 1:
+            raise ValueError(f"num_new must be positive, got {num_new}")
+        return make_room(self._pool, [self._get(sequence) for sequence in sequences], num_new)
 
     def absorb(self, sequences: Sequence[int]) -> None:
         """Count one state per layer and head that a kernel wrote behind each tail's last one.
 
         Args:
-            sequences: Sequences whose tails ``make_room`` has seen to.
+            sequences: Sequences whose tails ``make_room`` has seen to; they may be full then.
 
         Raises:
-            ValueError: A layer has no tail, or one that is full.
+            ValueError: A layer has no tail, or one that was full.
         """
         states = [self._get(sequence) for sequence in sequences]
         capacity = self.config.tail_capacity
         for state in states:
-            if any(tail is None or tail.num_tokens + 1 >= capacity for tail in state.tails):
+            if any(tail is None or tail.num_tokens >= capacity for tail in state.tails):
                 raise ValueError(f"a layer of {list(sequences)} has no room in its tail")
         for state in states:
             state.next_position = [position + 1 for position in state.next_position]
@@ -238,7 +324,7 @@ class PageStore:
             positions: ``[tokens]`` int64, rising, none below ``num_tokens``.
 
         Raises:
-            BudgetExceeded: The states do not fit.
+            BudgetError: The states do not fit.
         """
         state = self._get(sequence, layer)
         keys, values = self._check_states(keys, values)
@@ -274,14 +360,13 @@ class PageStore:
         Args:
             sequences: Sequences of one codec that hold nothing in this layer.
             layer: Layer the states belong to.
-            spans: One behind the other from the first token on; fewer tokens follow them than
-                fill a tail.
+            spans: One behind the other from the first token on; the tokens behind them fit a tail.
             keys: ``[sequences, heads, tokens, head_dim]`` after rotary embedding.
             values: ``[sequences, heads, tokens, head_dim]``.
             first_position: Position of the first token.
 
         Raises:
-            BudgetExceeded: The states do not fit.
+            BudgetError: The states do not fit.
         """
         states = [self._get(sequence, layer) for sequence in sequences]
         write_prompt(self._pool, states, layer, spans, (keys, values), first_position)
@@ -300,7 +385,7 @@ class PageStore:
         Raises:
             ValueError: A page is not of this layer, not above ``tier``, or holds a
                 protected state.
-            BudgetExceeded: The new pages do not fit beside those that stay.
+            BudgetError: The new pages do not fit beside those that stay.
         """
         state = self._get(sequence, layer)
         tiers = self.config.tiers
@@ -327,7 +412,7 @@ class PageStore:
         A layer that is shorter already stays as it is.
 
         Raises:
-            BudgetExceeded: A page shared with another sequence must be cut, and its copy
+            BudgetError: A page shared with another sequence must be cut, and its copy
                 does not fit.
         """
         state = self._get(sequence)
@@ -339,10 +424,33 @@ class PageStore:
             if num_tokens < (tail.first_position if tail else state.next_position[layer])
         ]
         self._pool.commit(changes)
+        if changes:
+            state.index = None
         for layer, tail in enumerate(state.tails):
             if tail is not None:
                 tail.crop(num_tokens)
             state.next_position[layer] = min(state.next_position[layer], num_tokens)
+
+    def compact(self) -> PageMoves | None:
+        """Fill free places of slabs with pages of the emptiest ones, and release those.
+
+        Afterwards every pool of pages (a tier and position mode) has fewer free pages than its
+        smallest slab has pages. Tables of all sequences follow; where a page moved, the version
+        rises.
+
+        Returns:
+            Old and new ids of the pages that moved; None if no slab could be released.
+        """
+        moves, released = self.allocator.compact()
+        self._pool.meter.add(-released)
+        if moves is None:
+            return None
+        for state in self._sequences.values():
+            for table in state.tables:
+                table.remap(moves)
+            if state.index is not None:
+                state.index.remap(moves)
+        return moves
 
     def save(self, sequence: int, path: Path, *, codec_hash: str = "") -> None:
         """Write a sequence to one safetensors file, whole or not at all.
@@ -377,7 +485,7 @@ class PageStore:
 
         Raises:
             CacheFileError: The file is damaged or belongs to another store.
-            BudgetExceeded: The states do not fit.
+            BudgetError: The states do not fit.
         """
         self._check_new(sequence)
         saved = read_sequence(

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from sphkv.codec.calibration import Calibration, CalibrationOptions, Calibrator
 from sphkv.codec.codebook import CodebookFit
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import LayerContract
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, TierTable, default_tiers
 from sphkv.store.config import StoreConfig
 from sphkv.store.order import PageOrder

@@ -22,7 +22,7 @@ from sphkv.attention.cuda.synthetic import (
 from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import AngleCodebook
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
 

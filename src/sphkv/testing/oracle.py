@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import DecodeRequest
 
 
@@ -36,17 +37,22 @@ def stored_states(request: DecodeRequest, head: int) -> tuple[Tensor, Tensor, Te
     return torch.cat(keys).double(), torch.cat(values).double(), torch.cat(positions)
 
 
-def dense_oracle(request: DecodeRequest, *, sink_logits: Tensor | None = None) -> Tensor:
-    """Attention output ``[query_heads, queries, head_dim]`` float64; zero where nothing is seen."""
+def exact_attention(
+    request: DecodeRequest, *, sink_logits: Tensor | None = None
+) -> PartialAttention:
+    """Output ``[query_heads, queries, head_dim]`` and its log-sum-exp in float64.
+
+    Where a query sees nothing, not even a sink, they are zero and minus infinity.
+    """
     options = request.options
     group_size = request.store.config.geometry.group_size
-    outputs = []
+    outputs, weights = [], []
     for query_head, query in enumerate(request.query.double()):
         keys, values, positions = stored_states(request, query_head // group_size)
         logits = query @ keys.T * options.scale
         if options.softcap is not None:
             logits = options.softcap * torch.tanh(logits / options.softcap)
-        distance = request.positions[:, None] - positions
+        distance = request.positions.to(positions.device)[:, None] - positions
         hidden = distance < 0
         if options.window is not None:
             hidden |= distance >= options.window
@@ -59,4 +65,10 @@ def dense_oracle(request: DecodeRequest, *, sink_logits: Tensor | None = None) -
         weight = torch.zeros_like(logits)
         weight[seen] = logits[seen].softmax(-1)
         outputs.append(weight @ values)
-    return torch.stack(outputs)
+        weights.append(logits.logsumexp(-1))
+    return PartialAttention(torch.stack(outputs), torch.stack(weights))
+
+
+def dense_oracle(request: DecodeRequest, *, sink_logits: Tensor | None = None) -> Tensor:
+    """Attention output ``[query_heads, queries, head_dim]`` float64; zero where nothing is seen."""
+    return exact_attention(request, sink_logits=sink_logits).output

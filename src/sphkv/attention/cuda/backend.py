@@ -1,32 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention on Hopper GPUs: the fast kernel for coded pages, Triton for everything dense."""
+"""Decode attention on Hopper GPUs: the fast kernel for coded pages, Triton for everything else."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
 
 from sphkv.attention.cuda.compiler import ARCHITECTURES
-from sphkv.attention.cuda.driver import CudaUnavailableError
+from sphkv.attention.cuda.decode import MAX_WINDOW
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
-from sphkv.attention.cuda.page_lists import PageLists
-from sphkv.attention.cuda.pages import (
-    FragmentOrder,
-    ServedPages,
-    place_pages,
-)
+from sphkv.attention.cuda.pages import FragmentOrder, ServedPages, place_pages
+from sphkv.attention.cuda.steps import CapturedSteps, why_not_captured
+from sphkv.attention.listing import ListedPages, join_layouts, list_pages
 from sphkv.attention.partial import PartialAttention
-from sphkv.attention.reference import ReferenceBackend
-from sphkv.attention.request import DecodeRequest
-from sphkv.attention.triton.backend import TritonBackend
-from sphkv.store.pointers import PointerTable
-from sphkv.store.sequence import PageGroup
+from sphkv.attention.plans import PlanCache
+from sphkv.attention.request import (
+    AttentionOptions,
+    BatchRequest,
+    DecodeRequest,
+    attend_by_codec,
+    spherical_codec,
+)
+from sphkv.attention.triton.backend import PageList, TritonBackend
+from sphkv.codec.states import SphericalCodec
+from sphkv.errors import CudaUnavailableError
+from sphkv.store.layout import PageLayout
+from sphkv.store.order import PageOrder
+from sphkv.store.store import PageStore
 
-# Queries of a sequence that one launch takes, each as a sequence of its own.
+# Queries of one sequence that a launch takes, each as a row of its own.
 _MAX_QUERIES = 16
 
 
@@ -35,10 +41,11 @@ class CudaBackend:
 
     Attributes:
         name: ``"cuda"``.
-        order: What a store must be given to keep its pages in fragment order.
+        page_order: What a store must be given to keep its pages in fragment order.
     """
 
     name = "cuda"
+    page_order: PageOrder | None
 
     def __init__(self, device: torch.device | None = None) -> None:
         """Kernels are loaded when they are first needed.
@@ -50,81 +57,146 @@ class CudaBackend:
             CudaUnavailableError: There is no GPU that the kernels are built for.
             ImportError: Triton is not installed.
         """
-        self.order = FragmentOrder()
-        self.kernels = DecodeKernels(device or _current_gpu(), max_batch=_MAX_QUERIES)
+        self.page_order = FragmentOrder()
+        self._device = device or _current_gpu()
+        self._kernels = DecodeKernels(self._device)
         self._rest = TritonBackend()
-        self._reference = ReferenceBackend()
-        self._served: WeakKeyDictionary[
-            PointerTable, tuple[int, list[ServedPages], list[PageGroup]]
-        ] = WeakKeyDictionary()
+        self._listed = PlanCache(_list_sequence)
+        self._served = PlanCache(self._place_served)
+        self._others = PlanCache(self._list_others)
+        self._captured: WeakSet[CapturedSteps] = WeakSet()
+
+    def _list(
+        self, store: PageStore, sequences: tuple[int, ...], layer: int
+    ) -> dict[PageLayout, list[ListedPages | None]]:
+        return join_layouts([self._listed.get(store, (row,), layer) for row in sequences])
+
+    def _place_served(
+        self, store: PageStore, sequences: tuple[int, ...], layer: int
+    ) -> list[ServedPages]:
+        heads = store.config.geometry.num_kv_heads
+        return [
+            place_pages(store.allocator, layout, pages, heads, device=self._device)
+            for layout, pages in self._list(store, sequences, layer).items()
+            if is_served(layout)
+        ]
+
+    def _list_others(
+        self, store: PageStore, sequences: tuple[int, ...], layer: int
+    ) -> list[PageList]:
+        return [
+            self._rest.page_list(store, sequences[0], layer, layout, pages)
+            for layout, pages in self._list(store, sequences, layer).items()
+            if not is_served(layout)
+        ]
 
     def attend(self, request: DecodeRequest) -> PartialAttention:
         """Attention over all pages and the tail; see ``DecodeBackend.attend``."""
-        store = request.store
+        store, sequence, layer = request.store, request.sequence, request.layer
         if store.allocator.order is None:
             return self._rest.attend(request)
-        tail = store.tail(request.sequence, request.layer)
-        # the kernel has no causal mask: every page must lie before every query
-        if request.query.shape[1] and int(request.positions.min()) < tail.first_position:
-            return self._reference.attend(request)
-        served, others = self._groups(request)
-        merged = self._rest.attend_groups(request, others)
-        if not served or not request.query.shape[1]:
-            return merged
-        self.kernels.reserve(tail.first_position)
-        blocks = zip(
-            request.query.transpose(0, 1).contiguous().split(_MAX_QUERIES),
-            merged.output.transpose(0, 1).contiguous().split(_MAX_QUERIES),
-            merged.lse.transpose(0, 1).contiguous().split(_MAX_QUERIES),
-            request.positions.to(torch.int32).split(_MAX_QUERIES),
-            strict=True,
-        )
-        parts = [
-            self._attend_served(request, served, query, PartialAttention(output, lse), positions)
-            for query, output, lse, positions in blocks
-        ]
-        return PartialAttention(
-            torch.cat([part.output for part in parts]).transpose(0, 1),
-            torch.cat([part.lse for part in parts]).transpose(0, 1),
-        )
+        options, positions = request.options, request.positions
+        others = self._others.get(store, (sequence,), layer)
+        states = (request.query[None], positions[None])
+        merged = self._rest.attend_lists(store, (sequence,), layer, *states, options, others)
+        if not len(positions) or not self._served.get(store, (sequence,), layer):
+            return PartialAttention(merged.output[0], merged.lse[0])
+        output = merged.output[0].transpose(0, 1).contiguous()
+        lse = merged.lse[0].transpose(0, 1).contiguous()
+        query = request.query.transpose(0, 1)
+        for at in range(0, len(positions), _MAX_QUERIES):
+            part = slice(at, at + _MAX_QUERIES)
+            rows = (sequence,) * len(positions[part])
+            rows_request = BatchRequest(store, rows, layer, query[part], positions[part], options)
+            self._add_served(rows_request, PartialAttention(output[part], lse[part]))
+        return PartialAttention(output.transpose(0, 1), lse.transpose(0, 1))
 
-    def _attend_served(
-        self,
-        request: DecodeRequest,
-        served: list[ServedPages],
-        query: Tensor,
-        merged: PartialAttention,
-        positions: Tensor,
-    ) -> PartialAttention:
-        """Merge the served pages into ``merged``, queries ``[queries, heads, head_dim]``."""
+    def attend_rows(self, request: BatchRequest) -> PartialAttention:
+        """One set of launches for all rows of a codec; see ``DecodeBackend.attend_rows``."""
+        if request.store.allocator.order is None:
+            return self._rest.attend_rows(request)
+        return attend_by_codec(self._attend_codec, request)
+
+    def _attend_codec(self, request: BatchRequest) -> PartialAttention:
+        place = (request.store, request.sequences, request.layer)
+        states = (request.query.unsqueeze(2), request.positions[:, None])
+        others = self._others.get(*place)
+        merged = self._rest.attend_lists(*place, *states, request.options, others)
+        result = PartialAttention(merged.output[:, :, 0], merged.lse[:, :, 0])
+        self._add_served(request, result)
+        return result
+
+    def _add_served(self, request: BatchRequest, result: PartialAttention) -> None:
+        """Merge attention over the served pages into a result of the same rows, in place."""
+        served = self._served.get(request.store, request.sequences, request.layer)
+        if not served:
+            return
+        options, last_page = _hide_later_keys(request)
+        self._kernels.reserve(last_page, len(request.sequences))
+        codec = spherical_codec(request.store, request.sequences[0])
+        query = request.query.contiguous()
         if query.dtype not in (torch.float32, torch.bfloat16):
             query = query.float()
+        positions = request.positions.to(torch.int32).to(query.device, non_blocking=True)
         for pages in served:
-            kernel = self.kernels.get(request.codec(), request.layer, pages.layout.tier)
-            kernel.attend(
+            self._kernels.get(codec, request.layer, pages.layout.tier).attend(
                 query,
                 pages.pool,
-                _repeat(pages, len(query)).lists,
-                request.options,
-                result=merged,
-                merge_with=merged,
+                pages.lists,
+                options,
+                result=result,
+                merge_with=result,
                 query_positions=positions,
             )
-        return merged
 
-    def _groups(self, request: DecodeRequest) -> tuple[list[ServedPages], list[PageGroup]]:
-        table = request.store.table(request.sequence, request.layer)
-        held = self._served.get(table)
-        if held is not None and held[0] == table.version:
-            return held[1], held[2]
-        groups = request.store.pages(request.sequence, request.layer)
-        device, allocator = request.query.device, request.store.allocator
-        served = [
-            place_pages(allocator, [group], device) for group in groups if is_served(group.layout)
-        ]
-        others = [group for group in groups if not is_served(group.layout)]
-        self._served[table] = (table.version, served, others)
-        return served, others
+    def capture(
+        self,
+        store: PageStore,
+        sequences: Sequence[int],
+        *,
+        max_tokens: int,
+        windows: Sequence[int | None] = (),
+    ) -> CapturedSteps | None:
+        """Decode steps that a CUDA graph can hold; see ``DecodeBackend.capture``."""
+        if self.why_not(store, sequences, windows=windows):
+            return None
+        steps = CapturedSteps(store, sequences, max_tokens=max_tokens)
+        self._captured.add(steps)
+        return steps
+
+    def why_not(
+        self, store: PageStore, sequences: Sequence[int], *, windows: Sequence[int | None] = ()
+    ) -> str:
+        """Why ``capture`` gives None; empty where it does not."""
+        return why_not_captured(store, sequences, windows)
+
+    def table_bytes(self, codec: SphericalCodec) -> int:
+        """Bytes of the look-up tables of a codec: both kinds of kernels and captured steps."""
+        kernels = [self._kernels, *(steps.kernels for steps in self._captured)]
+        return self._rest.table_bytes(codec) + sum(each.table_bytes(codec) for each in kernels)
+
+
+def _list_sequence(
+    store: PageStore, sequences: tuple[int, ...], layer: int
+) -> dict[PageLayout, ListedPages]:
+    return list_pages(store, sequences[0], layer, has_positions=is_served)
+
+
+def _hide_later_keys(request: BatchRequest) -> tuple[AttentionOptions, int]:
+    """Options under which no query sees a page behind it, and where pages end at the latest.
+
+    Without a window the kernel takes every key of a page for visible. That is right while all
+    queries follow all pages, as they do when they ask for tokens of the tail.
+    """
+    tails = [request.store.open_tail(row, request.layer) for row in request.sequences]
+    ends = [
+        request.store.num_tokens(row, request.layer) if tail is None else tail.first_position
+        for row, tail in zip(request.sequences, tails, strict=True)
+    ]
+    options = request.options
+    if options.window is None and bool((request.positions < torch.tensor(ends)).any()):
+        options = replace(options, window=MAX_WINDOW)
+    return options, max(ends)
 
 
 def _current_gpu() -> torch.device:
@@ -134,20 +206,3 @@ def _current_gpu() -> torch.device:
             f"{sorted(ARCHITECTURES)}"
         )
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _repeat(pages: ServedPages, times: int) -> ServedPages:
-    """The same pages for several queries of one sequence."""
-    if times == 1:
-        return pages
-    lists = pages.lists
-    starts = lists.row_start.to(torch.int64)
-    heads = [
-        lists.entries[begin:end].repeat(times)
-        for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-    ]
-    counts = starts.diff().repeat_interleave(times)
-    row_start = torch.zeros(len(counts) + 1, dtype=torch.int32, device=starts.device)
-    row_start[1:] = counts.cumsum(0)
-    repeated = PageLists(torch.cat(heads), row_start, times)
-    return replace(pages, lists=repeated)

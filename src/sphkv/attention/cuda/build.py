@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from sphkv.attention.cuda import compiler, decode, dense
-from sphkv.attention.cuda.driver import CudaUnavailableError
 from sphkv.attention.cuda.geometry import HEAD_DIMS, KernelShape
+from sphkv.errors import CudaUnavailableError
 
 _KEY_BITS = (2, 3)
 _VALUE_BITS = (2, 3, 4)

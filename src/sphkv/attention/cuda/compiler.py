@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from sphkv.attention.cuda.driver import CudaUnavailableError
+from sphkv.errors import CudaUnavailableError
 
 # The file of each kernel; its other files are headers.
 MAIN = {

@@ -27,10 +27,12 @@ from sphkv.attention.cuda.tables import build_tables, turn_rows
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import AngleCodebook
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 from sphkv.store.paging import PositionMode
 
 ENTRY_POINT = "sphkv_decode"
+MAX_WINDOW = (1 << 31) - 1
+"""Widest window; it hides nothing but keys behind a query."""
 _LOG2E = math.log2(math.e)
 
 
@@ -171,6 +173,11 @@ class CudaDecode:
         properties = torch.cuda.get_device_properties(self._part_out.device)
         return properties.multi_processor_count - math.prod(self._grid)
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the look-up tables of all position modes in use."""
+        return sum(build.tables.nbytes for build in self._builds.values())
+
     def prepare(self, mode: PositionMode) -> None:
         """Load the kernel and tables for pages of one position mode; do it before a graph capture.
 
@@ -222,7 +229,8 @@ class CudaDecode:
             query: ``[batch, query_heads, head_dim]`` float32 or bfloat16 after RoPE, contiguous.
             pool: Pages in fragment order.
             lists: Pages of each (KV head, sequence).
-            options: Scale, soft-cap and window.
+            options: Scale, soft-cap and window. Without a window every key must lie before the
+                queries; with one, also ``MAX_WINDOW``, keys behind a query are hidden from it.
             result: Where the output goes, float32 or bfloat16; see :meth:`empty_result`.
             query_positions: ``[batch]`` int32; needed with a window.
             sink_logits: ``[query_heads]`` float32 learned sinks that take weight.
@@ -252,7 +260,7 @@ class CudaDecode:
         params.other_out = None if merge_with is None else merge_with.output.data_ptr()
         params.other_lse = None if merge_with is None else merge_with.lse.data_ptr()
         params.out, params.lse = result.output.data_ptr(), result.lse.data_ptr()
-        params.window = options.window or 0
+        params.window = min(options.window or 0, MAX_WINDOW)
         params.logit_scale = options.scale * _LOG2E
         params.softcap = (options.softcap or 0.0) * _LOG2E
         params.unrotate = int(self.shape.value_bits != 16)

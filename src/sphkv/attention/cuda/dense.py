@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.cuda.compiler import architecture, load_cubin
+from sphkv.attention.cuda.decode import MAX_WINDOW
 from sphkv.attention.cuda.driver import Kernel
 from sphkv.attention.cuda.geometry import ceil_div
 from sphkv.attention.partial import PartialAttention
@@ -138,7 +139,7 @@ class DenseDecode:
         params.key_offset, params.value_offset = layout.key_offset, layout.value_offset
         rows = keys.shape[0] * keys.shape[1]
         params.rows, params.kv_heads = rows, keys.shape[1]
-        params.window = options.window or 0
+        params.window = min(options.window or 0, MAX_WINDOW)
         params.logit_scale = options.scale * _LOG2E
         params.softcap = (options.softcap or 0.0) * _LOG2E
         blocks = ceil_div(rows, self._block_rows)

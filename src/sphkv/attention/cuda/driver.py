@@ -8,6 +8,8 @@ import functools
 
 import torch
 
+from sphkv.errors import CudaUnavailableError
+
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -29,10 +31,6 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
     )
-
-
-class CudaUnavailableError(RuntimeError):
-    """Something the CUDA kernels need is missing here; the message names it."""
 
 
 @functools.cache

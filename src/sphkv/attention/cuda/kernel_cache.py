@@ -11,8 +11,8 @@ import torch
 from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import KernelShape
 from sphkv.attention.cuda.selftest import self_test
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 
 _LEAST_POSITIONS = 8192
@@ -28,12 +28,11 @@ class DecodeKernels:
 
     Args:
         device: The GPU.
-        max_batch: Largest batch of a call.
     """
 
-    def __init__(self, device: torch.device, *, max_batch: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._max_batch = max_batch
+        self._max_batch = 1
         self._turns: dict[RopeSpec, TurnTable] = {}
         self._num_positions = _LEAST_POSITIONS
         self._held: WeakKeyDictionary[SphericalCodec, dict[tuple[int, str], CudaDecode]]
@@ -42,14 +41,18 @@ class DecodeKernels:
         self._shapes = WeakKeyDictionary()
         self._checked: set[tuple[KernelShape, int]] = set()
 
-    def reserve(self, num_positions: int) -> bool:
-        """Make room for positions below ``num_positions``; true if kernels must be asked anew."""
-        if num_positions <= self._num_positions:
-            return False
-        self._num_positions = max(num_positions, 2 * self._num_positions)
-        self._turns.clear()
-        self._held.clear()
-        return True
+    def reserve(self, num_positions: int, batch: int) -> None:
+        """Make room for positions below ``num_positions`` and calls of so many sequences.
+
+        Kernels that had less are made anew when they are next asked for.
+        """
+        if num_positions > self._num_positions:
+            self._num_positions = max(num_positions, 2 * self._num_positions)
+            self._turns.clear()
+            self._held.clear()
+        if batch > self._max_batch:
+            self._max_batch = max(batch, 2 * self._max_batch)
+            self._held.clear()
 
     def get(self, codec: SphericalCodec, layer: int, tier: TierSpec) -> CudaDecode:
         """The kernel of a layer at a tier.
@@ -62,6 +65,17 @@ class DecodeKernels:
         if key not in held:
             held[key] = self._build(codec, layer, tier)
         return held[key]
+
+    def table_bytes(self, codec: SphericalCodec) -> int:
+        """Bytes of the look-up tables made for a codec; those by position may serve others too."""
+        by_position = sum(
+            self._turns[rope].rows.nbytes
+            for rope in set(codec.calibration.ropes)
+            if rope in self._turns
+        )
+        return by_position + sum(
+            kernel.table_bytes for kernel in self._held.get(codec, {}).values()
+        )
 
     def _build(self, codec: SphericalCodec, layer: int, tier: TierSpec) -> CudaDecode:
         rope, group = codec.calibration.ropes[layer], codec.calibration.geometry.group_size

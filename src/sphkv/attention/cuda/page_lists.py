@@ -116,15 +116,19 @@ class LayerLists:
         self._entries[layer][is_used] = lists.entries.to(counts.device)
         self._flatten()
 
-    def append(self, new: Tensor) -> None:
-        """Add a page to every list.
+    def append(self, new: Tensor, is_grown: Tensor) -> None:
+        """Add a page to every list of some sequences.
 
         Args:
-            new: ``[layers, heads, batch]`` int64, see ``list_entries``.
+            new: ``[layers, heads, batch]`` int64, see ``list_entries``; of any value for others.
+            is_grown: ``[batch]`` bool: the sequences that get one.
         """
-        new = new.to(self._entries.device, non_blocking=True).reshape(*self._counts.shape, 1)
+        device = self._entries.device
+        new = new.to(device, non_blocking=True).reshape(*self._counts.shape, 1)
+        # behind the end of lists that do not grow, where nobody looks
         self._entries.scatter_(2, self._counts[..., None], new)
-        self._counts += 1
+        grown = is_grown.to(device, non_blocking=True).to(torch.int64)
+        self._counts += grown.repeat(self._counts.shape[1] // self._batch)
         self._flatten()
 
     def _flatten(self) -> None:

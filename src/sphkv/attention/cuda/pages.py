@@ -7,9 +7,11 @@ differs. So a cache on a Hopper GPU holds every page once, in the order its kern
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,13 +23,13 @@ from sphkv.attention.cuda.fragments import (
 )
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.page_lists import PageLists, PagePool, list_entries
+from sphkv.attention.listing import ListedPages, count_pages, list_starts
 from sphkv.codec.packing import pack_nibbles, pack_value_codes
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import StateCodec
 from sphkv.store.allocator import PageAllocator
 from sphkv.store.layout import PageLayout, PageView
 from sphkv.store.paging import PageRows
-from sphkv.store.sequence import PageGroup
 
 if TYPE_CHECKING:
     from sphkv.attention.cuda.encode import CudaEncoder
@@ -161,29 +163,34 @@ def page_numbers(addresses: Tensor, base: int, layout: PageLayout) -> Tensor:
 
 def place_pages(
     allocator: PageAllocator,
-    groups: list[PageGroup],
+    layout: PageLayout,
+    pages: Sequence[ListedPages | None],
+    num_heads: int,
+    *,
     device: torch.device,
     base: int | None = None,
 ) -> ServedPages:
-    """Lists of pages of several sequences.
+    """Lists of pages of several rows; nothing waits for the device.
 
     Args:
         allocator: Owner of the pages.
-        groups: The group of each sequence, all of one layout.
+        layout: Their layout.
+        pages: The pages of each row with their first positions; None for none.
+        num_heads: KV heads.
         device: Where lists go.
         base: Where page numbers count from; ``page_base`` by default.
     """
-    layout = groups[0].layout
     if base is None:
         base = page_base(allocator, layout)
-    heads = groups[0].num_pages.shape[0]
-    counts = torch.stack([group.num_pages.cpu() for group in groups], 1)
-    tables = [group.page_ids.cpu() for group in groups]
-    ids = torch.cat([table[head][table[head] >= 0] for head in range(heads) for table in tables])
-    starts = torch.zeros(heads * len(groups) + 1, dtype=torch.int32)
-    starts[1:] = counts.flatten().cumsum(0)
-    numbers = page_numbers(allocator.addresses(ids), base, layout)
-    entries = list_entries(numbers.to(device), allocator.first_positions(ids).to(device))
-    lists = PageLists(entries, starts.to(device), len(groups))
+    parts = [(row, row.of_head(head)) for head in range(num_heads) for row in pages if row]
+    none = np.zeros(0, dtype=np.int64)
+    addresses = np.concatenate([none, *(row.addresses[at] for row, at in parts)])
+    positions = np.concatenate([none, *(row.first_positions[at] for row, at in parts)])
+    numbers = page_numbers(torch.from_numpy(addresses), base, layout)
+    entries = list_entries(numbers, torch.from_numpy(positions))
+    starts = list_starts(count_pages(pages, num_heads).T)
+    lists = PageLists(
+        entries.to(device, non_blocking=True), starts.to(device, non_blocking=True), len(pages)
+    )
     slab = next(slab.data for slab in allocator.slabs() if slab.layout == layout)
     return ServedPages(layout, PagePool(slab, layout.position_mode, base), lists)

@@ -11,16 +11,13 @@ from sphkv.attention.cuda.page_lists import PageLists, PagePool
 from sphkv.attention.cuda.synthetic import Oracle, random_pages, set_bases, set_counts, tier_layout
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import AngleCodebook
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
+from sphkv.errors import KernelMismatchError
 from sphkv.store.paging import PositionMode
 
 # Relative error of the output: half-precision products and weights.
 ERROR_FLOOR = 5e-3
 _ROW_PAGES = 5
-
-
-class KernelMismatchError(RuntimeError):
-    """The kernel disagrees with the reference and must not be used."""
 
 
 def self_test(

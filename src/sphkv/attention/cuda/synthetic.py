@@ -14,8 +14,8 @@ from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import CELL_BITS, AngleCodebook
 from sphkv.codec.hadamard import unrotate
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.slots import allocate_plane_bits
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 from sphkv.store.layout import PAGE_VERSION, PageLayout
 from sphkv.store.paging import PositionMode

@@ -18,7 +18,7 @@ from sphkv.attention.cuda.geometry import (
     lane_coordinates,
 )
 from sphkv.codec.codebook import AngleCodebook
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 from sphkv.store.paging import PositionMode
 
 _STEP = 8

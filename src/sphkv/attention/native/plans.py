@@ -9,12 +9,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from sphkv.attention.request import DecodeRequest
+from sphkv.attention.request import spherical_codec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.native import require_kernels
 from sphkv.core.tiers import TierSpec
 from sphkv.store.layout import PageLayout
 from sphkv.store.sequence import PageGroup
+from sphkv.store.store import PageStore
 
 
 class CodebookCache:
@@ -33,6 +34,10 @@ class CodebookCache:
             by_layer[key] = _make_codebook(codec, layer, tier)
         return by_layer[key]
 
+    def nbytes(self, codec: SphericalCodec) -> int:
+        """Bytes of all codebooks of a codec, with the phases of their rotary embeddings."""
+        return sum(int(book.nbytes) for book in self._held.get(codec, {}).values())
+
 
 def _make_codebook(codec: SphericalCodec, layer: int, tier: TierSpec) -> Any:
     book = codec.codebook(layer, tier)
@@ -49,12 +54,17 @@ def _make_codebook(codec: SphericalCodec, layer: int, tier: TierSpec) -> Any:
     return require_kernels().Codebook(rotary, heads, slots, *(part.data_ptr() for part in parts))
 
 
-def build_plan(request: DecodeRequest, codebooks: CodebookCache) -> Any:
-    """Addresses of all pages of a request's layer, head by head, lowest tier first."""
-    groups = request.store.pages(request.sequence, request.layer)
-    kinds = [_make_kind(request, group.layout, codebooks) for group in groups]
-    geometry = request.store.config.geometry
-    addresses, kind_ids, first_page = _by_head(request, groups, geometry.num_kv_heads)
+def build_plan(store: PageStore, sequence: int, layer: int, codebooks: CodebookCache) -> Any:
+    """Addresses of all pages of a layer, head by head, lowest tier first."""
+    groups = store.pages(sequence, layer)
+    kinds = []
+    for group in groups:
+        tier, book = group.layout.tier, None
+        if tier.is_coded:
+            book = codebooks.get(spherical_codec(store, sequence), layer, tier)
+        kinds.append(require_kernels().make_kind(layout_fields(group.layout), book))
+    geometry = store.config.geometry
+    addresses, kind_ids, first_page = _by_head(store, groups, geometry.num_kv_heads)
     return require_kernels().make_plan(
         geometry.num_kv_heads,
         geometry.head_dim,
@@ -66,26 +76,19 @@ def build_plan(request: DecodeRequest, codebooks: CodebookCache) -> Any:
 
 
 def _by_head(
-    request: DecodeRequest, groups: list[PageGroup], num_heads: int
+    store: PageStore, groups: list[PageGroup], num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Addresses and kinds ``[pages]``, and ``[heads + 1]`` where each head begins; int64."""
-    none = torch.empty(0, dtype=torch.int64)
-    ids = torch.cat([none, *(group.flat_ids().cpu() for group in groups)])
-    heads = torch.cat([none, *(group.head_ids().cpu() for group in groups)])
+    none = torch.zeros(0, dtype=torch.int64)
+    ids = torch.cat([none, *(group.flat_ids() for group in groups)])
+    heads = torch.cat([none, *(group.head_ids() for group in groups)])
     sizes = torch.tensor([int(group.num_pages.sum()) for group in groups], dtype=torch.int64)
     kind_ids = torch.arange(len(groups)).repeat_interleave(sizes)
     order = heads.argsort(stable=True)
-    addresses = request.store.allocator.addresses(ids)
+    addresses = store.allocator.addresses(ids)
     ends = heads.bincount(minlength=num_heads).cumsum(0)
     first_page = torch.cat([ends.new_zeros(1), ends])
     return addresses[order].contiguous(), kind_ids[order].contiguous(), first_page
-
-
-def _make_kind(request: DecodeRequest, layout: PageLayout, codebooks: CodebookCache) -> Any:
-    book = None
-    if layout.tier.is_coded:
-        book = codebooks.get(request.codec(), request.layer, layout.tier)
-    return require_kernels().make_kind(layout_fields(layout), book)
 
 
 def layout_fields(layout: PageLayout) -> list[int]:

@@ -1,26 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention in Triton: one launch per kind of page, one for the tail, one to merge."""
+"""Decode attention in Triton: one launch per kind of page, one for the tails, one to merge."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sphkv.attention.listing import (
+    ListedPages,
+    count_pages,
+    join_layouts,
+    list_pages,
+    list_starts,
+    upload,
+)
 from sphkv.attention.partial import PartialAttention
-from sphkv.attention.request import DecodeRequest
+from sphkv.attention.plans import PlanCache
+from sphkv.attention.request import (
+    AttentionOptions,
+    BatchRequest,
+    DecodeRequest,
+    EagerBackend,
+    attend_by_codec,
+    spherical_codec,
+)
 from sphkv.attention.triton.coded import launch_coded
 from sphkv.attention.triton.combine import combine_parts
 from sphkv.attention.triton.dense import TailList, launch_dense
 from sphkv.attention.triton.encode import TokenOrder
 from sphkv.attention.triton.rows import PartSlots, QueryRows
 from sphkv.attention.triton.tables import EntryTable, EntryTables
+from sphkv.codec.states import SphericalCodec
 from sphkv.store.layout import PageLayout
-from sphkv.store.pointers import PointerTable
-from sphkv.store.sequence import PageGroup
+from sphkv.store.order import PageOrder
+from sphkv.store.store import PageStore
 
 PRECISIONS = ("tf32", "tf32x3", "ieee")
 
@@ -35,13 +53,13 @@ def is_interpreted() -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageList:
-    """Pages of one layout, head by head.
+    """Pages of one layout on the device; a list is one (sequence, KV head).
 
     Attributes:
         layout: Their layout.
-        addresses: ``[pages]`` int64.
-        starts: ``[heads + 1]`` int32 into ``addresses``.
-        most_pages: Pages of the longest head.
+        addresses: ``[pages]`` int64, list by list.
+        starts: ``[lists + 1]`` int32 into ``addresses``.
+        most_pages: Pages of the longest list.
         table: Entries of a coded tier; None for dense pages.
     """
 
@@ -52,15 +70,16 @@ class PageList:
     table: EntryTable | None
 
 
-class TritonBackend:
+class TritonBackend(EagerBackend):
     """Kernels in Triton over pages as the store writes them.
 
     Attributes:
         name: ``"triton"``.
-        order: What a store must be given to encode with fused kernels.
+        page_order: What a store must be given to encode with fused kernels.
     """
 
     name = "triton"
+    page_order: PageOrder | None
 
     def __init__(self, *, precision: str = "tf32x3") -> None:
         """Choose the arithmetic.
@@ -76,81 +95,136 @@ class TritonBackend:
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
         self._precision = precision
-        self.order = TokenOrder()
+        self.page_order = TokenOrder()
         self._tables = EntryTables()
-        self._lists: WeakKeyDictionary[PointerTable, tuple[int, list[PageList]]]
-        self._lists = WeakKeyDictionary()
+        self._listed = PlanCache(_list_sequence)
+        self._plans = PlanCache(self._build_plan)
+
+    def plan(self, store: PageStore, sequences: tuple[int, ...], layer: int) -> list[PageList]:
+        """Lists of all pages of a layer of sequences of one codec; kept until one of them changes.
+
+        Args:
+            store: Pages in token order.
+            sequences: One per row.
+            layer: The layer.
+        """
+        return self._plans.get(store, sequences, layer)
+
+    def _build_plan(
+        self, store: PageStore, sequences: tuple[int, ...], layer: int
+    ) -> list[PageList]:
+        listed = [self._listed.get(store, (sequence,), layer) for sequence in sequences]
+        return [
+            self.page_list(store, sequences[0], layer, layout, pages)
+            for layout, pages in join_layouts(listed).items()
+        ]
+
+    def page_list(
+        self,
+        store: PageStore,
+        sequence: int,
+        layer: int,
+        layout: PageLayout,
+        pages: Sequence[ListedPages | None],
+    ) -> PageList:
+        """Pages of one layout on the store's device, and the entries of its tier.
+
+        Args:
+            store: Owner of the pages.
+            sequence: One whose codec wrote them.
+            layer: Their layer.
+            layout: Their layout.
+            pages: Those of each row; None for none.
+        """
+        device = torch.device(store.config.device)
+        counts = count_pages(pages, store.config.geometry.num_kv_heads)
+        addresses = np.concatenate([each.addresses for each in pages if each is not None])
+        table = None
+        if layout.tier.is_coded:
+            codec = spherical_codec(store, sequence)
+            table = self._tables.get(codec, layer, layout.tier, device)
+        return PageList(
+            layout,
+            torch.from_numpy(addresses).to(device, non_blocking=True),
+            list_starts(counts).to(device, non_blocking=True),
+            int(counts.max()),
+            table,
+        )
 
     def attend(self, request: DecodeRequest) -> PartialAttention:
         """Attention over all pages and the tail; see ``DecodeBackend.attend``."""
-        return self.attend_groups(request, None)
-
-    def attend_groups(
-        self, request: DecodeRequest, groups: list[PageGroup] | None
-    ) -> PartialAttention:
-        """Attention over some groups of pages, all if None, and the tail.
-
-        Groups given here must be all those of the table that this backend reads.
-        """
-        device = request.query.device
-        if device.type != "cuda" and not is_interpreted():
-            raise ValueError(f"Triton kernels read GPU tensors, got {device}")
-        heads, queries, head_dim = request.query.shape
-        if queries == 0:
-            return PartialAttention(
-                torch.empty(heads, 0, head_dim, device=device),
-                torch.empty(heads, 0, device=device),
-            )
-        rows = QueryRows(
-            request.query[None].contiguous(),
-            request.positions[None].to(device).contiguous(),
-            request.store.config.geometry.num_kv_heads,
-            request.options,
-            self._precision,
-        )
-        merged = self._attend_rows(request, rows, self._page_lists(request, groups))
+        sequences = (request.sequence,)
+        lists = self.plan(request.store, sequences, request.layer)
+        place = (request.store, sequences, request.layer)
+        states = (request.query[None], request.positions[None])
+        merged = self.attend_lists(*place, *states, request.options, lists)
         return PartialAttention(merged.output[0], merged.lse[0])
 
-    def _attend_rows(
-        self, request: DecodeRequest, rows: QueryRows, lists: list[PageList]
+    def attend_rows(self, request: BatchRequest) -> PartialAttention:
+        """One set of launches for all rows of a codec; see ``DecodeBackend.attend_rows``."""
+        return attend_by_codec(self._attend_codec, request)
+
+    def _attend_codec(self, request: BatchRequest) -> PartialAttention:
+        place = (request.store, request.sequences, request.layer)
+        states = (request.query.unsqueeze(2), request.positions[:, None])
+        merged = self.attend_lists(*place, *states, request.options, self.plan(*place))
+        return PartialAttention(merged.output[:, :, 0], merged.lse[:, :, 0])
+
+    def attend_lists(
+        self,
+        store: PageStore,
+        sequences: tuple[int, ...],
+        layer: int,
+        query: Tensor,
+        positions: Tensor,
+        options: AttentionOptions,
+        lists: list[PageList],
     ) -> PartialAttention:
-        coded = [pages for pages in lists if pages.layout.tier.has_value_codes]
-        plain = [pages for pages in lists if not pages.layout.tier.has_value_codes]
+        """Attention over listed pages and the tails; nothing waits for the device.
+
+        Args:
+            store: Owner of pages and tails.
+            sequences: One per row.
+            layer: Layer of the tails.
+            query: ``[rows, query_heads, queries, head_dim]`` after RoPE.
+            positions: ``[rows, queries]`` int64 on the CPU.
+            options: Scale, soft-cap and window.
+            lists: Pages of all rows.
+
+        Returns:
+            Output ``[rows, query_heads, queries, head_dim]`` and its log-sum-exp.
+        """
+        device = query.device
+        if device.type != "cuda" and not is_interpreted():
+            raise ValueError(f"Triton kernels read GPU tensors, got {device}")
+        if positions.numel() == 0:
+            nothing = torch.zeros(query.shape, device=device)
+            return PartialAttention(nothing, nothing[..., 0])
+        tails = TailList.of(store, sequences, layer)
+        addresses, extents, positions = upload(device, tails.addresses, tails.extents, positions)
+        heads = store.config.geometry.num_kv_heads
+        rows = QueryRows(query.contiguous(), positions, heads, options, self._precision)
         # slots of rotated values first, as combine_parts wants them
-        splits = [num_splits(rows, pages.most_pages) for pages in (*coded, *plain)]
+        lists = sorted(lists, key=lambda pages: not pages.layout.tier.has_value_codes)
+        splits = [num_splits(rows, pages.most_pages) for pages in lists]
         parts = PartSlots.empty(rows, sum(splits) + 1)
-        first = 0
-        for pages, num in zip((*coded, *plain), splits, strict=True):
+        first = num_rotated = 0
+        for pages, num in zip(lists, splits, strict=True):
             launch_pages(pages, rows, parts.part(first, num))
             first += num
-        tail = request.store.tail(request.sequence, request.layer)
-        tails = TailList.of([tail], rows.query.device)
-        launch_dense(None, None, tails, rows, parts.part(first, 1))
-        return combine_parts(parts, rows, sum(splits[: len(coded)]))
+            num_rotated += num * pages.layout.tier.has_value_codes
+        launch_dense(None, None, TailList(addresses, extents), rows, parts.part(first, 1))
+        return combine_parts(parts, rows, num_rotated)
 
-    def _page_lists(self, request: DecodeRequest, groups: list[PageGroup] | None) -> list[PageList]:
-        pointers = request.store.table(request.sequence, request.layer)
-        held = self._lists.get(pointers)
-        if held is not None and held[0] == pointers.version:
-            return held[1]
-        if groups is None:
-            groups = request.store.pages(request.sequence, request.layer)
-        lists = [self.page_list(request, group) for group in groups]
-        self._lists[pointers] = (pointers.version, lists)
-        return lists
+    def table_bytes(self, codec: SphericalCodec) -> int:
+        """Bytes of the entry tables of a codec."""
+        return self._tables.nbytes(codec)
 
-    def page_list(self, request: DecodeRequest, group: PageGroup) -> PageList:
-        """Addresses of a group's pages, and the entries of its tier."""
-        device, layout = request.query.device, group.layout
-        addresses = request.store.allocator.addresses(group.flat_ids())
-        num_pages = group.num_pages.cpu()
-        starts = torch.zeros(len(num_pages) + 1, dtype=torch.int32)
-        starts[1:] = num_pages.cumsum(0)
-        table = None
-        if layout.tier.is_coded:
-            table = self._tables.get(request.codec(), request.layer, layout.tier, device)
-        most = int(num_pages.max())
-        return PageList(layout, addresses.to(device), starts.to(device), most, table)
+
+def _list_sequence(
+    store: PageStore, sequences: tuple[int, ...], layer: int
+) -> dict[PageLayout, ListedPages]:
+    return list_pages(store, sequences[0], layer)
 
 
 def launch_pages(pages: PageList, rows: QueryRows, parts: PartSlots) -> None:

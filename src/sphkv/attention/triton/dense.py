@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from sphkv.attention.triton.pieces import (
 )
 from sphkv.attention.triton.rows import NO_WINDOW, PartSlots, QueryRows, tile_tokens
 from sphkv.store.layout import PageLayout
-from sphkv.store.tail import TailView
+from sphkv.store.store import PageStore
 
 _TAIL_TILE = 16
 
@@ -30,25 +31,30 @@ class TailList:
 
     Attributes:
         addresses: ``[sequences, heads, 2]`` int64 addresses of bfloat16 keys and values.
-        extents: ``[sequences, 2]`` int64: states in use, position of the first.
+        extents: ``[sequences, 2]`` int64: states in use, position of the first. A tail may be full.
     """
 
     addresses: Tensor
     extents: Tensor
 
     @classmethod
-    def of(cls, tails: list[TailView], device: torch.device) -> TailList:
-        """The tails of one layer, one per sequence."""
-        addresses, extents = [], []
-        for tail in tails:
-            heads = torch.arange(tail.keys.shape[0])
-            both = [
-                part.data_ptr() + heads * (part.stride(0) * part.element_size())
-                for part in (tail.keys, tail.values)
-            ]
-            addresses.append(torch.stack(both, 1))
-            extents.append([tail.num_tokens, tail.first_position])
-        return cls(torch.stack(addresses).to(device), torch.tensor(extents, device=device))
+    def of(cls, store: PageStore, sequences: Sequence[int], layer: int) -> TailList:
+        """The tails of one layer, one per sequence, listed on the host."""
+        addresses, strides, extents = [], [], []
+        for sequence in sequences:
+            tail = store.open_tail(sequence, layer)
+            if tail is None:
+                # nothing is read of it
+                addresses.append((0, 0))
+                strides.append(0)
+                extents.append((0, store.num_tokens(sequence, layer)))
+            else:
+                addresses.append((tail.keys.data_ptr(), tail.values.data_ptr()))
+                strides.append(tail.keys.stride(0) * tail.keys.element_size())
+                extents.append((tail.num_tokens, tail.first_position))
+        heads = torch.arange(store.config.geometry.num_kv_heads)
+        offsets = torch.tensor(strides)[:, None] * heads
+        return cls(torch.tensor(addresses)[:, None] + offsets[..., None], torch.tensor(extents))
 
 
 @triton.jit

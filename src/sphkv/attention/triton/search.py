@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sphkv.attention.triton.tables import turn_steps
 from sphkv.codec.codebook import AngleCodebook
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 
 PLANE_FIELDS = 3

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from sphkv.codec.codebook import SLOT_LEVELS, AngleCodebook
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 
 ENTRY_BLOCK = 16
@@ -50,6 +50,11 @@ class EntryTable:
     def num_entries(self) -> int:
         """Entries of a head, padding included."""
         return int(self.entries.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all four."""
+        return sum(part.nbytes for part in (self.entries, self.points, self.turns, self.offsets))
 
 
 def turn_steps(rope: RopeSpec) -> Tensor:
@@ -118,3 +123,7 @@ class EntryTables:
             book, rope = codec.codebook(layer, tier), codec.calibration.ropes[layer]
             held[key] = build_entry_table(book, rope, device)
         return held[key]
+
+    def nbytes(self, codec: SphericalCodec) -> int:
+        """Bytes of all tables of a codec."""
+        return sum(table.nbytes for table in self._held.get(codec, {}).values())

@@ -15,7 +15,7 @@ from sphkv.codec.coordinates.hyperspherical import HypersphericalMap
 from sphkv.codec.coordinates.lloyd import lloyd_max, nearest_level
 from sphkv.codec.coordinates.planes import PlaneMap
 from sphkv.codec.coordinates.polar_tree import PolarTreeMap
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 
 __all__ = [
     "COORDINATE_NAMES",

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sphkv.codec.coordinates.base import checked_floats, checked_keys, checked_query
-from sphkv.codec.rope import RopeSpec, principal_angle
+from sphkv.core.rope import RopeSpec, principal_angle
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sphkv.codec.coordinates.base import checked_floats, checked_keys, checked_query
-from sphkv.codec.rope import principal_angle
+from sphkv.core.rope import principal_angle
 
 
 def _levels(head_dim: int) -> list[tuple[int, slice]]:

@@ -16,10 +16,10 @@ from torch import Tensor
 from sphkv.attention.api import decode_attention, get_backend
 from sphkv.attention.request import AttentionOptions, DecodeBackend, DecodeRequest
 from sphkv.codec.calibration import Calibration
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import EncodedStates, LayerContract
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec, TierTable, default_tiers
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.key_methods import shared_bits, tier_for_bits

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sphkv.errors import UnfairComparisonError
 from sphkv.evaluation.runner.methods import DENSE
 
 LM_TOLERANCE = 0.05
@@ -21,10 +22,6 @@ QUALITY_FIELD = {"lm": "kl", "qa": "f1", "needle": "found", "tools": "success"}
 
 AGREEMENT = "qa, agreement with dense"
 """Label of a panel of questions of which dense answers none."""
-
-
-class UnfairComparison(ValueError):  # noqa: N818 - named after what it is
-    """Records that must not be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,7 @@ def check_fair(records: Sequence[Mapping[str, Any]]) -> None:
     """Refuse records whose difference could be something else than the method.
 
     Raises:
-        UnfairComparison: Substrate, window, seeds, decode settings, calibration, threads or
+        UnfairComparisonError: Substrate, window, seeds, decode settings, calibration, threads or
             device differ; the message names the field and the values.
     """
     if not records:
@@ -136,12 +133,14 @@ def check_fair(records: Sequence[Mapping[str, Any]]) -> None:
             if value not in values:
                 values.append(value)
         if len(values) > 1:
-            raise UnfairComparison(
+            raise UnfairComparisonError(
                 f"records differ in {'.'.join(path)}: {values[0]!r} and {values[1]!r}"
             )
     for record in records:
         if record["status"] == "measured" and not record["memory"].get("realisation"):
-            raise UnfairComparison(f"record {record['id']} does not say how decode was realised")
+            raise UnfairComparisonError(
+                f"record {record['id']} does not say how decode was realised"
+            )
 
 
 def build_panels(
@@ -164,7 +163,7 @@ def build_panels(
         quality_field: Judge answers by this field of ``quality`` instead of their own.
 
     Raises:
-        UnfairComparison: As ``check_fair``, or no prompt was measured for every point.
+        UnfairComparisonError: As ``check_fair``, or no prompt was measured for every point.
     """
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
@@ -176,7 +175,7 @@ def build_panels(
         left_out = unfinished_cases(members)
         kept = [record for record in members if record["case"] not in left_out]
         if not kept:
-            raise UnfairComparison(
+            raise UnfairComparisonError(
                 f"no prompt of {model}, {workload} was measured with every method and budget"
             )
         field, label = quality_field, workload

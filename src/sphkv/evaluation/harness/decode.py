@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sphkv.core.ranges import gpu_range
+from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.harness.subject import Pass, Subject
 from sphkv.evaluation.schema import StepColumns
 

@@ -19,12 +19,12 @@ from sphkv.cache.sequence import SphericalSequence
 from sphkv.core.budget import ByteBudget
 from sphkv.core.contract import WriteContract
 from sphkv.core.geometry import KVGeometry
-from sphkv.core.ranges import gpu_range
+from sphkv.evaluation.ranges import gpu_range
 from sphkv.core.tiers import TierTable
 from sphkv.evaluation.harness.states import PromptStates
 from sphkv.evaluation.schema import MethodDescription
 from sphkv.integrations.transformers.method_pass import continue_with
-from sphkv.retention.segments import SegmentSpans
+from sphkv.retention.protection import SegmentSpans
 from sphkv.store.ledger import ByteLedger
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
-from sphkv.retention.blocks import BlockShape
-from sphkv.retention.options import ControlOptions
+from sphkv.retention.policy import BlockShape
+from sphkv.retention.policy import ControlOptions
 
 BUDGETS = ("20%", "15%", "10%", "7%", "5%")
 
@@ -39,7 +39,7 @@ class StudyConfig:
         num_following: Tokens after a prompt on which the language model is compared.
         num_texts: Books.
         num_questions: Questions with their evidence in the middle.
-        policy: Policy file; None takes the default weights.
+        policy: Policy file; None takes equal weights.
         calibration: Calibration file; None calibrates on ``pg19/calibration``.
         page_tokens: States of a coded page.
     """

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sphkv.cache.retained_config import RetainedConfig
-from sphkv.core.budget import ByteBudget
+from sphkv.cache.plan import retention_tiers
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.harness.states import PromptStates, read_prompt
 from sphkv.evaluation.retention.config import StudyConfig
@@ -32,6 +31,7 @@ from sphkv.evaluation.retention.study import (
 from sphkv.evaluation.retention.surprise import head_surprise
 from sphkv.evaluation.text import read_tokens
 from sphkv.integrations.transformers.listening import listening
+from sphkv.retention.measure import MeasureConfig
 from sphkv.retention.policy import RetentionPolicy, save_policy
 
 # Leading tokens see so little context that their gradients say nothing about long prompts.
@@ -157,14 +157,12 @@ def fit_policy(
     model_id = runner.config.model
     policy = replace(runner.session.policy, sensitivity=_rows(found.mean(0)), model_id=model_id)
     report("sensitivities measured")
-    cache = RetainedConfig(
-        runner.session.shape.geometry,
-        runner.session.shape.ropes,
-        ByteBudget.parse("100%"),
-        policy=policy,
+    shape = runner.session.shape
+    measured = MeasureConfig(
+        shape.geometry, shape.ropes, retention_tiers(shape.geometry.head_dim), policy=policy
     )
     surprise = head_surprise(
-        cache,
+        measured,
         (read_prompt(runner.session.model, ids) for ids in stretches),
         num_later=_LATER_TOKENS,
     )

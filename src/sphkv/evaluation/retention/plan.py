@@ -21,9 +21,8 @@ from sphkv.evaluation.harness.states import PromptStates, read_prompt
 from sphkv.evaluation.retention.prompts import passage_segments
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
-from sphkv.retention.options import ControlOptions
-from sphkv.retention.policy import RetentionPolicy, load_policy
-from sphkv.retention.statistics import head_spread, segment_spread, state_bytes_of
+from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
+from sphkv.retention.policy import ControlOptions, RetentionPolicy, load_policy
 
 _CALIBRATION_TOKENS = 1024
 
@@ -36,7 +35,7 @@ class PlanConfig:
         model: ``smollm2``, a local folder or a hub name.
         prompt_file: UTF-8 text.
         budget: Such as ``"10%"``.
-        policy: Policy file; None takes the fixed recipe.
+        policy: Policy file; None takes equal weights.
         calibration: Calibration file; None calibrates on the prompt.
         max_tokens: Tokens of the prompt that are read at most; None reads all.
         page_tokens: States of a coded page.
@@ -64,7 +63,7 @@ def plan_retention(config: PlanConfig) -> tuple[dict[str, Any], RetainedSequence
         sequence itself.
 
     Raises:
-        InfeasibleBudget: What must stay dense does not fit; says how many bytes are missing.
+        BudgetError: What must stay dense does not fit; says how many bytes are missing.
     """
     budget = ByteBudget.parse(config.budget)
     file = Path(config.prompt_file)

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sphkv.cache.retained_config import RetainedConfig
-from sphkv.cache.retained_measure import measure_layer
-from sphkv.core.budget import ByteBudget
+from sphkv.cache.plan import retention_tiers
 from sphkv.core.tiers import TierTable
 from sphkv.evaluation.harness.decode import follow_text
 from sphkv.evaluation.harness.reference import DenseReference
@@ -21,7 +19,7 @@ from sphkv.evaluation.harness.subject import MethodSubject
 from sphkv.evaluation.metrics.divergence import token_divergence
 from sphkv.retention.features import drop_losses
 from sphkv.retention.policy import RetentionPolicy
-from sphkv.retention.pricing import LayerInput
+from sphkv.retention.measure import LayerInput, MeasureConfig, measure_layer
 
 if TYPE_CHECKING:
     from sphkv.evaluation.retention.study import StudyRunner
@@ -57,11 +55,9 @@ def measure_probes(
     report: Callable[[str], None],
 ) -> list[Probe]:
     """Change a few layers at a time by every tier and by dropping tokens, and measure KL."""
-    config = RetainedConfig(
-        runner.session.shape.geometry,
-        runner.session.shape.ropes,
-        ByteBudget.parse("100%"),
-        policy=policy,
+    shape = runner.session.shape
+    config = MeasureConfig(
+        shape.geometry, shape.ropes, retention_tiers(shape.geometry.head_dim), policy=policy
     )
     tiers = config.tiers
     layers = [

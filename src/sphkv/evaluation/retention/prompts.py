@@ -14,7 +14,7 @@ from sphkv.evaluation.retention.config import StudyConfig
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.evaluation.workloads.qa import DATASETS, choose_questions, qa_cases
-from sphkv.retention.segments import SegmentSpans, find_segments
+from sphkv.retention.protection import SegmentSpans, find_segments
 
 _ANSWER_TOKENS = 16
 

@@ -13,7 +13,7 @@ import torch
 
 from sphkv.baselines.attention_scores import SharedAttention
 from sphkv.codec.states import SphericalCodec
-from sphkv.core.errors import BudgetExceeded
+from sphkv.errors import BudgetError
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.harness.decode import follow_text
@@ -23,8 +23,7 @@ from sphkv.evaluation.retention.config import VARIANT_OPTIONS, StudyConfig
 from sphkv.evaluation.retention.prompts import StudyPrompt, lm_prompts, qa_prompts
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.runner.shared_work import SharedWork
-from sphkv.retention.allocate import InfeasibleBudget
-from sphkv.retention.statistics import head_spread, segment_spread, state_bytes_of
+from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
 
 _CALIBRATION_TOKENS = 4096
 
@@ -95,10 +94,8 @@ class StudyRunner:
             record["stored_bytes"] = subject.resident_bytes()
             record |= self._spread(subject)
             run = follow_text(subject, prompt.following)
-        except InfeasibleBudget as error:
-            return {**record, "missing_bytes": error.missing}
-        except BudgetExceeded as error:
-            return {**record, "missing_bytes": None, "reason": str(error)}
+        except BudgetError as error:
+            return {**record, "missing_bytes": error.missing, "reason": str(error)}
         found = token_divergence(self.session.model, prompt.reference, run.hidden)
         return {
             **record,

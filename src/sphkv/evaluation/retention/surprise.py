@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often each head turns to a token that nothing in a prompt foretells.
+"""How often each head turns to a token that nothing in a prompt predicts.
 
 Some heads rest on the sinks for hundreds of tokens and then copy from one place. Dropping the runs
 that such a head has not looked at seems free, and is not. What later queries lose beyond what was
-foretold is measured on calibration texts. Derivation: docs/math/retention.md, section 5.
+predicted is measured on calibration texts. Derivation: docs/math/retention.md, section 5.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sphkv.cache.retained_config import RetainedConfig
-from sphkv.cache.retained_measure import foretell_rows, protected_states, row_share
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.evaluation.harness.states import LayerStates, PromptStates
-from sphkv.retention.blocks import rank_units, unit_tokens
 from sphkv.retention.features import (
     drop_losses,
     measure_features,
@@ -26,20 +23,23 @@ from sphkv.retention.features import (
     surprise_shift,
     window_rows,
 )
+from sphkv.retention.measure import MeasureConfig, predict_rows, protected_states, row_share
+from sphkv.retention.pricing import rank_units
 from sphkv.retention.protection import widen_to_runs
+from sphkv.retention.scores import unit_tokens
 
 
 def head_surprise(
-    config: RetainedConfig, texts: Iterable[PromptStates], *, num_later: int
+    config: MeasureConfig, texts: Iterable[PromptStates], *, num_later: int
 ) -> Tensor:
     """Part of the later queries of every head that turn to a token unforeseen, per factor of age.
 
     The less important half of a prompt's runs is dropped; what the queries after the prompt lose
-    beyond the foretold loss is compared with what they would lose if every one of them turned to
+    beyond the predicted loss is compared with what they would lose if every one of them turned to
     one token in each factor e of age.
 
     Args:
-        config: A cache whose policy expects no surprise.
+        config: Model, tiers and a policy that expects no surprise.
         texts: Texts whose last ``num_later`` tokens come after the prompt.
         num_later: Tokens after the prompt.
 
@@ -55,12 +55,12 @@ def head_surprise(
     return (excess / most.clamp(min=torch.finfo(torch.float32).tiny)).clamp(0, 1)
 
 
-def _excess(config: RetainedConfig, layer: int, states: LayerStates, num_later: int) -> Tensor:
-    """``[heads, 2]`` loss beyond what is foretold, and the most that surprise could cause."""
+def _excess(config: MeasureConfig, layer: int, states: LayerStates, num_later: int) -> Tensor:
+    """``[heads, 2]`` loss beyond what is predicted, and the most that surprise could cause."""
     query, keys, values = states.query, states.keys, states.values
     tokens = keys.shape[1] - num_later
     known = values[:, :tokens]
-    _, rows = foretell_rows(config, layer, query[:, :tokens], keys[:, :tokens])
+    _, rows = predict_rows(config, layer, query[:, :tokens], keys[:, :tokens])
     features = measure_features(
         rows, keys[:, :tokens], known, sinks=config.protection.sink_tokens, recent=RUN_TOKENS
     )
@@ -72,7 +72,7 @@ def _excess(config: RetainedConfig, layer: int, states: LayerStates, num_later: 
         share=row_share(config, layer),
     )
     # what they give is known, however near to a token they stand
-    later = replace(later, is_apt=torch.ones_like(later.is_apt))
+    later = replace(later, is_valid=torch.ones_like(later.is_valid))
     free = ~widen_to_runs(protected_states(config, features.radius))
     score, most = pool_runs(features, RUN_TOKENS).shift, surprise_shift(rows, known)
     coverage = rows.coverage()
@@ -80,7 +80,7 @@ def _excess(config: RetainedConfig, layer: int, states: LayerStates, num_later: 
     for head in range(keys.shape[0]):
         runs = rank_units(score[head], free[head, ::RUN_TOKENS], block_units=1)
         gone = unit_tokens(runs[runs.shape[0] // 2 :], RUN_TOKENS, tokens).reshape(1, -1)
-        foretold = drop_losses(rows, known, gone, head)[-1] * (1 / coverage[head, gone]).mean()
+        predicted = drop_losses(rows, known, gone, head)[-1] * (1 / coverage[head, gone]).mean()
         lost = drop_losses(later, values, gone, head)[-1]
-        found.append(torch.stack([lost - foretold, most[head, gone].sum()]))
+        found.append(torch.stack([lost - predicted, most[head, gone].sum()]))
     return torch.stack(found)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sphkv.core.ranges import gpu_range
+from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.harness.decode import ByteTrace, follow_text
 from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.metrics.answers import (

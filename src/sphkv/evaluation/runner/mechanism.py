@@ -11,7 +11,7 @@ from sphkv.core.tiers import RUN_TOKENS
 from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.metrics.divergence import TokenDivergence
 from sphkv.evaluation.schema import MarginCounts
-from sphkv.retention.statistics import head_spread, segment_spread, state_bytes_of
+from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
 
 MARGIN_EDGES = (0.1, 0.3, 1.0, 3.0)
 """Gaps of the two best tokens, in nats, between which tokens are counted; small is brittle."""

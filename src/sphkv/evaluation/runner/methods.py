@@ -16,19 +16,19 @@ from sphkv.cache.retained import RetainedSequence
 from sphkv.cache.retained_config import RetainedConfig, retention_tiers
 from sphkv.cache.sequence import SphericalSequence
 from sphkv.codec.calibration import Calibration
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierTable
 from sphkv.evaluation.harness.subject import MethodSubject, Subject
 from sphkv.evaluation.names import check_name
 from sphkv.evaluation.runner.shared_work import SharedWork
 from sphkv.retention.gate import GateOptions
-from sphkv.retention.options import ControlOptions
+from sphkv.retention.policy import ControlOptions
 from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.protection import ProtectionRule
-from sphkv.retention.segments import SegmentSpans
+from sphkv.retention.protection import SegmentSpans
 from sphkv.store.store import PageStore
 
 DENSE = "dense"
@@ -79,7 +79,7 @@ class MethodFactory:
             shape: Its shape.
             calibration: Codebooks of the angle codes.
             backend: Name of a decode backend, or ``"auto"``.
-            policy: The controller's weights; the fixed recipe if None.
+            policy: The controller's weights; equal weights if None.
         """
         self._policy = policy or RetentionPolicy()
         self._model = model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sphkv.baselines.attention_scores import SharedAttention
-from sphkv.core.ranges import gpu_range
+from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.harness.reference import DenseReference
 from sphkv.evaluation.harness.states import LayerStates, PromptStates, read_prompt
 from sphkv.evaluation.harness.subject import MethodSubject

@@ -69,7 +69,7 @@ class Session:
             calibration_file: Codebooks to load instead.
             keep: Folder that keeps the calibration for the next time; None keeps none.
             backend: Decode backend of our methods.
-            policy: File with the controller's weights; its default weights if None.
+            policy: File with the controller's weights; equal weights if None.
             prefill_device: Where prompts are read; everything after is done on the CPU.
 
         Raises:

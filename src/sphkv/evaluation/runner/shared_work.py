@@ -8,7 +8,7 @@ it took, so that every point can still be charged for it.
 from __future__ import annotations
 
 from sphkv.baselines.attention_scores import SharedAttention, SharedScores
-from sphkv.cache.retained_work import PromptWork
+from sphkv.retention.measure import PromptWork
 
 
 class SharedWork:

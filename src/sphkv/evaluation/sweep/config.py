@@ -287,7 +287,7 @@ class SweepConfig:
         calibration_text: Text to calibrate on, inside the data folder or a path of its own; None
             calibrates on made-up text.
         calibration_tokens: Tokens of it.
-        policy: File with the controller's weights; None takes the default weights.
+        policy: File with the controller's weights; None takes equal weights.
         backend: Decode backend of our methods.
         num_threads: Threads of torch; 0 leaves its default.
         prefill_device: Where prompts are read, such as ``cuda``; methods always run on the CPU.

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from sphkv.core.configs import config_to_dict
-from sphkv.core.errors import BudgetExceeded
+from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.frontier.points import QUALITY_FIELD
 from sphkv.evaluation.harness.subject import Subject
@@ -30,7 +30,6 @@ from sphkv.evaluation.schema import Identity, Setup
 from sphkv.evaluation.splits import check_calibration
 from sphkv.evaluation.sweep.config import QAWorkload, SweepConfig
 from sphkv.evaluation.workloads.case import Case, token_hash
-from sphkv.retention.allocate import InfeasibleBudget
 
 Tell = Callable[[str], None]
 
@@ -246,7 +245,7 @@ class SweepRunner:
                 result["quality"] |= sampled_quality(
                     session.model, session.tokenizer, read, make, seeds
                 )
-        except (BudgetExceeded, InfeasibleBudget) as error:
+        except BudgetError as error:
             return {**record, "status": "refused", "reason": str(error)}
         return {**record, **result}
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sphkv.core.errors import BudgetExceeded
+from sphkv.errors import BudgetError
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS, follow_text
@@ -42,7 +42,6 @@ from sphkv.evaluation.witness.failures import diagnose
 from sphkv.evaluation.witness.suite import WitnessPrompt, build_suite, first_of_each
 from sphkv.evaluation.workloads.case import check_context
 from sphkv.evaluation.workloads.lm import lm_cases
-from sphkv.retention.allocate import InfeasibleBudget
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule
 
@@ -62,7 +61,7 @@ class CertifyConfig:
         context: Tokens of the document.
         data: Data folder; made-up text if None.
         calibration_text: Text to calibrate on; made up if None.
-        policy: File with the controller's weights; its default weights if None.
+        policy: File with the controller's weights; equal weights if None.
         suffix_tokens: Newest prompt tokens that the controller may not compress.
         has_gate: Whether the controller's stability gate is on.
         per_witness: Most prompts of each witness; 0 takes all.
@@ -153,7 +152,7 @@ class _Examiner:
         """Notes what does not fit the budget, be it while storing or many tokens later."""
         try:
             yield
-        except (BudgetExceeded, InfeasibleBudget) as error:
+        except BudgetError as error:
             self._broken.append(f"{case_id}: {error}")
             self._tell(self._broken[-1])
 

@@ -126,7 +126,7 @@ def diagnose(
         classes: Failure classes to examine.
 
     Raises:
-        InfeasibleBudget: What must stay dense does not fit the budget.
+        BudgetError: What must stay dense does not fit the budget.
     """
     rows = []
     for failure in classes:

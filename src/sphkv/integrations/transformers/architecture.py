@@ -11,15 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
+from sphkv.errors import UnsupportedModelError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 _FREQUENCY_TOLERANCE = 1e-4
-
-
-class UnsupportedModelError(ValueError):
-    """The cache cannot serve this model; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,14 +29,18 @@ class AttachedCache(Cache):
     @property
     @abstractmethod
     def length(self) -> int:
-        """Slots of the padded batch, as mask and positions count them."""
+        """Places of the padded batch, as mask and positions count them."""
 
     @abstractmethod
     def _crop_to(self, length: int) -> None:
-        """Forget slots from ``length`` on."""
+        """Forget places from ``length`` on."""
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer."""
+        return self._layout.windows[layer]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Slots of the padded batch, as mask and positions count them."""
+        """Places of the padded batch, as mask and positions count them."""
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sphkv.integrations.transformers.architecture import ModelLayout, UnsupportedModelError
+from sphkv.errors import UnsupportedModelError
+from sphkv.integrations.transformers.architecture import ModelLayout
 
 ATTENTION_NAME = "sphkv"
 AttentionResult = tuple[Tensor, Tensor | None]
@@ -34,6 +35,12 @@ class ForwardListener(Protocol):
         """Whether the model's own attention will run and read its mask."""
         ...
 
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Carry out the decoder's own ``forward``, or replay what it did before."""
+        ...
+
     def attend(self, call: AttentionCall) -> AttentionResult:
         """Output ``[batch, tokens, heads, head_dim]`` of one layer, and weights or None."""
         ...
@@ -41,6 +48,16 @@ class ForwardListener(Protocol):
     def finish(self, *, is_failed: bool) -> None:
         """The pass ended, perhaps by an error."""
         ...
+
+
+class EagerPass:
+    """The part of a ``ForwardListener`` that is the same where every pass runs layer by layer."""
+
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Carry out the decoder's own ``forward``."""
+        return forward(*args, **kwargs)
 
 
 class AttentionCall:
@@ -96,6 +113,7 @@ class Attachment:
         self._layers = {id(module): layer for layer, module in enumerate(layout.attentions)}
         self._holders = 0
         self._handles: list[Any] = []
+        self._forward: Callable[..., Any] | None = None
         self.previous: str = self._config._attn_implementation
         self.listen: Callable[[tuple[Any, ...], dict[str, Any]], ForwardListener | None] | None
         self.listen = None
@@ -135,6 +153,9 @@ class Attachment:
             decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             decoder.register_forward_hook(self._after, always_call=True),
         ]
+        # an attribute of the module itself stands before its class's method
+        self._forward = decoder.forward
+        decoder.forward = self._run
         model.set_attn_implementation(ATTENTION_NAME)
 
     def release(self, model: PreTrainedModel) -> None:
@@ -145,6 +166,8 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._forward = None
+        vars(self.layout.decoder).pop("forward", None)
         model.set_attn_implementation(self.previous)
         for module in self.layout.attentions:
             _OWNERS.pop(module, None)
@@ -164,6 +187,14 @@ class Attachment:
         listener = _passes().pop()[1]
         if listener is not None:
             listener.finish(is_failed=output is None)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """What the decoder runs while it is attached: its own forward, as the listener says."""
+        assert self._forward is not None
+        listener = self.listener()
+        if listener is None:
+            return self._forward(*args, **kwargs)
+        return listener.run(self._forward, args, kwargs)
 
     def listener(self) -> ForwardListener | None:
         """Who listens to the pass of this model that is running in this thread."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,26 +14,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sphkv.attention.api import get_backend
+from sphkv.cache.config import PROMPT_CALIBRATION, CacheConfig, RetentionConfig
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.files import load_engine, read_config, save_engine
-from sphkv.cache.plan import (
-    DEFAULT_CONTEXT,
-    PROMPT_CALIBRATION,
-    CacheConfig,
-    holds_from,
-    parse_tiers,
-    plan_cache,
-)
+from sphkv.cache.method import MethodRecord
+from sphkv.cache.plan import choose_seal_tier, parse_tiers, retention_tiers
 from sphkv.codec.calibration import Calibration, CalibrationOptions
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
 from sphkv.core.tiers import TierSpec, TierTable
-from sphkv.integrations.transformers.architecture import describe_model
+from sphkv.errors import UnsupportedModelError
+from sphkv.integrations.transformers.architecture import ModelLayout, describe_model
 from sphkv.integrations.transformers.attached import AttachedCache
 from sphkv.integrations.transformers.forward import CachePass, read_step
+from sphkv.integrations.transformers.graph import DecoderGraph
+from sphkv.retention.gate import GateOptions
+from sphkv.retention.policy import RetentionPolicy, load_policy
+from sphkv.retention.protection import ProtectionRule, SegmentSpans
 from sphkv.store.ledger import ByteLedger
 
 DEFAULT_BUDGET = "25%"
+Span = tuple[int, int]
+Tiers = TierTable | TierSpec | str | Sequence[TierSpec | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,14 @@ class CacheOptions:
     """Settings of a cache that rarely change.
 
     Attributes:
-        sink_tokens: First tokens that stay dense.
-        recent_tokens: Newest tokens that stay dense.
+        sink_tokens: First tokens that stay dense with one tier.
+        recent_tokens: Newest tokens that stay dense with one tier.
         min_calibration_tokens: Tokens seen before the cache calibrates itself; until then it
             is dense.
         calibration: How it does.
         backend: What runs decode attention, see ``sphkv.attention.api``.
+        cuda_graphs: Whether single steps on a GPU are captured once and replayed, where the
+            backend can.
     """
 
     sink_tokens: int = 4
@@ -53,6 +58,30 @@ class CacheOptions:
     min_calibration_tokens: int = 512
     calibration: CalibrationOptions = field(default_factory=lambda: PROMPT_CALIBRATION)
     backend: str = "auto"
+    cuda_graphs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionOptions:
+    """How the controller keeps, demotes and drops.
+
+    Attributes:
+        protect: Token ranges ``(start, stop)`` of the prompt that stay bfloat16: instructions,
+            tool schemas, evidence.
+        retrieved: Token ranges of retrieved passages, which the policy weighs by themselves.
+        policy: Weights, or a file that ``sphkv fit-policy`` wrote; equal weights if None.
+        gate: Stability gate, told the margin of the two best tokens of every pass; off if None.
+        page_tokens: States of a coded page, a multiple of 32. Small pages suit tight budgets and
+            short prompts.
+        seal_tier: Tier at which new states leave the dense tail; the budget chooses if None.
+    """
+
+    protect: Sequence[Span] = ()
+    retrieved: Sequence[Span] = ()
+    policy: RetentionPolicy | Path | str | None = None
+    gate: GateOptions | None = None
+    page_tokens: int = 32
+    seal_tier: str | None = None
 
 
 class SphericalCache(AttachedCache):
@@ -64,16 +93,21 @@ class SphericalCache(AttachedCache):
 
     Attributes:
         engine: The cache itself, free of transformers.
-        budget: The byte budget it was made for; None if tiers were given.
     """
 
     def __init__(
-        self, model: PreTrainedModel, engine: CacheEngine, *, budget: ByteBudget | None = None
+        self, model: PreTrainedModel, engine: CacheEngine, *, cuda_graphs: bool = True
     ) -> None:
         """Attach an engine to a model; users call ``for_model``."""
-        super().__init__(model, describe_model(model))
+        layout = describe_model(model)
+        super().__init__(model, layout)
         self.engine = engine
-        self.budget = budget
+        self._has_new_logits = False
+        retention = engine.config.retention
+        has_gate = retention is not None and retention.gate is not None
+        self._unwatch = _watch_logits(self, model) if has_gate else None
+        self._has_graphs = cuda_graphs
+        self._captured = DecoderGraph(engine) if cuda_graphs else None
 
     @classmethod
     def for_model(
@@ -81,7 +115,8 @@ class SphericalCache(AttachedCache):
         model: PreTrainedModel,
         budget: str | int | ByteBudget | None = None,
         *,
-        tiers: TierTable | TierSpec | str | Sequence[TierSpec | str] | None = None,
+        retention: bool | RetentionOptions | None = None,
+        tiers: Tiers | None = None,
         context: int | None = None,
         calibration: Calibration | Path | str | None = None,
         options: CacheOptions | None = None,
@@ -91,46 +126,39 @@ class SphericalCache(AttachedCache):
         Args:
             model: A causal language model. Its attention implementation is switched to
                 ``"sphkv"`` until ``detach``; without one of these caches it computes as before.
-            budget: Ceiling of one sequence: ``"25%"`` of a dense bfloat16 cache (the default),
-                ``"512B/token"``, ``"64MiB"`` or whole bytes. The highest tier that fits is
-                taken, with sinks, recent tokens, page headers, tables and slack charged.
+            budget: Ceiling of one sequence at every step from ``holds_from`` tokens on:
+                ``"25%"`` of a dense bfloat16 cache (the default), ``"512B/token"``, ``"64MiB"``
+                or whole bytes, with sinks, tails, page headers, tables and slack charged. One
+                tier for all tokens where that is as good, else the controller keeps, demotes
+                and drops per token and head.
+            retention: True or options: the controller decides at any budget; False: never.
             tiers: Tiers to choose from: a table, tiers, or names such as ``"k2v3"``. Without a
                 budget the highest one is used; ``"max"`` is bfloat16.
-            context: Tokens at which the budget must hold; the model's longest by default.
+            context: Tokens at which a budget of total bytes must hold with one tier; the
+                model's longest by default.
             calibration: Codebooks or a file of them; fitted on the prompt if None.
             options: Settings that rarely change.
 
         Raises:
             UnsupportedModelError: The model cannot be served; the message says why.
-            ValueError: The budget is infeasible (the message says how many bytes are missing)
-                or the calibration belongs to another model.
+            ValueError: The budget is infeasible, or the calibration or policy belongs to
+                another model.
         """
         options = options or CacheOptions()
         layout = describe_model(model)
-        table = parse_tiers(tiers, layout.geometry.head_dim)
-        config = CacheConfig(
-            layout.geometry,
-            layout.ropes,
-            layout.windows,
-            table,
-            _highest(table),
-            sink_tokens=options.sink_tokens,
-            recent_tokens=options.recent_tokens,
-            min_calibration_tokens=options.min_calibration_tokens,
-            calibration=options.calibration,
-            device=str(layout.device),
-        )
-        parsed = None
-        if budget is not None or tiers is None:
-            parsed = ByteBudget.parse(DEFAULT_BUDGET if budget is None else budget)
-            config = plan_cache(config, parsed, context or layout.max_tokens or DEFAULT_CONTEXT)
+        config = _plan_config(layout, budget, retention, tiers, context, options)
         engine = _make_engine(model, config, calibration, options.backend)
-        return cls(model, engine, budget=parsed)
+        return cls(model, engine, cuda_graphs=options.cuda_graphs)
 
     @property
     def config(self) -> CacheConfig:
-        """Tiers and sizes in use."""
+        """Tiers, budget and sizes in use."""
         return self.engine.config
+
+    @property
+    def budget(self) -> ByteBudget | None:
+        """The byte budget it was made for; None if tiers were given."""
+        return self.engine.config.budget
 
     @property
     def backend_name(self) -> str:
@@ -138,9 +166,17 @@ class SphericalCache(AttachedCache):
         return self.engine.backend_name
 
     @property
-    def tier(self) -> TierSpec:
-        """Tier of sealed pages."""
-        return self.engine.config.spec
+    def residency(self) -> str:
+        """``"dense"`` until the cache is coded, then ``"uniform"`` or ``"retention"``."""
+        return "dense" if self.engine.plan is None else self.engine.plan.kind
+
+    @property
+    def tier(self) -> TierSpec | None:
+        """Tier at which pages seal; None while the budget has not chosen it."""
+        config, plan = self.engine.config, self.engine.plan
+        if plan is not None:
+            return plan.spec
+        return None if config.tier is None else config.tiers[config.tier]
 
     @property
     def calibration(self) -> Calibration | None:
@@ -149,28 +185,34 @@ class SphericalCache(AttachedCache):
 
     @property
     def holds_from(self) -> int | None:
-        """Shortest context from which on a share or per-token budget holds; else None."""
-        if self.budget is None or self.budget.kind == "total":
-            return None
-        return holds_from(self.budget, self.config)
+        """Shortest length from which on the budget is a ceiling; None without a budget."""
+        return self.engine.ceiling.holds_from
 
     def ledger(self) -> ByteLedger:
-        """Resident bytes of the whole batch, by kind."""
+        """Resident bytes of the whole batch, by kind; the controller's notes are tags."""
         return self.engine.ledger()
 
+    def describe(self) -> MethodRecord:
+        """What is in use, for a record: residency, setting, share of states by tier."""
+        return self.engine.describe()
+
     def __repr__(self) -> str:
-        """Tier, budget and how much it holds."""
-        phase = "coded" if self.engine.is_coded else "dense"
+        """Residency, budget and how much it holds."""
+        tier = "" if self.tier is None else f", tier={self.tier.name!r}"
         return (
-            f"SphericalCache(tier={self.tier.name!r}, budget={str(self.budget)!r}, "
-            f"tokens={self.engine.num_tokens}, {phase}, bytes={self.ledger().total})"
+            f"SphericalCache({self.residency}{tier}, budget={str(self.budget)!r}, "
+            f"tokens={self.engine.num_tokens}, bytes={self.ledger().total})"
         )
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachePass:
         """Called by the hook on the decoder before each forward pass that uses this cache."""
         self._check_inference()
-        self.engine.begin(read_step(args, kwargs, self.engine))
-        return CachePass(self.engine)
+        step = read_step(args, kwargs, self.engine)
+        captured = self._captured
+        if captured is not None and not captured.expect(step, args, kwargs):
+            captured = None
+        self.engine.begin(step)
+        return CachePass(self.engine, captured=captured, on_end=self._expect_logits)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -179,9 +221,25 @@ class SphericalCache(AttachedCache):
         self._check_attached()
         return self.engine.update(layer_idx, key_states, value_states)
 
+    def _expect_logits(self) -> None:
+        """A pass of this cache has ended: the next logits are its own."""
+        self._has_new_logits = True
+
+    def see_logits(self, logits: Tensor) -> None:
+        """Tell the gates how close the decisions after a pass of this cache are."""
+        if self._has_new_logits:
+            self._has_new_logits = False
+            self.engine.see_logits(logits)
+
+    def detach(self) -> None:
+        """Let go of the model; the last cache to do so gives it back as it was."""
+        super().detach()
+        if self._unwatch is not None:
+            self._unwatch()
+
     @property
     def length(self) -> int:
-        """Slots of the padded batch, as mask and positions count them."""
+        """Places of the padded batch, as mask and positions count them."""
         return self.engine.length
 
     @property
@@ -213,15 +271,16 @@ class SphericalCache(AttachedCache):
 
     def fork(self) -> SphericalCache:
         """A cache of its own with the same tokens; coded pages are shared, not copied."""
-        return SphericalCache(self._attached_model(), self.engine.fork(), budget=self.budget)
+        model = self._attached_model()
+        return SphericalCache(model, self.engine.fork(), cuda_graphs=self._has_graphs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SphericalCache:
         """As ``fork``: what reusing a prompt's cache for several continuations needs."""
         return self.fork()
 
     def save(self, folder: Path | str) -> None:
-        """Write the cache to a folder: pages, tails, calibration and settings."""
-        save_engine(self.engine, Path(folder), budget=self.budget)
+        """Write the cache to a folder: pages, tails, notes, calibration and settings."""
+        save_engine(self.engine, Path(folder))
 
     @classmethod
     def load(
@@ -233,19 +292,75 @@ class SphericalCache(AttachedCache):
             CacheFileError: The folder is damaged or belongs to another model.
         """
         layout = describe_model(model)
-        device = str(layout.device)
-        config, budget = read_config(
-            Path(folder), layout.geometry, layout.ropes, layout.windows, device=device
+        config = read_config(
+            Path(folder), layout.geometry, layout.ropes, layout.windows, device=str(layout.device)
         )
         engine = _make_engine(model, config, None, backend)
         load_engine(engine, Path(folder))
-        return cls(model, engine, budget=budget)
+        return cls(model, engine)
 
     def _attached_model(self) -> PreTrainedModel:
         model = self._model()
         self._check_attached()
         assert model is not None
         return model
+
+
+def _plan_config(
+    layout: ModelLayout,
+    budget: str | int | ByteBudget | None,
+    retention: bool | RetentionOptions | None,
+    tiers: Tiers | None,
+    context: int | None,
+    options: CacheOptions,
+) -> CacheConfig:
+    """From what a user asks for to a config; raises where the parts exclude each other."""
+    table = parse_tiers(tiers, layout.geometry.head_dim)
+    is_forced = retention is True or isinstance(retention, RetentionOptions)
+    parsed = None
+    if budget is not None or tiers is None:
+        parsed = ByteBudget.parse(DEFAULT_BUDGET if budget is None else budget)
+    if is_forced and parsed is None:
+        raise ValueError("retention decides under a budget: pass one")
+    control = None
+    if is_forced or (retention is None and tiers is None):
+        asked = retention if isinstance(retention, RetentionOptions) else RetentionOptions()
+        assert parsed is not None
+        control = _retention_config(layout, parsed, asked, table if tiers is not None else None)
+    return CacheConfig(
+        layout.geometry,
+        layout.ropes,
+        layout.windows,
+        table,
+        None if parsed is not None else _highest(table),
+        budget=parsed,
+        retention=control,
+        is_retention_forced=is_forced,
+        context=context or layout.max_tokens,
+        sink_tokens=options.sink_tokens,
+        recent_tokens=options.recent_tokens,
+        min_calibration_tokens=options.min_calibration_tokens,
+        calibration=options.calibration,
+        device=str(layout.device),
+    )
+
+
+def _retention_config(
+    layout: ModelLayout, budget: ByteBudget, asked: RetentionOptions, table: TierTable | None
+) -> RetentionConfig:
+    policy = asked.policy
+    if isinstance(policy, Path | str):
+        policy = load_policy(Path(policy))
+    tiers = retention_tiers(layout.geometry.head_dim, asked.page_tokens, table)
+    seal = asked.seal_tier or choose_seal_tier(tiers, budget, layout.geometry)
+    return RetentionConfig(
+        tiers,
+        seal,
+        policy=policy or RetentionPolicy(),
+        protection=ProtectionRule(spans=tuple(asked.protect)),
+        segments=SegmentSpans(tuple(asked.retrieved)),
+        gate=asked.gate,
+    )
 
 
 def _make_engine(
@@ -269,3 +384,24 @@ def _highest(table: TierTable) -> str:
     """Name of the highest coded tier, or of the dense one where there is none."""
     coded = [tier.name for tier in table if tier.is_coded]
     return coded[-1] if coded else table[table.dense_id].name
+
+
+def _watch_logits(
+    cache: SphericalCache, model: PreTrainedModel
+) -> weakref.finalize[[], SphericalCache]:
+    """Show a cache what the language-model head says, for as long as the cache lives."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no language-model head, whose margins a gate needs"
+        )
+    watcher = weakref.ref(cache)
+
+    def look(_: torch.nn.Module, __: tuple[Any, ...], logits: Tensor) -> None:
+        if (watching := watcher()) is not None:
+            watching.see_logits(logits)
+
+    handle = head.register_forward_hook(look)
+    release = weakref.finalize(cache, handle.remove)
+    release.atexit = False
+    return release

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from sphkv.codec.calibration import Calibration, CalibrationOptions, Calibrator
 from sphkv.integrations.progress import layer_progress
 from sphkv.integrations.transformers.architecture import describe_model
-from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult, attach
+from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult, EagerPass, attach
 
 
-class _Capture:
+class _Capture(EagerPass):
     """Fits each layer as its keys and queries pass by; holds one layer at a time."""
 
     needs_mask = True

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
 from sphkv.cache.engine import CacheEngine
-from sphkv.cache.retained_engine import RetainedEngine
 from sphkv.cache.step import StepTokens
 from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
+from sphkv.integrations.transformers.graph import DecoderGraph
 
 
 class HeldSlots(Protocol):
@@ -20,41 +21,70 @@ class HeldSlots(Protocol):
 
     @property
     def length(self) -> int:
-        """Slots of the padded batch."""
+        """Places of the padded batch."""
         ...
 
     @property
     def is_real(self) -> Tensor:
-        """``[batch, slots]`` bool: which of them are tokens."""
+        """``[batch, length]`` bool: which of them are tokens."""
         ...
 
 
 class CachePass:
     """Hands the attention of every layer to the cache."""
 
-    def __init__(self, engine: CacheEngine | RetainedEngine) -> None:
+    def __init__(
+        self,
+        engine: CacheEngine,
+        *,
+        captured: DecoderGraph | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        """Serve one pass.
+
+        Args:
+            engine: The cache.
+            captured: What replays the pass as one CUDA graph; None runs it layer by layer.
+            on_end: Called after the pass, unless it failed.
+        """
         self._engine = engine
+        self._captured = captured
+        self._on_end = on_end
 
     @property
     def needs_mask(self) -> bool:
         """Only the model's own attention reads a mask; the cache masks by position."""
         return self._engine.is_dense_step
 
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The decoder's forward pass, replayed where it was captured."""
+        if self._captured is None:
+            return forward(*args, **kwargs)
+        return self._captured.run(forward, args, kwargs)
+
     def attend(self, call: AttentionCall) -> AttentionResult:
         """Attention of one layer."""
         engine = self._engine
         if engine.is_dense_step:
             result = call.dense()
-            engine.settle(call.layer, call.query)
+            engine.end_layer(call.layer, call.query)
             return result
         options = read_options(call, engine.window(call.layer))
         sinks = call.options.get("s_aux")
+        if self._captured is not None:
+            states = (call.query, call.key, call.value)
+            output = self._captured.attend(call.layer, *states, options, sink_logits=sinks)
+            return output.transpose(1, 2).to(call.query.dtype), None
         output = engine.attend(call.layer, call.query, options, sink_logits=sinks)
         return output.transpose(1, 2).contiguous(), None
 
     def finish(self, *, is_failed: bool) -> None:
         """The pass ended."""
         self._engine.finish(is_failed=is_failed)
+        if not is_failed and self._on_end is not None:
+            self._on_end()
 
 
 def read_options(call: AttentionCall, window: int | None) -> AttentionOptions:

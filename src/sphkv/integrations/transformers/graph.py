@@ -1,166 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding a whole model as one CUDA graph per token.
+"""Decode steps of a whole model, each replayed as one CUDA graph.
 
 After the prompt, every step of a coded cache does the same work at the same addresses, so it is
-captured once and replayed. The host only counts along; every ``page_tokens`` steps it seals a
-page and rewrites the lists that the graph reads.
+captured once and replayed. The host only counts along; when a page seals it rewrites the lists
+that the graph reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from sphkv.attention.cuda.batch import BatchDecode, UnsupportedBatchError, can_capture
+from sphkv.attention.request import AttentionOptions
 from sphkv.cache.engine import CacheEngine
-from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
-from sphkv.integrations.transformers.cache import SphericalCache
-from sphkv.integrations.transformers.forward import read_options
-from sphkv.integrations.transformers.layer import LayerView
+from sphkv.cache.step import StepTokens
 
 _WARM_UP_STEPS = 2
+# Tokens that a captured step has room for beyond those it began with.
+_ROOM_TOKENS = 4096
+# Arguments of a decoder that a captured step can do without, or carries itself.
+_CARRIED = frozenset(
+    {
+        *("input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache"),
+        *("cache_position", "inputs_embeds", "return_dict", "logits_to_keep"),
+    }
+)
 
 
-class _GraphCache(Cache):
-    """The ``past_key_values`` of a captured forward pass, and its listener."""
+class DecoderGraph:
+    """Captures single-token passes of a cache's model, and replays them.
 
-    def __init__(self, engine: CacheEngine, batch: BatchDecode) -> None:
-        self._windows = engine.config.windows
-        layers = range(len(self._windows))
-        super().__init__(layers=[LayerView(self, layer) for layer in layers])
-        self._engine = engine
-        self._batch = batch
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Hands new states through; the captured attention stores them."""
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Slots of the batch."""
-        return self._engine.length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Keys a mask must cover, and where they start."""
-        return self._engine.length + query_length, 0
-
-    @property
-    def needs_mask(self) -> bool:
-        """Codes are masked by position."""
-        return False
-
-    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _GraphCache:
-        """Listen to this pass."""
-        return self
-
-    def attend(self, call: AttentionCall) -> AttentionResult:
-        """Attention of one layer."""
-        options = read_options(call, self._windows[call.layer])
-        sinks = call.options.get("s_aux")
-        states = (call.query, call.key, call.value)
-        output = self._batch.attend(call.layer, *states, options, sink_logits=sinks)
-        return output.transpose(1, 2).to(call.query.dtype), None
-
-    def finish(self, *, is_failed: bool) -> None:
-        """Nothing to clean up."""
-
-
-class GraphDecoder:
-    """Decodes tokens of a batch with a coded ``SphericalCache``; the cache stays up to date.
-
-    Attributes:
-        tokens: ``[batch, 1]`` int64 the next step reads; the greedy choice after each step.
-        logits: ``[batch, vocabulary]`` of the last step.
+    A graph holds addresses of the cache's pages and lists, so it goes as soon as anything but such
+    a step changes the cache; ``CacheEngine.end_graph`` says when.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, cache: SphericalCache, *, max_new_tokens: int
-    ) -> None:
-        """Prepare for steps.
-
-        Args:
-            model: The model the cache was made for.
-            cache: Holds the prompt, coded, on a Hopper GPU.
-            max_new_tokens: Most tokens that will be decoded.
-
-        Raises:
-            UnsupportedBatchError: The cache cannot be read by captured steps.
-        """
-        engine = cache.engine
-        head_dim = engine.config.geometry.head_dim
-        if not can_capture(engine.backend, engine.config.spec, head_dim) or engine.store is None:
-            raise UnsupportedBatchError(
-                f"captured steps need a coded cache on the 'cuda' backend with a tier it serves; "
-                f"got tier {engine.config.spec.name!r} on {engine.backend_name!r}"
-            )
-        if any(window is not None for window in engine.config.windows):
-            raise UnsupportedBatchError("captured steps do not drop pages behind sliding windows")
-        self._model, self._engine = model, engine
-        sequences = [row.sequence for row in engine.rows]
-        self._batch = BatchDecode(
-            engine.store,
-            sequences,
-            engine.config.spec,
-            max_tokens=max(engine.num_tokens) + max_new_tokens,
-        )
-        self._cache = _GraphCache(engine, self._batch)
+    def __init__(self, engine: CacheEngine) -> None:
+        """Nothing is captured yet."""
+        self._engine = engine
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.tokens = torch.zeros(len(sequences), 1, dtype=torch.int64, device="cuda")
-        self.logits = torch.empty(0)
+        self._input_ids = torch.empty(0)
+        self._hidden = torch.empty(0)
+        self._num_single = 0
+        self._is_capturing = False
 
-    def step(self) -> Tensor:
-        """Feed ``tokens``, which become the greedy choice; returns ``logits``.
+    def expect(self, step: StepTokens, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the coming pass will be replayed; must be asked before ``engine.begin``.
 
-        The work is queued; nothing waits for the GPU.
+        The second single step in a row is the first that is: one alone is not worth a capture.
         """
-        self._batch.prepare()
-        if self._graph is None:
-            self._capture()
-        assert self._graph is not None
-        self._graph.replay()
-        self._batch.commit()
-        self._count_tokens()
-        return self.logits
-
-    def _count_tokens(self) -> None:
         engine = self._engine
-        real = torch.ones(engine.batch_size, 1, dtype=torch.bool)
-        engine.is_real = torch.cat([engine.is_real, real], 1)
+        ids = kwargs.get("input_ids")
+        is_plain = (
+            engine.is_coded
+            and not args
+            and isinstance(ids, Tensor)
+            and ids.is_cuda
+            and step.is_real.shape[1] == 1
+            and bool(step.is_real.all())
+            and all(name in _CARRIED or not value for name, value in kwargs.items())
+        )
+        self._num_single = self._num_single + 1 if is_plain else 0
+        if self._num_single < 2:
+            engine.end_graph()
+            return False
+        longest = max(engine.num_tokens)
+        if engine.graph is not None and longest + 1 >= engine.graph.max_tokens:
+            engine.end_graph()
+        if engine.graph is None:
+            self._graph = None
+            return engine.begin_graph(max_tokens=longest + _ROOM_TOKENS)
+        return True
 
-    def _capture(self) -> None:
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> BaseModelOutputWithPast:
+        """One pass of the decoder; nothing waits for the GPU."""
+        ids, cache = kwargs["input_ids"], kwargs["past_key_values"]
+        if self._graph is None:
+            self._capture(forward, ids, cache)
+        assert self._graph is not None
+        self._input_ids.copy_(ids)
+        self._graph.replay()
+        return BaseModelOutputWithPast(last_hidden_state=self._hidden, past_key_values=cache)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        options: AttentionOptions,
+        *,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Captured attention of one layer, which also stores the new states."""
+        graph = self._engine.graph
+        assert graph is not None
+        return graph.attend(layer, query, keys, values, options, sink_logits=sink_logits)
+
+    def _capture(self, forward: Callable[..., Any], ids: Tensor, cache: Any) -> None:
         """Record one step; the steps run to warm up leave no trace."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        tokens = self.tokens.clone()
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UP_STEPS):
-                self._forward()
-                self._restore(tokens)
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self.logits = self._forward()
-        self._restore(tokens)
-
-    def _restore(self, tokens: Tensor) -> None:
-        self.tokens.copy_(tokens)
-        self._batch.recount()
+        step = self._engine.graph
+        assert step is not None
+        self._input_ids = ids.clone()
+        self._is_capturing = True
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UP_STEPS):
+                    self._forward(forward, cache)
+                    step.recount()
+            torch.cuda.current_stream().wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._hidden = self._forward(forward, cache)
+            step.recount()
+        finally:
+            self._is_capturing = False
 
     @torch.no_grad()
-    def _forward(self) -> Tensor:
-        self._batch.advance()
-        output = self._model(
-            input_ids=self.tokens,
-            past_key_values=self._cache,
-            position_ids=self._batch.positions,
+    def _forward(self, forward: Callable[..., Any], cache: Any) -> Tensor:
+        step = self._engine.graph
+        assert step is not None
+        step.advance()
+        output = forward(
+            input_ids=self._input_ids,
+            past_key_values=cache,
+            position_ids=step.positions,
             use_cache=True,
-            logits_to_keep=1,
         )
-        logits: Tensor = output.logits[:, -1]
-        self.tokens.copy_(logits.argmax(-1, keepdim=True))
-        return logits
+        hidden: Tensor = output.last_hidden_state
+        return hidden

@@ -21,7 +21,7 @@ from sphkv.integrations.vllm.blocks import (
     PagePlaces,
     SinkPages,
 )
-from sphkv.retention.allocate import TierChoices, allocate_tiers
+from sphkv.retention.solver import TierChoices, allocate_tiers
 from sphkv.store.layout import PAGE_ALIGNMENT, PageLayout, write_pages
 from sphkv.store.paging import PageRows, PositionMode
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from sphkv.codec.calibration import Calibration, CalibrationOptions
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.codec.codebook import CodebookFit, PlaneCodebooks
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 START_UP_CALIBRATION = CalibrationOptions(
     fit=CodebookFit(iterations=5, refinements=4, stage_tokens=512)

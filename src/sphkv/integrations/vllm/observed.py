@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sphkv.cache.retained_errors import StateSample, measure_tier_errors
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierTable
 from sphkv.integrations.vllm.budgeted import PART_TOKENS
-from sphkv.retention.blocks import convex_steps
-from sphkv.retention.distortion import TierErrors, state_distortion
+from sphkv.retention.errors import StateSample, TierErrors, measure_tier_errors
 from sphkv.retention.features import TokenFeatures, pool_runs, window_rows
 from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.scores import convex_steps, state_distortion
 
 WINDOW = 32
 """Newest queries of a chunk that judge its blocks."""

@@ -19,7 +19,7 @@ from sphkv.integrations.vllm.observed import (
     page_losses,
 )
 from sphkv.integrations.vllm.steps import SealedBlock, StepPlan
-from sphkv.retention.distortion import TierErrors
+from sphkv.retention.errors import TierErrors
 
 States = tuple[Tensor, Tensor, Tensor]
 # Every token's vote would cost more than its attention; the last of a block is always one.

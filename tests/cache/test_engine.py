@@ -8,24 +8,26 @@ from torch import Tensor
 
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions
-from sphkv.cache import (
-    CacheConfig,
-    CacheEngine,
-    CacheMethod,
-    SphericalSequence,
-    StepTokens,
-    plan_cache,
-    sequence_bytes,
-)
+from sphkv.cache.config import CacheConfig, ResidencyPlan, allowed_bytes
+from sphkv.cache.engine import CacheEngine
 from sphkv.cache.files import load_engine, read_config, save_engine
-from sphkv.cache.plan import allowed_bytes, holds_from, parse_tiers
+from sphkv.cache.plan import (
+    Ceiling,
+    choose_residency,
+    parse_tiers,
+    sequence_bytes,
+    uniform_holds_from,
+)
+from sphkv.cache.residency import UniformResidency
+from sphkv.cache.sequence import CacheSequence
+from sphkv.cache.step import StepTokens
 from sphkv.codec.calibration import default_calibration
-from sphkv.codec.rope import RopeSpec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
-from sphkv.core.errors import BudgetExceeded, CacheFileError
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierTable, coded_tier
+from sphkv.errors import BudgetError, CacheFileError
 from sphkv.store.store import PageStore
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)
@@ -54,11 +56,23 @@ def make_states(tokens: int, seed: int = 0, start: int = 0) -> tuple[Tensor, Ten
     return query, keys, drawn[2]
 
 
-def make_sequence(config: CacheConfig) -> tuple[PageStore, SphericalSequence]:
+def make_plan(config: CacheConfig) -> ResidencyPlan:
+    assert config.tier is not None
+    return ResidencyPlan("uniform", config.tiers, config.tier, config.recent_tokens)
+
+
+def make_sequence(config: CacheConfig) -> tuple[PageStore, CacheSequence]:
     codec = SphericalCodec(default_calibration(GEOMETRY, config.ropes))
-    store = PageStore(config.store_config(1), codec)
+    plan = make_plan(config)
+    store = PageStore(plan.store_config(config, 1), codec)
     store.create(0)
-    return store, SphericalSequence(config, store, 0, ReferenceBackend())
+    residency = UniformResidency(config, plan, store, 0)
+    return store, CacheSequence(config, plan, store, 0, ReferenceBackend(), residency)
+
+
+def store_prompt(sequence: CacheSequence, layer: int, keys: Tensor, values: Tensor) -> None:
+    """A layer of a prompt; one tier decides nothing by queries."""
+    sequence.take_prompt(layer, keys[:0], keys, values)
 
 
 def dense_attention(
@@ -87,20 +101,19 @@ def dense_attention(
 def test_sequence_equals_dense_attention_at_the_dense_tier(num_new, window):
     config = make_config("max", windows=(window, None))
     _, sequence = make_sequence(config)
-    method: CacheMethod = sequence
     query, keys, values = (x.bfloat16().float() for x in make_states(300 + num_new))
-    method.prefill(0, keys[:, :300], values[:, :300])
+    store_prompt(sequence, 0, keys[:, :300], values[:, :300])
     options = replace(OPTIONS, window=window)
     sinks = torch.linspace(2, 6, GEOMETRY.num_query_heads)
     new = slice(300, 300 + num_new)
-    output = method.attend(
+    output = sequence.attend(
         0, query[:, new], keys[:, new], values[:, new], options, sink_logits=None
     )
     expected = dense_attention(query[:, new], keys, values, 300, window)
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=0)
-    assert method.num_tokens(0) == 300 + num_new
-    method.crop(300)
-    again = method.attend(
+    assert sequence.num_tokens(0) == 300 + num_new
+    sequence.crop(300)
+    again = sequence.attend(
         0, query[:, new], keys[:, new], values[:, new], options, sink_logits=sinks
     )
     expected = dense_attention(query[:, new], keys, values, 300, window, sinks)
@@ -110,7 +123,7 @@ def test_sequence_equals_dense_attention_at_the_dense_tier(num_new, window):
 def test_sequence_with_codes_is_close_to_dense_attention():
     _, sequence = make_sequence(make_config("k4v4"))
     query, keys, values = make_states(700)
-    sequence.prefill(0, keys[:, :640], values[:, :640])
+    store_prompt(sequence, 0, keys[:, :640], values[:, :640])
     new = slice(640, 700)
     output = sequence.attend(0, query[:, new], keys[:, new], values[:, new], OPTIONS)
     expected = dense_attention(query[:, new], keys, values, 640)
@@ -123,8 +136,8 @@ def test_window_layers_keep_only_their_window():
     store, sequence = make_sequence(config)
     states = [make_states(1000 + 20 * 32, seed=layer) for layer in range(2)]
     for layer, (_, keys, values) in enumerate(states):
-        sequence.prefill(layer, keys[:, :1000], values[:, :1000])
-    most = 200 + config.window_margin + config.spec.page_tokens
+        store_prompt(sequence, layer, keys[:, :1000], values[:, :1000])
+    most = 200 + make_plan(config).window_margin + make_plan(config).spec.page_tokens
     for at in range(1000, 1640, 32):
         new = slice(at, at + 32)
         for layer, (query, keys, values) in enumerate(states):
@@ -148,8 +161,8 @@ def test_planned_bytes_bound_the_ledger(tokens, tiers, windows):
     store, sequence = make_sequence(config)
     _, keys, values = make_states(tokens)
     for layer in range(2):
-        sequence.prefill(layer, keys, values)
-    planned = sequence_bytes(config, tokens)
+        store_prompt(sequence, layer, keys, values)
+    planned = sequence_bytes(config, make_plan(config), tokens)
     assert store.live_bytes <= planned
     if tokens >= 1000 and windows[1] is None:
         assert planned <= 1.08 * store.live_bytes
@@ -160,28 +173,34 @@ def test_planned_bytes_bound_the_ledger_while_it_grows():
     store, sequence = make_sequence(config)
     query, keys, values = make_states(1040)
     for layer in range(2):
-        sequence.prefill(layer, keys[:, :400], values[:, :400])
+        store_prompt(sequence, layer, keys[:, :400], values[:, :400])
     for at in range(400, 1040, 32):
         new = slice(at, at + 32)
         for layer in range(2):
             options = replace(OPTIONS, window=config.windows[layer])
             sequence.attend(layer, query[:, new], keys[:, new], values[:, new], options)
         sequence.forget_outside_windows()
-        assert store.live_bytes <= sequence_bytes(config, at + 32)
+        assert store.live_bytes <= sequence_bytes(config, make_plan(config), at + 32)
+
+
+def budget_config(budget: str | int, **changes) -> CacheConfig:
+    table = parse_tiers(None, GEOMETRY.head_dim)
+    parsed = ByteBudget.parse(budget)
+    return CacheConfig(GEOMETRY, (ROPE,) * 2, (None, None), table, budget=parsed, **changes)
 
 
 def test_budget_picks_the_highest_tier_that_fits():
-    config = make_config(None)
     names = []
     for share in ("15%", "25%", "40%", "100%", "200%"):
-        budget = ByteBudget.parse(share)
-        chosen = plan_cache(config, budget, 32_768)
-        names.append(chosen.tier)
-        assert sequence_bytes(chosen, 32_768) <= allowed_bytes(budget, chosen, 32_768)
-        higher = config.tiers.tiers[config.tiers.id_of(chosen.tier) + 1 :]
-        for tier in higher:
-            above = replace(config, tier=tier.name)
-            assert sequence_bytes(above, 32_768) > allowed_bytes(budget, above, 32_768)
+        config = budget_config(share)
+        plan = choose_residency(config, 32_768)
+        assert plan is not None
+        names.append(plan.tier)
+        limit = Ceiling.of(config).bytes_at(32_768)
+        assert sequence_bytes(config, plan, 32_768) <= limit
+        for tier in config.tiers.tiers[config.tiers.id_of(plan.tier) + 1 :]:
+            above = replace(plan, tier=tier.name)
+            assert sequence_bytes(config, above, 32_768 + tier.page_tokens) > limit
     order = [config.tiers.id_of(name) for name in names]
     assert order == sorted(order)
     assert len(set(names)) == 5 or names[-2] != "max"
@@ -189,13 +208,14 @@ def test_budget_picks_the_highest_tier_that_fits():
 
 
 def test_budget_kinds_agree():
-    config = make_config(None)
     dense = GEOMETRY.dense_bytes_per_token
-    by_share = plan_cache(config, ByteBudget.parse("25%"), 8192)
-    by_token = plan_cache(config, ByteBudget.parse(f"{dense // 4}B/token"), 8192)
-    by_total = plan_cache(config, ByteBudget.parse(8192 * dense // 4), 8192)
-    assert by_share == by_token == replace(by_total, max_bytes=None)
+    by_share = choose_residency(budget_config("25%"), 8192)
+    by_token = choose_residency(budget_config(f"{dense // 4}B/token"), 8192)
+    by_total = choose_residency(budget_config(8192 * dense // 4, context=8192), 100)
+    assert by_share == by_token
+    assert by_total is not None
     assert by_total.max_bytes == 8192 * dense // 4
+    assert by_total.tier == by_share.tier
 
 
 def test_share_of_a_windowed_model_is_of_its_windowed_dense_cache():
@@ -205,25 +225,21 @@ def test_share_of_a_windowed_model_is_of_its_windowed_dense_cache():
     assert allowed_bytes(budget, config, 1000) == state * (1000 + 96) // 2
 
 
-def test_infeasible_budget_says_how_many_bytes_are_missing():
-    config = make_config(None)
-    budget = ByteBudget.parse("64KiB")
-    least = replace(config, tier=config.tiers[1].name)
-    missing = sequence_bytes(least, 8192) - 65536
-    with pytest.raises(ValueError, match=f"needs {missing} bytes more"):
-        plan_cache(config, budget, 8192)
-    with pytest.raises(ValueError, match=r"fit from \d+ tokens on"):
-        plan_cache(config, ByteBudget.parse("25%"), 200)
+def test_a_budget_that_one_tier_cannot_hold_keeps_a_sequence_dense():
+    assert choose_residency(budget_config("25%"), 200) is None
+    assert choose_residency(budget_config("64KiB", context=8192), 8192) is None
 
 
 def test_budget_holds_from_the_stated_length_on():
-    config = make_config("k2v3")
-    budget = ByteBudget.parse("25%")
-    start = holds_from(budget, config)
+    config = replace(budget_config("25%"), tiers=parse_tiers("k2v3", GEOMETRY.head_dim))
+    start = uniform_holds_from(config, "k2v3")
     assert start is not None
-    for tokens in (start, start + 128, 4 * start, 64 * start):
-        assert sequence_bytes(config, tokens) <= allowed_bytes(budget, config, tokens)
-    assert sequence_bytes(config, start - 128) > allowed_bytes(budget, config, start - 128)
+    assert Ceiling.of(config).holds_from == start
+    plan = ResidencyPlan("uniform", config.tiers, "k2v3", config.recent_tokens)
+    for tokens in (start, start + 1, start + 127, start + 128, 4 * start, 64 * start):
+        allowed = allowed_bytes(config.budget, config, tokens)
+        assert sequence_bytes(config, plan, tokens) <= allowed
+    assert sequence_bytes(config, plan, start) > allowed_bytes(config.budget, config, start - 128)
 
 
 def test_user_tiers():
@@ -244,7 +260,7 @@ def run_pass(engine: CacheEngine, states: list[tuple[Tensor, ...]], is_real: Ten
     for layer, (query, keys, values) in enumerate(states):
         engine.update(layer, keys, values)
         if engine.is_dense_step:
-            engine.settle(layer, query)
+            engine.end_layer(layer, query)
             outputs.append(torch.zeros_like(query))
         else:
             outputs.append(engine.attend(layer, query, OPTIONS))
@@ -380,12 +396,16 @@ def test_selected_and_forked_rows_behave_like_their_source(tiers):
 
 
 def test_total_budget_is_a_hard_limit():
-    config = replace(make_config("k2v3"), min_calibration_tokens=80)
-    limit = sequence_bytes(config, 700)
-    limited = replace(config, max_bytes=limit)
+    config = make_config("k2v3")
+    limit = sequence_bytes(config, make_plan(config), 700)
+    limited = replace(
+        config, tier=None, budget=ByteBudget.parse(limit), context=700, min_calibration_tokens=80
+    )
     engine = CacheEngine(limited)
     run_pass(engine, batch_states(600), all_real(600))
-    with pytest.raises(BudgetExceeded):
+    assert engine.plan is not None
+    assert engine.plan.max_bytes == limit
+    with pytest.raises(BudgetError):
         run_pass(engine, batch_states(300, 600), all_real(300))
     # the failed pass was undone on the next begin
     run_pass(engine, batch_states(20, 600), all_real(20))
@@ -401,11 +421,11 @@ def test_save_and_load(tmp_path: Path, phase):
     engine = CacheEngine(config, model_id="tiny")
     run_pass(engine, batch_states(500, batch=2), all_real(500, 2))
     folder = tmp_path / "saved"
-    save_engine(engine, folder, budget=ByteBudget.parse("25%"))
-    save_engine(engine, folder, budget=ByteBudget.parse("25%"))
+    save_engine(engine, folder)
+    save_engine(engine, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-    loaded_config, budget = read_config(folder, GEOMETRY, config.ropes, windows)
-    assert (loaded_config, str(budget)) == (config, "25%")
+    loaded_config = read_config(folder, GEOMETRY, config.ropes, windows)
+    assert loaded_config == config
     loaded = CacheEngine(loaded_config)
     load_engine(loaded, folder)
     assert loaded.num_tokens == engine.num_tokens
@@ -420,7 +440,7 @@ def test_save_and_load(tmp_path: Path, phase):
 
 
 def read_engine(folder: Path, config: CacheConfig) -> None:
-    load_engine(CacheEngine(read_config(folder, GEOMETRY, config.ropes, (None, None))[0]), folder)
+    load_engine(CacheEngine(read_config(folder, GEOMETRY, config.ropes, (None, None))), folder)
 
 
 def test_damaged_folders_are_refused(tmp_path: Path):

@@ -15,12 +15,49 @@ from torch import Tensor
 
 from sphkv.core.contract import StateCodec
 from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierSpec, TierTable
-from sphkv.retention.distortion import TierErrors
 from sphkv.retention.features import AttentionRows
 
 _TINY = torch.finfo(torch.float32).tiny
+DRIFT_QUANTILE = 0.95
+"""Part of the keys and queries for which a predicted drift is a bound."""
+
 # A logit error beyond this leaves a weight of one or none.
 _MOST_LOGIT_ERROR = 8.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TierErrors:
+    """Error models of one layer: what a tier does to a state of unit norm.
+
+    Attributes:
+        angle: ``[heads, tiers]`` squared relative change of a weight from the direction of the
+            key, per squared radius.
+        radius: ``[heads, tiers]`` the same from its length.
+        value: ``[heads, tiers]`` squared error of a value, per squared norm.
+        common: ``[heads, tiers]`` squared error that all values share, times the part of the
+            attention that coded states get: what sums of many values do not average out.
+        direction: ``[heads, tiers]`` distance of a key's direction from its coded one that
+            95% of the states keep, in radians if small; None if not measured.
+        length: ``[heads, tiers]`` the same of its norm, absolute; None if not measured.
+    """
+
+    angle: Tensor
+    radius: Tensor
+    value: Tensor
+    common: Tensor
+    direction: Tensor | None = None
+    length: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Reject shapes that differ and errors that are negative or not finite."""
+        for name in ("angle", "radius", "value", "common", "direction", "length"):
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            if tensor.shape != self.angle.shape or tensor.dim() != 2:
+                raise ValueError(f"{name} must be [heads, tiers], got {tuple(tensor.shape)}")
+            if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
+                raise ValueError(f"{name} errors must be finite and not negative")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +137,7 @@ def measure_tier_errors(
     energy = (seen.pull * length[:, None]).sum((1, 2)).clamp(min=_TINY)
     along = (seen.pull * logits.square()).sum(1) / length.clamp(min=_TINY)
     norm = (seen.square * seen.values.square().sum(-1)).sum(1).clamp(min=_TINY)
-    errors = tuple(torch.zeros(heads, len(tiers), device=keys.device) for _ in range(4))
+    errors = tuple(torch.zeros(heads, len(tiers), device=keys.device) for _ in range(6))
     for tier_id, tier in enumerate(tiers):
         if not tier.is_coded or index.shape[1] == 0:
             continue
@@ -114,6 +151,7 @@ def measure_tier_errors(
         errors[1][:, tier_id] = rounding / energy
         errors[2][:, tier_id] = (seen.square * missed.square().sum(-1)).sum(1) / norm
         errors[3][:, tier_id] = seen.part * common_error(missed, seen.mass)
+        errors[4][:, tier_id], errors[5][:, tier_id] = key_bounds(seen.keys, coded_keys)
     return TierErrors(*errors)
 
 
@@ -139,9 +177,9 @@ def _look(votes: AttentionRows, sample: StateSample, keys: Tensor, values: Tenso
     heads, rows = votes.share.shape
     index = sample.index[:, None].expand(-1, rows, -1)
     weight = votes.weight.gather(2, index)
-    is_apt = votes.is_apt.expand(heads, -1, -1).gather(2, index)
+    is_valid = votes.is_valid.expand(heads, -1, -1).gather(2, index)
     coverage = votes.coverage().gather(1, sample.index)
-    share = votes.share[..., None] * is_apt * (sample.weight / coverage)[:, None]
+    share = votes.share[..., None] * is_valid * (sample.weight / coverage)[:, None]
     output = votes.weight @ values.float()
     values = values.gather(1, sample.index[..., None].expand_as(keys)).float()
     apart = output.square().sum(-1, keepdim=True) + values.square().sum(-1)[:, None]
@@ -164,6 +202,25 @@ def _recode(
     coded = codec.decode(layer, tier, encoded, pages, head_ids=head_ids)
     step = encoded.radius_step.reshape(heads, -1).repeat_interleave(CODED_PAGE_MULTIPLE, 1)
     return coded[0].reshape(heads, count, -1), coded[1].reshape(heads, count, -1), step
+
+
+def key_bounds(keys: Tensor, coded: Tensor) -> tuple[Tensor, Tensor]:
+    """Errors of direction and length that most coded keys keep.
+
+    Args:
+        keys: ``[heads, samples, head_dim]``.
+        coded: The same after coding.
+
+    Returns:
+        ``[heads]`` distance of the unit vectors and difference of the norms, each the quantile
+        of ``DRIFT_QUANTILE`` over the samples.
+    """
+    norm, coded_norm = (x.norm(dim=-1).clamp(min=_TINY) for x in (keys, coded))
+    apart = (keys / norm[..., None] - coded / coded_norm[..., None]).norm(dim=-1)
+    return (
+        apart.quantile(DRIFT_QUANTILE, dim=1),
+        (norm - coded_norm).abs().quantile(DRIFT_QUANTILE, dim=1),
+    )
 
 
 def weight_move(logit_error: Tensor, weight: Tensor) -> Tensor:

@@ -5,16 +5,11 @@ import pytest
 import torch
 from tests.test_retained import GEOMETRY, OPTIONS, make_codec, make_states
 
-from sphkv.cache.retained_errors import (
-    common_error,
-    measure_tier_errors,
-    sample_states,
-    weight_move,
-)
 from sphkv.core.tiers import default_tiers
-from sphkv.retention.distortion import state_distortion
+from sphkv.retention.errors import common_error, measure_tier_errors, sample_states, weight_move
 from sphkv.retention.features import AttentionRows, measure_features
 from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.scores import state_distortion
 
 TOKENS = 256
 
@@ -59,7 +54,7 @@ def test_shared_errors_are_told_from_independent_ones():
     assert float(common_error(apart + 0.5, mass)) == pytest.approx(16 * 0.25, rel=0.1)
 
 
-def test_errors_foretell_the_move_of_the_output():
+def test_errors_predict_the_move_of_the_output():
     query, keys, values = make_states(0, TOKENS)
     tiers, heads = default_tiers(), GEOMETRY.num_kv_heads
     grouped = query.reshape(heads, -1, GEOMETRY.head_dim)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sphkv.cache.plan import CacheConfig
+from sphkv.cache.config import CacheConfig
 from sphkv.codec.calibration import LEAST_TOKENS, Calibration
 from sphkv.codec.codebook import CELL_BITS, PlaneCodebooks, fit_plane_codebooks
 from sphkv.codec.statistics import key_frame_metric, query_moments

@@ -5,9 +5,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sphkv.retention.allocate import (
+from sphkv.errors import BudgetError
+from sphkv.retention.solver import (
     SOLVERS,
-    InfeasibleBudget,
     TierChoices,
     allocate_tiers,
     best_at_price,
@@ -66,7 +66,7 @@ def test_budget_and_protection_hold(solver, seed, units, share):
     budget = int(share * 256 * units)
     needed = choices.bytes_of(choices.lowest())
     if needed > budget:
-        with pytest.raises(InfeasibleBudget, match=f"by {needed - budget} bytes") as error:
+        with pytest.raises(BudgetError, match=f"by {needed - budget} bytes") as error:
             allocate_tiers(choices, budget, solver=solver)
         assert error.value.missing == needed - budget
         return
@@ -136,7 +136,7 @@ def test_unknown_solver_is_refused():
 
 
 def test_very_many_units_are_decided_like_few():
-    """A sample foretells the price, and only contested units compete for the last bytes."""
+    """A sample predicts the price, and only contested units compete for the last bytes."""
     generator = torch.Generator().manual_seed(5)
     pull = torch.exp(2 * torch.randn(200_000, 1, generator=generator))
     loss = (pull * torch.tensor([1.0, 0.3, 0.08, 0.0])).half()

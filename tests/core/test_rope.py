@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 
 PI = Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
 

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from sphkv.core.ranges import gpu_range
+from sphkv.evaluation.ranges import gpu_range
 
 
 @pytest.mark.parametrize("is_gpu_used", [False, True])

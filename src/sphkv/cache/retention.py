@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residency under a controller: a contract about the prompt, then the ceiling at every step.
+
+New states are dense in the tail, then coded at the seal tier, and from then on priced like all
+others by the loss that made the prompt's decision. Nothing is ever written upward: a page's dense
+source is gone once it is coded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sphkv.cache.config import CacheConfig, ResidencyPlan
+from sphkv.cache.plan import Ceiling
+from sphkv.cache.residency import window_start
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.contract import WriteContract
+from sphkv.core.tiers import RUN_TOKENS
+from sphkv.errors import BudgetError
+from sphkv.retention.controller import RetentionController
+from sphkv.retention.features import TokenFeatures
+from sphkv.retention.gate import StabilityGate, danger_score
+from sphkv.retention.measure import MeasureConfig, PromptWork, measure_layer, paged_tokens
+from sphkv.retention.notes import RunNotes
+from sphkv.retention.policy import BlockShape
+from sphkv.retention.pricing import LayerPricer, PageCosts
+from sphkv.retention.solver import TierChoices, allocate_tiers
+from sphkv.store.allocator import slab_bytes
+from sphkv.store.forecast import contract_bytes
+from sphkv.store.layout import PageLayout
+from sphkv.store.page_list import PageList
+from sphkv.store.paging import PositionMode
+from sphkv.store.pointers import PointerTable
+from sphkv.store.store import PageStore
+
+Found = TypeVar("Found")
+
+_REBALANCE_ROUNDS = 12
+# Runs a prompt needs so that there is one to decide about between sinks and the newest.
+_LEAST_RUNS = 3
+_MODE_OF_SHAPE = {
+    BlockShape.WHOLE: PositionMode.CONTIGUOUS,
+    BlockShape.RUNS: PositionMode.RUNS,
+    BlockShape.TOKENS: PositionMode.TOKENS,
+}
+
+
+class RetentionResidency:
+    """Keeps each state of a sequence at the tier its budget affords, or not at all.
+
+    Attributes:
+        contract: The decision about the prompt; None before it.
+        features: What every layer with full attention of the prompt told, in order.
+        notes: What is remembered of each of those layers.
+        gate: The stability gate; None if it is switched off.
+        drift: Predicted deviation of the model's logits.
+        num_rebalances: Times old pages were demoted or dropped.
+    """
+
+    kind = "retention"
+    waits_for_pass = True
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        plan: ResidencyPlan,
+        store: PageStore,
+        sequence: int,
+        ceiling: Ceiling,
+        *,
+        work: PromptWork | None = None,
+    ) -> None:
+        """Take over an empty sequence of a store.
+
+        Args:
+            config: The cache; has a retention part.
+            plan: Tiers and the seal tier.
+            store: Pages and tails.
+            sequence: Id in the store.
+            ceiling: Bytes the sequence may keep resident.
+            work: What sequences of the same prompt share whose configs differ only in budget,
+                gate and options; None shares nothing. For comparing them.
+        """
+        assert config.retention is not None
+        self._config = config
+        self._retention = config.retention
+        self._plan = plan
+        self._store = store
+        self._sequence = sequence
+        self._ceiling = ceiling
+        self._work = work
+        self._costs = page_costs(config, plan, store)
+        self._tier_bytes = torch.tensor(
+            self._costs.block_cost(plan.spec.page_tokens, BlockShape.RUNS), dtype=torch.int64
+        )
+        gate = config.retention.gate
+        self.gate = StabilityGate(gate) if gate is not None else None
+        self.contract: WriteContract | None = None
+        self.features: list[TokenFeatures] = []
+        self.notes: list[RunNotes] = []
+        self.drift = 0.0
+        self.num_rebalances = 0
+        self._pending: list[tuple[Tensor, Tensor]] = []
+        self._controller = RetentionController(self._costs, self._retention.options)
+        self._pricer: LayerPricer | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the controller's own tensors."""
+        return sum(notes.num_bytes for notes in self.notes)
+
+    def take_prompt(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Take a layer of the prompt; the last one triggers the decision about all.
+
+        Raises:
+            BudgetError: The parts that must stay dense do not fit the budget.
+            ValueError: A layer comes out of order.
+        """
+        if layer != len(self._pending) or self.contract is not None:
+            raise ValueError(f"layer {layer} is out of order: {len(self._pending)} came before")
+        tokens = keys.shape[1]
+        self._pending.append((keys, values))
+        if self._config.windows[layer] is None and tokens >= _LEAST_RUNS * RUN_TOKENS:
+            self._price(layer, query, keys, values)
+        if layer == self._config.geometry.num_layers - 1:
+            self._write(tokens)
+
+    def _price(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Measure a layer where its states are, and price it; decisions are made on the CPU."""
+        codec, config = self._codec(), self._measure_config()
+        found = self._once(
+            ("measured", layer), lambda: measure_layer(config, codec, layer, (query, keys, values))
+        )
+        pricer = self._pricer = self._pricer or self._start(keys.shape[1])
+        priced = self._once(("priced", pricer.key, layer), lambda: pricer.price(found).to("cpu"))
+        notes = self._once(
+            ("notes", pricer.key, layer),
+            lambda: RunNotes.of_prompt(
+                pricer.run_losses(found).to("cpu"), priced, num_tokens=paged_tokens(keys.shape[1])
+            ),
+        )
+        self.features.append(found.features.to("cpu"))
+        self.notes.append(notes.copy())
+        self._controller.add_layer(priced)
+
+    def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        return find() if self._work is None else self._work.once(key, find)
+
+    def _codec(self) -> SphericalCodec:
+        codec = self._store.codec(self._sequence)
+        assert isinstance(codec, SphericalCodec)
+        return codec
+
+    def _measure_config(self) -> MeasureConfig:
+        retention = self._retention
+        return MeasureConfig(
+            self._config.geometry,
+            self._config.ropes,
+            self._plan.tiers,
+            policy=retention.policy,
+            protection=retention.protection,
+            horizon=retention.horizon,
+            error_samples=retention.error_samples,
+        )
+
+    def _start(self, num_tokens: int) -> LayerPricer:
+        retention = self._retention
+        segments = retention.segments.label(num_tokens, recent_tokens=min(RUN_TOKENS, num_tokens))
+        return LayerPricer(self._costs, retention.policy, retention.options, segments)
+
+    def _write(self, tokens: int) -> None:
+        """Decide about all layers and store them; the newest run opens the tail."""
+        paged = max(0, tokens // RUN_TOKENS - 1) * RUN_TOKENS
+        contract = self._decide(tokens, paged) if self.notes else self._keep_short(tokens)
+        self.contract = contract
+        for layer, (keys, values) in enumerate(self._pending):
+            decision = contract.layer(layer)
+            at = slice(0, paged)
+            decision = replace(
+                decision, tier_id=decision.tier_id[:, at], protected=decision.protected[:, at]
+            )
+            positions = torch.arange(paged)
+            self._store.write(
+                self._sequence, layer, decision, keys[:, at], values[:, at], positions
+            )
+            self._store.append(self._sequence, layer, keys[:, paged:], values[:, paged:])
+        self._pending = []
+        # what was priced is not needed any more
+        self._controller = RetentionController(self._costs, self._retention.options)
+        if not self.notes:
+            heads = self._config.geometry.num_kv_heads
+            tiers = self._plan.tiers
+            full = self._config.full_layers
+            self.notes = [RunNotes.unmeasured(heads, tiers) for _ in full]
+        self._store.compact()
+
+    def _decide(self, tokens: int, paged: int) -> WriteContract:
+        """The contract of a measured prompt, with room left for the first pages to seal."""
+        limit = self._limit(tokens) - self._seal_bytes()
+        notes = self.num_bytes
+
+        def exact_bytes(contract: WriteContract) -> int:
+            return notes + contract_bytes(self._store, self._with_windows(contract), paged)
+
+        contract = self._controller.decide(limit, exact_bytes)
+        self.drift = (2 * self._controller.loss) ** 0.5
+        return self._with_windows(contract)
+
+    def _keep_short(self, tokens: int) -> WriteContract:
+        """A prompt of which nothing can be decided: its sinks stay dense, the rest is coded."""
+        geometry, tiers = self._config.geometry, self._plan.tiers
+        contract = WriteContract.uniform(
+            geometry, tokens, tier_id=tiers.id_of(self._plan.tier), granularity=RUN_TOKENS
+        )
+        sinks = slice(0, min(self._retention.protection.sink_tokens, tokens))
+        contract.tier_id[..., sinks] = tiers.dense_id
+        contract.protected[..., sinks] = True
+        return contract
+
+    def _with_windows(self, contract: WriteContract) -> WriteContract:
+        """A contract of the layers with full attention, with those behind windows beside them.
+
+        A window forgets by itself: what it can still see is coded, the rest is dropped.
+        """
+        config, tiers = self._config, self._plan.tiers
+        if len(config.full_layers) == config.geometry.num_layers:
+            return contract
+        tokens = contract.num_tokens
+        whole = WriteContract.uniform(
+            config.geometry,
+            tokens,
+            tier_id=tiers.id_of(self._plan.tier),
+            granularity=contract.granularity,
+        )
+        for layer in range(config.geometry.num_layers):
+            start = window_start(config, self._plan, layer, tokens) // RUN_TOKENS * RUN_TOKENS
+            whole.tier_id[layer, :, :start] = tiers.drop_id
+        full = list(config.full_layers)
+        whole.tier_id[full], whole.protected[full] = contract.tier_id, contract.protected
+        return whole
+
+    def _limit(self, num_tokens: int) -> int:
+        """Bytes that may be spent at a length; the gate holds some back while it is off."""
+        limit = self._ceiling.bytes_at(num_tokens)
+        assert limit is not None
+        if self.gate is None or self.gate.is_on:
+            return limit
+        return limit - int(limit * self.gate.options.reserve_share)
+
+    def _seal_bytes(self) -> int:
+        """Most bytes that sealing one page of every head adds."""
+        geometry = self._config.geometry
+        pages = geometry.num_layers * geometry.num_kv_heads
+        key = (self._plan.tiers.id_of(self._plan.tier), PositionMode.CONTIGUOUS)
+        one = np.ones(geometry.num_kv_heads, dtype=np.int64)
+        tables = sum(
+            self._store.table(self._sequence, layer).growth_bytes(one)
+            for layer in range(geometry.num_layers)
+        )
+        return self._store.allocator.forecast([{key: pages}]) + tables
+
+    def _used(self) -> int:
+        """Bytes that count against the ceiling; a shared page counts for each that holds it."""
+        store = self._store
+        return store.sequence_bytes(self._sequence) + store.slack_bytes + self.num_bytes
+
+    def make_room(self, num_new: int) -> None:
+        """Seal the tail if the new tokens would overflow it; see ``Residency.make_room``."""
+        tail = self._store.tail(self._sequence, 0)
+        page = self._plan.spec.page_tokens
+        if tail.num_tokens + num_new <= page or tail.num_tokens < page:
+            return
+        sealed = tail.first_position
+        self._note_until(sealed)
+        limit = self._limit(self._store.num_tokens(self._sequence) + num_new)
+        needed = self._seal_bytes()
+        if self._used() + needed > limit:
+            self._rebalance(limit - needed, sealed)
+        if sealed == 0:
+            self._seal_first()
+        else:
+            self._store.make_room([self._sequence], num_new)
+
+    def _note_until(self, position: int) -> None:
+        """Note runs that are sealed and not young any more, as runs of their age usually are."""
+        tokens = self._store.num_tokens(self._sequence)
+        for notes in self.notes:
+            missing = position // RUN_TOKENS - notes.num_runs
+            if missing > 0:
+                age = tokens - notes.num_runs * RUN_TOKENS - RUN_TOKENS // 2
+                notes.extend(missing, age, scale=self._retention.new_run_scale)
+
+    def _seal_first(self) -> None:
+        """Seal a tail that begins with the sequence itself: its sinks stay dense."""
+        tokens = self._store.num_tokens(self._sequence)
+        layers = range(self._config.geometry.num_layers)
+        tails = [self._store.tail(self._sequence, layer) for layer in layers]
+        states = [(tail.keys.clone(), tail.values.clone()) for tail in tails]
+        self._store.crop(self._sequence, 0)
+        contract = self._keep_short(tokens)
+        for layer, (keys, values) in enumerate(states):
+            positions = torch.arange(tokens)
+            self._store.write(self._sequence, layer, contract.layer(layer), keys, values, positions)
+
+    def _rebalance(self, limit: int, sealed: int) -> None:
+        """Demote or drop pages where that costs least until ``limit`` bytes are in use.
+
+        Args:
+            limit: Bytes that may stay in use.
+            sealed: Pages before this position may change; the newest ``young_pages`` may not.
+
+        Raises:
+            BudgetError: Nothing is left that may be dropped.
+        """
+        self.num_rebalances += 1
+        young = self._retention.young_pages + int(self.gate is not None and self.gate.is_on)
+        before = sealed - (young - 1) * self._plan.spec.page_tokens
+        target = limit
+        for _ in range(_REBALANCE_ROUNDS):
+            pages = self._changeable(self._store.page_list(self._sequence), before)
+            if pages.num_pages == 0:
+                break
+            choices = self._choices(pages)
+            held = choices.bytes_of(pages.tier_ids)
+            found = allocate_tiers(choices, max(0, held - (self._used() - target)))
+            changed = (found.tier_id < pages.tier_ids).nonzero()[:, 0]
+            self._apply(pages.select(changed), found.tier_id[changed])
+            over = self._used() - limit
+            if over <= 0:
+                break
+            # tables and slabs take whole entries and pages: ask for that much more
+            target -= over
+        # keeping what was read of the pages would cost the budget more than reading them again
+        self._store.forget_page_list(self._sequence)
+        over = self._used() - limit
+        if over > 0:
+            raise BudgetError(self._used(), limit, limit, "what may not be dropped")
+
+    def _changeable(self, pages: PageList, before: int) -> PageList:
+        """Pages of full attention that begin before a position and hold nothing protected."""
+        is_full = torch.zeros(self._config.geometry.num_layers, dtype=torch.bool)
+        is_full[list(self._config.full_layers)] = True
+        is_old = pages.first_runs * RUN_TOKENS < before
+        return pages.select(is_old & ~pages.is_protected & is_full[pages.layer_ids])
+
+    def _choices(self, pages: PageList) -> TierChoices:
+        """What each tier of each page would lose and cost.
+
+        A page at the seal tier may go to any lower one. A page below it was coded twice if it
+        were demoted again, which gains next to nothing: it stays or goes.
+        """
+        tokens = self._store.num_tokens(self._sequence)
+        place = {layer: index for index, layer in enumerate(self._config.full_layers)}
+        losses = torch.stack([notes.losses(tokens) for notes in self.notes])
+        where = torch.tensor([place[layer] for layer in pages.layer_ids.tolist()])
+        runs = pages.runs.long()
+        each = losses[where[:, None], pages.head_ids[:, None], runs.clamp(0, losses.shape[2] - 1)]
+        loss = (each * (runs >= 0)[..., None]).sum(1)
+        tier = torch.arange(loss.shape[1])[None]
+        own = pages.tier_ids[:, None]
+        seal = self._plan.tiers.id_of(self._plan.tier)
+        is_barred = (tier > 0) & (tier < own) & (own < seal)
+        loss = torch.where(is_barred, torch.maximum(loss, loss[:, :1]), loss)
+        return TierChoices(loss, self._tier_bytes, ceiling=pages.tier_ids)
+
+    def _apply(self, pages: PageList, tier_id: Tensor) -> None:
+        """Demote pages, or drop them, and give the places they leave back."""
+        # drops first: what is demoted takes new places
+        for tier in sorted(set(tier_id.tolist())):
+            chosen = tier_id == tier
+            for layer in sorted(set(pages.layer_ids[chosen].tolist())):
+                ids = pages.page_ids[chosen & (pages.layer_ids == layer)]
+                self._store.demote(self._sequence, layer, ids, tier)
+        self._store.compact()
+
+    def observe_logits(self, row: Tensor) -> None:
+        """Tell the gate how close a decision is, from logits ``[vocabulary]``."""
+        if self.gate is None:
+            return
+        first, second = row.float().topk(2).values.tolist()
+        self.gate.observe(danger_score(self.drift, first - second))
+
+    def crop(self, num_tokens: int) -> None:
+        """Forget what was noted about tokens from ``num_tokens`` on."""
+        for notes in self.notes:
+            notes.crop(num_tokens)
+
+    def fork(self, store: PageStore, sequence: int) -> RetentionResidency:
+        """The same for a copy of the sequence."""
+        other = RetentionResidency(self._config, self._plan, store, sequence, self._ceiling)
+        other.contract, other.features = self.contract, list(self.features)
+        other.notes = [notes.copy() for notes in self.notes]
+        other.drift, other.num_rebalances = self.drift, self.num_rebalances
+        return other
+
+    def state(self) -> dict[str, Tensor]:
+        """Notes of every layer and the predicted drift, by name."""
+        state = {"drift": torch.tensor([self.drift], dtype=torch.float64)}
+        for index, notes in enumerate(self.notes):
+            for name, tensor in notes.state().items():
+                state[f"notes.{index}.{name}"] = tensor
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what ``state`` gave."""
+        self.drift = float(state["drift"])
+        self.notes = []
+        for index in range(len(self._config.full_layers)):
+            lead = f"notes.{index}."
+            own = {
+                name.removeprefix(lead): tensor.cpu()
+                for name, tensor in state.items()
+                if name.startswith(lead)
+            }
+            self.notes.append(RunNotes.from_state(own))
+
+    def describe(self) -> str:
+        """The seal tier and what the controller is restricted to."""
+        return f"{self._retention.options.variant}, seals at {self._plan.tier}"
+
+
+def page_costs(config: CacheConfig, plan: ResidencyPlan, store: PageStore) -> PageCosts:
+    """Bytes of one page of every tier and shape, counters and table entry included."""
+    costs = {}
+    is_aligned = store.allocator.order is not None
+    for shape, mode in _MODE_OF_SHAPE.items():
+        sizes = [0]
+        for tier_id in range(1, len(plan.tiers)):
+            page_mode = mode
+            # a dense page is one run of 16 tokens, which is contiguous
+            if tier_id == plan.tiers.dense_id and shape is BlockShape.RUNS:
+                page_mode = PositionMode.CONTIGUOUS
+            layout = PageLayout(tier_id, plan.tiers[tier_id], config.geometry.head_dim, page_mode)
+            pages = store.config.max_slab_pages if is_aligned else 1
+            held = -(-slab_bytes(layout, pages, is_aligned=is_aligned) // pages)
+            sizes.append(held + PointerTable.entry_bytes)
+        costs[shape] = tuple(sizes)
+    return PageCosts(plan.tiers, costs)

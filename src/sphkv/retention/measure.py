@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the controller is told about one layer of a prompt: attention, features, errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from sphkv.core.contract import StateCodec
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
+from sphkv.core.tiers import RUN_TOKENS, TierTable
+from sphkv.retention.errors import TierErrors, measure_tier_errors, sample_states
+from sphkv.retention.features import (
+    AttentionRows,
+    TokenFeatures,
+    expect_surprise,
+    expected_rows,
+    measure_features,
+    mix_rows,
+    window_rows,
+)
+from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.protection import ProtectionRule
+
+Found = TypeVar("Found")
+
+_EXPECTED_STRIDE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureConfig:
+    """What measuring a prompt needs to know of the cache that will hold it.
+
+    Attributes:
+        geometry: Shape of the cache.
+        ropes: Rotary embedding of every layer.
+        tiers: Precision tiers.
+        policy: Weights of the distortion.
+        protection: States that stay dense.
+        horizon: Tokens after the prompt for which attention is predicted.
+        error_samples: States per head on which error models are measured.
+    """
+
+    geometry: KVGeometry
+    ropes: tuple[RopeSpec, ...]
+    tiers: TierTable
+    policy: RetentionPolicy = field(default_factory=RetentionPolicy)
+    protection: ProtectionRule = field(default_factory=ProtectionRule)
+    horizon: tuple[int, ...] = (8, 32, 96)
+    error_samples: int = 256
+
+    def __post_init__(self) -> None:
+        """Reject parts that belong to different models."""
+        if len(self.ropes) != self.geometry.num_layers:
+            raise ValueError(f"{len(self.ropes)} ropes for {self.geometry.num_layers} layers")
+        geometry = self.geometry
+        self.policy.check_shape(
+            geometry.num_layers, geometry.num_query_heads, geometry.num_kv_heads
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInput:
+    """What the controller needs of one layer.
+
+    Attributes:
+        features: Measured features.
+        errors: Error models.
+        rows: Predicted attention, for the loss of dropping; not kept.
+        values: ``[heads, tokens, head_dim]``.
+        protected: ``[heads, tokens]`` bool.
+        token_weight: ``[tokens]`` float32 factor on every loss of a token; None for one.
+    """
+
+    features: TokenFeatures
+    errors: TierErrors
+    rows: AttentionRows
+    values: Tensor
+    protected: Tensor
+    token_weight: Tensor | None = None
+
+
+def measure_layer(
+    config: MeasureConfig, codec: StateCodec, layer: int, states: tuple[Tensor, Tensor, Tensor]
+) -> LayerInput:
+    """Features, error models and protection of a layer.
+
+    Args:
+        config: Model, tiers and policy.
+        codec: The encoder it will use.
+        layer: Index of the layer.
+        states: Queries ``[query_heads, queries, head_dim]`` of the newest tokens, all or at
+            least those the policy watches; keys and values ``[heads, tokens, head_dim]``; all
+            after RoPE.
+    """
+    query, keys, values = states
+    tokens, scale = keys.shape[1], config.geometry.head_dim**-0.5
+    votes, rows = predict_rows(config, layer, query, keys)
+    features = measure_features(
+        rows, keys, values, sinks=config.protection.sink_tokens, recent=RUN_TOKENS
+    )
+    if config.policy.surprise is not None:
+        chance = torch.tensor(config.policy.surprise[layer])
+        features = expect_surprise(features, rows, values, chance)
+    protected = protected_states(config, features.radius)
+    sample = sample_states(features.shift, ~protected, config.error_samples)
+    first = tokens - query.shape[1]
+    seen = query[:, window_positions(config, query, tokens) - first]
+    errors = measure_tier_errors(
+        codec, layer, config.tiers, (seen, keys, values), votes, sample, scale=scale
+    )
+    return LayerInput(features, errors, rows, values, protected)
+
+
+def predict_rows(
+    config: MeasureConfig, layer: int, query: Tensor, keys: Tensor
+) -> tuple[AttentionRows, AttentionRows]:
+    """Votes of the observation window, and these with what is expected in closed form.
+
+    Args:
+        config: Model, tiers and policy.
+        layer: Index of the layer.
+        query: ``[query_heads, queries, head_dim]`` of the newest tokens, after RoPE.
+        keys: ``[heads, tokens, head_dim]`` after RoPE.
+    """
+    share = row_share(config, layer)
+    first = keys.shape[1] - query.shape[1]
+    window = window_positions(config, query, keys.shape[1])
+    scale = config.geometry.head_dim**-0.5
+    votes = window_rows(query[:, window - first], window, keys, scale=scale, share=share)
+    return votes, _with_expected(config, layer, votes, query, keys, share)
+
+
+def row_share(config: MeasureConfig, layer: int) -> Tensor | None:
+    """``[query_heads]`` importance of each query head's rows; None if all count alike."""
+    sensitivity = config.policy.sensitivity
+    return None if sensitivity is None else torch.tensor(sensitivity[layer])
+
+
+def protected_states(config: MeasureConfig, radius: Tensor) -> Tensor:
+    """States of a prompt that stay dense, ``[heads, tokens]`` bool, from their key norms."""
+    protected = config.protection.state_mask(radius)
+    # what is not paged is dense anyway, and nothing to decide about
+    protected[:, paged_tokens(radius.shape[1]) :] = True
+    return protected
+
+
+def _with_expected(
+    config: MeasureConfig,
+    layer: int,
+    votes: AttentionRows,
+    query: Tensor,
+    keys: Tensor,
+    share: Tensor | None,
+) -> AttentionRows:
+    """Votes, mixed with what is expected in closed form as the policy says."""
+    policy, tokens = config.policy, keys.shape[1]
+    if policy.attention_mix == 0:
+        return votes
+    held = tokens - query.shape[1]
+    first = max(held, tokens - 4 * policy.window)
+    seen = torch.arange(first, tokens, _EXPECTED_STRIDE, device=keys.device)
+    expected = expected_rows(
+        unrotated_planes(config, layer, query[:, seen - held], seen),
+        unrotated_planes(config, layer, keys, torch.arange(tokens, device=keys.device)),
+        config.ropes[layer].frequencies(),
+        scale=config.geometry.head_dim**-0.5,
+        horizon=config.horizon,
+        share=share,
+    )
+    return mix_rows(votes, expected, policy.attention_mix)
+
+
+def window_positions(config: MeasureConfig, query: Tensor, tokens: int) -> Tensor:
+    """Positions of the observation window of a prompt, among those whose queries are there."""
+    policy = config.policy
+    span = min(query.shape[1], policy.window * policy.window_stride)
+    last = tokens - 1
+    return torch.arange(last, last - span, -policy.window_stride, device=query.device).flip(0)
+
+
+def unrotated_planes(
+    config: MeasureConfig, layer: int, states: Tensor, positions: Tensor
+) -> Tensor:
+    """States ``[heads, tokens, head_dim]`` in planes, before RoPE."""
+    rope = config.ropes[layer]
+    return rope.unrotate(rope.to_planes(states.float()), positions)
+
+
+def paged_tokens(num_tokens: int) -> int:
+    """Tokens of a prompt that are decided about: whole runs of 16 but the last.
+
+    The last run is one dense page per head until newer tokens follow, the rest opens the tail.
+
+    Raises:
+        ValueError: The prompt is shorter than sinks, one run and the newest run.
+    """
+    whole = num_tokens // RUN_TOKENS * RUN_TOKENS
+    if whole < 3 * RUN_TOKENS:
+        raise ValueError(
+            f"retention needs a prompt of at least {3 * RUN_TOKENS} tokens, got {num_tokens}"
+        )
+    return whole - RUN_TOKENS
+
+
+class PromptWork:
+    """Findings about one prompt that do not depend on a budget, with the seconds they took.
+
+    Everything is kept until the object goes: for comparing budgets and variants, not for serving.
+
+    Attributes:
+        reused_s: Seconds that finding out again would have taken, over all uses so far.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self.reused_s = 0.0
+        self._found: dict[Hashable, tuple[Any, float]] = {}
+
+    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What ``find`` returned when the key was first asked for."""
+        if key in self._found:
+            found, seconds = self._found[key]
+            self.reused_s += seconds
+        else:
+            began = time.perf_counter()
+            found = find()
+            self._found[key] = found, time.perf_counter() - began
+        result: Found = found
+        return result

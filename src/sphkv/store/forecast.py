@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What writing would add to a store, to the byte, before anything is encoded."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from sphkv.core.contract import WriteContract
+from sphkv.store.allocator import PoolKey
+from sphkv.store.paging import PositionMode, plan_pages, select_states
+from sphkv.store.pointers import PointerTable
+from sphkv.store.spans import Span
+from sphkv.store.store import PageStore
+
+# Units whose pages are planned at once: bounds the memory of counting a long prompt.
+_PLANNED_UNITS = 1 << 22
+
+
+def contract_bytes(store: PageStore, contract: WriteContract, num_tokens: int) -> int:
+    """Bytes that ``PageStore.write`` of all layers adds to an empty sequence, then its tails.
+
+    Args:
+        store: The store as it is now.
+        contract: Decision of all layers; only its first ``num_tokens`` are written, at positions
+            from 0 on.
+        num_tokens: Tokens that are written.
+
+    Returns:
+        Growth of ``live_bytes``: pages with the free ones of new slabs, tables, and a tail per
+        layer, which the first append makes.
+    """
+    num_layers = contract.tier_id.shape[0]
+    pages = count_pages(store, contract, num_tokens)
+    requests = [
+        {key: int(each[layer].sum()) for key, each in pages.items()} for layer in range(num_layers)
+    ]
+    per_head = torch.zeros(contract.tier_id.shape[:2], dtype=torch.int64)
+    for each in pages.values():
+        per_head += each
+    tables = _table_bytes(store, per_head.amax(1).tolist())
+    return store.allocator.forecast(requests) + tables + num_layers * tail_bytes(store)
+
+
+def span_bytes(
+    store: PageStore, layers: Sequence[Sequence[Span]], num_tokens: int, *, num_sequences: int = 1
+) -> int:
+    """Bytes that ``PageStore.write_prompt`` of every layer adds to empty sequences.
+
+    Args:
+        store: The store as it is now.
+        layers: Spans of each layer.
+        num_tokens: Tokens of the prompt in every layer; those behind the spans fill the tails.
+        num_sequences: Sequences that are written together.
+
+    Returns:
+        Growth of ``live_bytes``.
+    """
+    heads = store.config.geometry.num_kv_heads
+    requests: list[dict[PoolKey, int]] = []
+    most_pages, num_tails = [], 0
+    for spans in layers:
+        request: dict[PoolKey, int] = {}
+        for span in spans:
+            key = (span.tier_id, PositionMode.CONTIGUOUS)
+            pages = -(-(span.stop - span.start) // store.config.tiers[span.tier_id].page_tokens)
+            request[key] = request.get(key, 0) + pages
+        most_pages.append(sum(request.values()))
+        requests.append({key: pages * heads * num_sequences for key, pages in request.items()})
+        num_tails += num_tokens > max((span.stop for span in spans), default=0)
+    own = _table_bytes(store, most_pages) + num_tails * tail_bytes(store)
+    return store.allocator.forecast(requests) + num_sequences * own
+
+
+def tail_bytes(store: PageStore) -> int:
+    """Bytes of the tail of one layer of one sequence."""
+    geometry = store.config.geometry
+    return geometry.num_kv_heads * store.config.tail_capacity * geometry.dense_state_bytes
+
+
+def _table_bytes(store: PageStore, most_pages: Iterable[int]) -> int:
+    """Bytes by which empty tables grow, given the pages of the fullest head of each."""
+    heads = store.config.geometry.num_kv_heads
+    capacity = sum(PointerTable.grown_capacity(0, pages) for pages in most_pages)
+    return heads * capacity * PointerTable.entry_bytes
+
+
+def count_pages(
+    store: PageStore, contract: WriteContract, num_tokens: int
+) -> dict[PoolKey, Tensor]:
+    """Pages of every pool that a contract fills.
+
+    Args:
+        store: Its tiers say how many states a page holds.
+        contract: Decision of all layers.
+        num_tokens: How many of its first tokens are written, at positions from 0 on.
+
+    Returns:
+        ``[layers, heads]`` int64 for every tier id and position mode that occurs.
+    """
+    # runs of 16 share a tier, so counting runs is counting states
+    unit = contract.granularity if num_tokens % contract.granularity == 0 else 1
+    tier_id = contract.tier_id[..., :num_tokens:unit].cpu()
+    protected = contract.protected[..., :num_tokens:unit].cpu()
+    layers, heads, units = tier_id.shape
+    positions = torch.arange(units)
+    found: dict[PoolKey, Tensor] = {}
+    step = max(1, _PLANNED_UNITS // (heads * max(1, units)))
+    for first in range(0, layers, step):
+        part = slice(first, first + step)
+        # heads of several layers are planned as if they were those of one
+        flat = (tier_id[part].flatten(0, 1), protected[part].flatten(0, 1))
+        for tier, spec in enumerate(store.config.tiers):
+            if spec.kind == "drop":
+                continue
+            states = select_states(*flat, positions, tier)
+            for batch in plan_pages(states, tier_id=tier, page_tokens=spec.page_tokens // unit):
+                mode = batch.position_mode
+                if unit > 1 and mode is not PositionMode.CONTIGUOUS:
+                    mode = PositionMode.RUNS
+                pages = batch.head_ids.bincount(minlength=flat[0].shape[0]).view(-1, heads)
+                total = found.setdefault((tier, mode), torch.zeros(layers, heads).long())
+                total[part] += pages
+    return found

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of a sequence as one list that a policy can choose from; no page is read twice."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from sphkv.core.tiers import RUN_TOKENS
+from sphkv.store.allocator import PageMoves
+from sphkv.store.layout import PageView
+from sphkv.store.paging import live_mask
+from sphkv.store.pointers import PointerTable, pool_of_tag, tier_ids_of
+from sphkv.store.pool import PagePool
+
+# Pages copied at once while they are read: bounds what a first look at a long prompt takes.
+_READ_PAGES = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageList:
+    """Pages with what a policy must know of them; all tensors are on the CPU.
+
+    Attributes:
+        layer_ids: ``[pages]`` int64.
+        head_ids: ``[pages]`` int64.
+        page_ids: ``[pages]`` int64 ids in the store.
+        tags: ``[pages]`` int64, see ``sphkv.store.pointers.page_tag``.
+        tier_ids: ``[pages]`` int64.
+        counts: ``[pages]`` int64 live states.
+        runs: ``[pages, most]`` int32 numbers of the runs of 16 positions that a page holds, in
+            its order, -1 past the last one; ``most`` is that of the largest page of all tiers.
+        is_protected: ``[pages]`` bool, true if a page holds a protected state.
+    """
+
+    layer_ids: Tensor
+    head_ids: Tensor
+    page_ids: Tensor
+    tags: Tensor
+    tier_ids: Tensor
+    counts: Tensor
+    runs: Tensor
+    is_protected: Tensor
+
+    @property
+    def num_pages(self) -> int:
+        """Pages listed."""
+        return self.page_ids.shape[0]
+
+    @property
+    def first_runs(self) -> Tensor:
+        """``[pages]`` int32 number of the first run of each page."""
+        return self.runs[:, 0]
+
+    def select(self, index: Tensor) -> "PageList":
+        """The pages that a mask or an index names."""
+        return PageList(*(getattr(self, field.name)[index] for field in fields(self)))
+
+
+class PageIndex:
+    """What is known of the pages of one sequence, by page id.
+
+    Heads and tags stand in the pointer tables, which also know what they gained since the last
+    look. Counts, runs and protection are read from such new pages and kept here.
+    """
+
+    def __init__(self, pool: PagePool, tables: Sequence[PointerTable]) -> None:
+        """Nothing was read yet."""
+        self._pool = pool
+        self._tables = tables
+        self._most = max(tier.page_tokens for tier in pool.config.tiers) // RUN_TOKENS
+        # count, protection, then runs of each page
+        self._known = torch.empty((0, 2 + self._most), dtype=torch.int32)
+        for table in tables:
+            table.forget_marks()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the index, and of the marks it leaves in the tables."""
+        return self._known.nbytes + sum(table.mark_bytes for table in self._tables)
+
+    def look(self) -> PageList:
+        """Every page of every layer, layer by layer, then head by head.
+
+        Raises:
+            ValueError: A new page holds states that are not aligned runs of 16.
+        """
+        found = [table.listed() for table in self._tables]
+        page_ids, tags, is_new = (torch.cat(part) for part in zip(*found, strict=True))
+        self._reserve(page_ids)
+        self._read(page_ids[is_new], tags[is_new])
+        for table in self._tables:
+            table.mark()
+        counts = torch.stack([table.num_pages for table in self._tables])
+        layer_ids, head_ids = torch.ones_like(counts).nonzero(as_tuple=True)
+        known = self._known[page_ids]
+        return PageList(
+            layer_ids.repeat_interleave(counts.flatten()),
+            head_ids.repeat_interleave(counts.flatten()),
+            page_ids,
+            tags,
+            tier_ids_of(tags),
+            known[:, 0].to(torch.int64),
+            known[:, 2:],
+            known[:, 1].to(torch.bool),
+        )
+
+    def remap(self, moves: PageMoves) -> None:
+        """Follow pages that changed their ids."""
+        mine = moves.old_ids < len(self._known)
+        self._reserve(moves.new_ids)
+        self._known[moves.new_ids[mine]] = self._known[moves.old_ids[mine]]
+
+    def _reserve(self, page_ids: Tensor) -> None:
+        missing = int(page_ids.max()) + 1 - len(self._known) if len(page_ids) else 0
+        if missing > 0:
+            fresh = self._known.new_zeros((missing, self._known.shape[1]))
+            self._known = torch.cat([self._known, fresh])
+
+    def _read(self, page_ids: Tensor, tags: Tensor) -> None:
+        """Note what new pages hold."""
+        for tag in tags.unique().tolist():
+            layout = self._pool.layout(pool_of_tag(tag))
+            for ids in page_ids[tags == tag].split(_READ_PAGES):
+                rows = PageView(layout, self._pool.allocator.gather(ids)).rows().to("cpu")
+                starts = rows.positions[:, ::RUN_TOKENS]
+                num_runs = -(-rows.counts // RUN_TOKENS)
+                is_used = live_mask(num_runs, starts.shape[1])
+                inside = torch.arange(layout.page_tokens) % RUN_TOKENS
+                is_aligned = rows.positions % RUN_TOKENS == inside
+                if not bool((is_aligned | ~rows.live()).all()):
+                    raise ValueError(f"pages {ids.tolist()} hold more than aligned runs")
+                runs = self._known.new_full((len(ids), self._most), -1)
+                runs[:, : starts.shape[1]] = torch.where(is_used, starts // RUN_TOKENS, -1)
+                parts = (rows.counts[:, None], rows.flags.any(1, keepdim=True), runs)
+                self._known[ids] = torch.cat([part.to(torch.int32) for part in parts], 1)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that a graph can hold, their kernels run on the CPU, against the float64 oracle."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from sphkv.attention.cuda.backend import CudaBackend
+from sphkv.attention.request import AttentionOptions, DecodeRequest, UnsupportedBatchError
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.testing.attention_cases import FLOORS
+from sphkv.testing.cases import CacheCase, build_store, fill_layer, random_states, rope_of
+from sphkv.testing.oracle import exact_attention
+
+CPU = torch.device("cpu")
+TIERS = TierTable(
+    (
+        TierSpec("drop", "drop", 0.0, 0, 0),
+        coded_tier(2.0, 4),
+        TierSpec("max", "dense", 16.0, 16, 16),
+    )
+)
+# tails hold 160 tokens: the first is full after two steps and seals before the third
+CASE = CacheCase(tiers=TIERS, mix="k2v4", num_tokens=260, tail_tokens=158, num_layers=2)
+SHORT = CacheCase(tiers=TIERS, mix="k2v4", num_tokens=40, tail_tokens=7, num_layers=2, seed=1)
+STEPS = 4
+OPTIONS = AttentionOptions(scale=0.125)
+
+
+def two_rows(order):
+    """Sequences of unequal length."""
+    store = build_store(CASE, order=order)
+    store.create(1)
+    for layer in range(CASE.num_layers):
+        fill_layer(store, SHORT, layer, rope=rope_of(store), sequence=1)
+    return store
+
+
+def new_states(store, row, layer, position):
+    """Key, value and query of one token, ``[heads, 1, head_dim]`` as a model in bfloat16 has."""
+    parts = random_states(
+        store.config.geometry, rope_of(store), 1, first=position, seed=20 + 2 * layer + row
+    )
+    return tuple(part.bfloat16().float() for part in parts)
+
+
+def expected_step(store, row, layer, position):
+    """Append to a plain store, and attend in float64."""
+    keys, values, query = new_states(store, row, layer, position)
+    store.append(row, layer, keys, values)
+    request = DecodeRequest(store, row, layer, query, torch.tensor([position]), OPTIONS)
+    return exact_attention(request).output
+
+
+def test_captured_steps_of_unequal_rows_go_through_a_seal(on_the_host):
+    on_the_host()
+    backend = CudaBackend(CPU)
+    plain, store = two_rows(None), two_rows(backend.page_order)
+    assert backend.why_not(store, [0, 1]) == ""
+    steps = backend.capture(store, [0, 1], max_tokens=CASE.num_tokens + 158 + STEPS)
+    assert steps is not None
+    pages = [store.table(row, 0).num_pages.tolist() for row in (0, 1)]
+    lengths = []
+    for _ in range(STEPS):
+        at = [store.num_tokens(row) for row in (0, 1)]
+        steps.prepare()
+        steps.advance()
+        assert steps.positions.flatten().tolist() == at
+        for layer in range(CASE.num_layers):
+            states = [new_states(store, row, layer, at[row]) for row in (0, 1)]
+            keys, values, query = (torch.stack(part) for part in zip(*states, strict=True))
+            found = steps.attend(layer, query, keys, values, OPTIONS)
+            for row in (0, 1):
+                right = expected_step(plain, row, layer, at[row])
+                error = (found[row].double() - right).norm() / right.norm()
+                assert float(error) <= FLOORS["half"].rms, (at, layer, row)
+        steps.commit()
+        lengths.append(store.tail(0, 0).num_tokens)
+    # the tail was full, and the page sealed ahead of the step that needed room
+    assert lengths == [159, 160, 33, 34]
+    assert store.table(0, 0).num_pages.tolist() == [count + 1 for count in pages[0]]
+    assert store.table(1, 0).num_pages.tolist() == pages[1]
+    assert backend.table_bytes(store.codec(0)) > 0
+    with pytest.raises(UnsupportedBatchError, match="422 tokens, room is 422"):
+        steps.prepare()
+
+
+def test_warm_up_steps_leave_no_trace(on_the_host):
+    on_the_host()
+    backend = CudaBackend(CPU)
+    store = two_rows(backend.page_order)
+    steps = backend.capture(store, [0, 1], max_tokens=600)
+    assert steps is not None
+    before = steps.positions.tolist()
+    steps.advance()
+    assert steps.positions.tolist() != before
+    steps.recount()
+    assert steps.positions.tolist() == before == [[417], [46]]
+    with pytest.raises(UnsupportedBatchError, match="window of 100"):
+        steps.attend(0, *[torch.zeros(2, 2, 1, 64)] * 3, AttentionOptions(0.125, window=100))
+    store.crop(1, 30)
+    with pytest.raises(UnsupportedBatchError, match="changed"):
+        steps.prepare()
+
+
+def test_reasons_are_named(on_the_host, monkeypatch):
+    on_the_host()
+    backend = CudaBackend(CPU)
+    store = two_rows(backend.page_order)
+    assert "window" in backend.why_not(store, [0, 1], windows=(None, 512))
+    assert backend.capture(store, [0, 1], max_tokens=600, windows=(None, 512)) is None
+    assert "no sequence" in backend.why_not(store, [])
+    assert "order" in backend.why_not(build_store(CASE), [0])
+    own = SphericalCodec(store.codec(0).calibration)
+    store.create(2, codec=own)
+    assert "codecs of their own" in backend.why_not(store, [0, 2])
+    store.create(3)
+    assert "no open tail" in backend.why_not(store, [0, 3])
+    store.create(4, seal_tier="max")
+    assert "['k2v4', 'max']" in backend.why_not(store, [0, 4])
+    assert "tier 'max'" in backend.why_not(store, [4])
+    empty = CacheCase(tiers=TIERS, num_tokens=0, tail_tokens=3)
+    assert "sealed yet" in backend.why_not(build_store(empty, order=backend.page_order), [0])
+    runs = CacheCase(tiers=TIERS, mix="runs", num_tokens=300)
+    reason = backend.why_not(build_store(runs, order=backend.page_order), [0])
+    assert "runs positions" in reason or "no page" in reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    assert "(9, 0)" in backend.why_not(store, [0, 1])
