@@ -4,31 +4,36 @@
 Qin et al., 2025, "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences". The
 preference of a layer is ``H ** (1 / tau1) * V ** (1 / tau2)``: the entropies of the attention of
 the window's queries over the tokens before it, and the variances over those queries of what each
-token receives, both added up. While the prompt is stored layer by
-layer, the layers seen so far share the whole budget in proportion, so an earlier layer gives up
-tokens as later ones come ("cascade"). Tokens are ranked by mean plus ``gamma`` times variance of
-the attention from the last 32 queries, gamma 200, averaged over five neighbours.
+token receives, both added up. While the prompt is stored layer by layer, the layers seen so far
+share the whole budget in proportion, so an earlier layer gives up tokens as later ones come
+("cascade"). Tokens are ranked by mean plus ``gamma`` times variance of the attention from the last
+32 queries, gamma 200, averaged over five neighbours.
 
-Deviations: ``tau1 = tau2 = 1``, where the paper tunes both per model; tokens after the prompt are
-all kept, where the published code goes on evicting by the window's mean attention; rooms are whole
-pages of 16 tokens; before the last layer has come, a layer may exceed its share by a tenth. Scores
-are kept beside the states until then and are charged.
+Deviations: ``tau1 = tau2 = 1``, where the paper tunes both per model (trials have others); the
+published code goes on evicting by the window's mean attention, here tokens after the prompt are
+treated as for SnapKV; rooms are whole pages of 16 tokens. Scores are kept beside the states until
+the last layer has come and are charged.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from sphkv.baselines.attention_scores import mean_over_group, window_attention
-from sphkv.baselines.eviction import PROTECTED, EvictionCache, PromptPolicy, highest
-from sphkv.baselines.held_states import Tagged
-from sphkv.baselines.paged_states import PAGE_TOKENS
-from sphkv.core.geometry import KVGeometry
-
-_LENIENCE = 0.1
+from sphkv.baselines.eviction import (
+    PROTECTED,
+    EvictionCache,
+    LayerPrompt,
+    PromptPolicy,
+    highest,
+)
+from sphkv.baselines.held_states import Tagged, check_query
+from sphkv.baselines.layer_pages import PAGE_TOKENS
+from sphkv.baselines.settings import MethodShape
 
 
 @dataclass(frozen=True)
@@ -39,24 +44,44 @@ class MeanAndVariance(PromptPolicy):
         window: Queries that are read; their own tokens are protected.
         kernel: Width of the pooling over neighbouring tokens; odd.
         gamma: Weight of the variance.
+        tau1: Temperature of the entropy.
+        tau2: Temperature of the variance.
     """
 
     window: int = 32
     kernel: int = 5
     gamma: float = 200.0
+    tau1: float = 1.0
+    tau2: float = 1.0
 
-    name = "cake"
+    @property
+    def name(self) -> str:
+        """Label in reports."""
+        return "cake"
+
+    @classmethod
+    def trials(cls) -> tuple[Self, ...]:
+        """Two kernels, three pairs of temperatures."""
+        return tuple(
+            cls(kernel=kernel, tau1=tau1, tau2=tau2)
+            for kernel in (5, 17)
+            for tau1, tau2 in ((1.0, 1.0), (1.6, 0.4), (1.0, 2.0))
+        )
+
+    def build(self, shape: MethodShape) -> CakeCache:
+        """An empty cache."""
+        return CakeCache(shape, self)
 
     def least_tokens(self) -> int:
         """The window and one token."""
         return self.window + 1
 
-    def prompt_scores(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def prompt_scores(self, prompt: LayerPrompt) -> Tensor:
         """Mean and variance over the window, pooled."""
-        weights = window_attention(query, keys, self.window)
+        weights = window_attention(prompt.query, prompt.keys, self.window)
         scores = weights.mean(1) + self.gamma * _variance(weights)
-        scores = mean_over_group(scores, keys.shape[0])
-        past = max(0, keys.shape[1] - self.window)
+        scores = mean_over_group(scores, prompt.keys.shape[0])
+        past = max(0, prompt.keys.shape[1] - self.window)
         ranked = torch.full_like(scores, PROTECTED)
         if past:
             ranked[:, :past] = torch.nn.functional.avg_pool1d(
@@ -80,61 +105,77 @@ def layer_preference(weights: Tensor, *, tau1: float = 1.0, tau2: float = 1.0) -
 class CakeCache(EvictionCache):
     """Evicts in cascade while the layers of a prompt come in."""
 
-    def __init__(self, geometry: KVGeometry, budget: float) -> None:
+    def __init__(self, shape: MethodShape, policy: MeanAndVariance) -> None:
         """Start empty."""
-        self._policy = MeanAndVariance()
-        super().__init__(geometry, self._policy, budget)
+        super().__init__(shape, policy)
+        self._cake = policy
         self._preference: list[float] = []
+        self._rooms: list[int] = []
         self._ranked: dict[int, Tensor] = {}
 
     def prefill(
         self, layer: int, keys: Tensor, values: Tensor, *, query: Tensor | None = None
     ) -> None:
         """Store a layer, then cut all layers so far to their share."""
-        self._check_empty(layer)
-        if layer != len(self._preference):
+        if layer > len(self._preference):
             raise ValueError(f"layers come in order: expected {len(self._preference)}, got {layer}")
-        super().prefill(layer, keys, values, query=query)
-        assert query is not None
-        weights = window_attention(query, keys, self._policy.window)
-        past = max(1, keys.shape[1] - self._policy.window)
-        self._preference.append(layer_preference(weights[:, :, :past]))
-        self._cascade(keys.shape[1])
+        if layer == len(self._preference) and query is not None:
+            check_query(self.geometry, query, keys.shape[1])
+            self._share(query, keys)
+        try:
+            super().prefill(layer, keys, values, query=query)
+        except ValueError:
+            if self._layers[layer] is None:
+                del self._preference[layer:], self._rooms[layer:]
+            raise
+        self._cascade()
         if layer == self.geometry.num_layers - 1:
             self._ranked.clear()
 
-    def _store_prompt(
-        self, layer: int, keys: Tensor, values: Tensor, scores: Tensor, num_kept: int
-    ) -> None:
-        # everything first: the layer's share is only known beside the others'
-        super()._store_prompt(layer, keys, values, scores, keys.shape[1])
-        self._ranked[layer] = scores.contiguous()
-
-    def _cascade(self, tokens: int) -> None:
-        rooms = share_pages(
-            self._preference,
-            total=self.plan(tokens) // PAGE_TOKENS * self.geometry.num_layers,
-            least=-(-self._policy.least_tokens() // PAGE_TOKENS),
-            most=-(-tokens // PAGE_TOKENS),
+    def _share(self, query: Tensor, keys: Tensor) -> None:
+        """Divide the budget among the layers seen so far and the one that comes."""
+        policy, tokens = self._cake, keys.shape[1]
+        if keys.shape[-1] != query.shape[-1]:
+            return
+        weights = window_attention(query, keys, policy.window)
+        past = max(1, tokens - policy.window)
+        self._preference.append(
+            layer_preference(weights[:, :, :past], tau1=policy.tau1, tau2=policy.tau2)
         )
-        is_last = len(rooms) == self.geometry.num_layers
-        for layer, pages in enumerate(rooms):
-            ranked, room = self._ranked[layer], pages * PAGE_TOKENS
-            # small cuts wait for the next: which tokens stay does not depend on it
-            allowed = room if is_last else room * (1 + _LENIENCE)
-            if allowed >= ranked.shape[1]:
-                continue
-            keep = highest(ranked, room)
-            held = self._pages(layer)
-            padded = torch.zeros_like(held.read().positions, dtype=torch.bool)
-            padded[:, : keep.shape[1]] = keep
-            held.keep(padded)
-            self._ranked[layer] = ranked[keep].view(ranked.shape[0], room)
-            self._evicted_at[layer] = tokens
+        self._rooms = share_pages(
+            self._preference,
+            total=self._average_pages(tokens) * self.geometry.num_layers,
+            least=-(-policy.least_tokens() // PAGE_TOKENS) + 1,
+            most=-(-(tokens + self.shape.num_new) // PAGE_TOKENS),
+        )
 
-    def tensors(self) -> list[Tagged]:
-        """Every live tensor with its ledger kind."""
-        return super().tensors() + [("prot", scores) for scores in self._ranked.values()]
+    def _layer_pages(self, layer: int, num_tokens: int) -> int:
+        if layer >= len(self._rooms):
+            return super()._layer_pages(layer, num_tokens)
+        # later on, all layers grow alike
+        return (
+            self._rooms[layer]
+            * self._average_pages(num_tokens)
+            // self._average_pages(self._prompt)
+        )
+
+    def _note_prompt(self, layer: int, ranked: Tensor, is_kept: Tensor) -> None:
+        self._ranked[layer] = ranked[is_kept].view(len(ranked), -1)
+
+    def _cascade(self) -> None:
+        for layer, ranked in self._ranked.items():
+            counts = self._prompt_counts(layer, ranked)
+            if int(counts[0]) >= ranked.shape[1]:
+                continue
+            pages = self._pages(layer)
+            keep = highest(ranked, counts)
+            pages.keep(pages.read(), keep)
+            self._ranked[layer] = ranked[keep].view(len(ranked), -1)
+            self._evicted_at[layer] = self._prompt
+
+    def extra_tensors(self) -> list[Tagged]:
+        """Live tensors beside the pages, with their ledger kind."""
+        return super().extra_tensors() + [("prot", scores) for scores in self._ranked.values()]
 
 
 def share_pages(preference: list[float], *, total: int, least: int, most: int) -> list[int]:

@@ -15,6 +15,9 @@ from sphkv.core.rope import RopeSpec
 from sphkv.store.layout import HEADER_BYTES
 
 CODED_PAGE_TOKENS = 128
+PAGE_HEADER_BYTES = HEADER_BYTES
+PAGE_POINTER_BYTES = 8
+"""What a page of coded tokens is charged besides what it holds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,13 +68,25 @@ class Coded:
     num_tokens: int
 
 
-class StateCodec(Protocol):
-    """One setting of a method: how a block of tokens is stored."""
+class CacheCodec(Protocol):
+    """One setting of a method that codes states."""
 
     @property
     def label(self) -> str:
         """Bits and the like, for reports."""
         ...
+
+    def layer(self, layer: int, keys: Tensor, values: Tensor) -> StateLayer:
+        """An empty layer on the device of the given states."""
+        ...
+
+    def tables(self) -> list[Tagged]:
+        """Tensors that all layers share, such as a rotation."""
+        ...
+
+
+class BlockCodec(Protocol):
+    """How a block of tokens is stored, keys and values together."""
 
     @property
     def block_tokens(self) -> int:
@@ -96,8 +111,56 @@ class StateCodec(Protocol):
         """Keys and values ``[kv_heads, tokens, head_dim]`` float32."""
         ...
 
-    def tables(self) -> list[Tagged]:
-        """Tensors that all layers share, such as a rotation."""
+
+class StateLayer(Protocol):
+    """The states of one layer, dense and coded."""
+
+    keeps_rebuilt: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the layer."""
+        ...
+
+    @property
+    def num_coded(self) -> int:
+        """Tokens that are coded."""
+        ...
+
+    def store_prompt(self, block: StateBlock) -> None:
+        """Divide a prompt into sinks, coded tokens and the tail."""
+        ...
+
+    def room(self) -> int:
+        """Tokens that may be appended before something must be coded."""
+        ...
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add tokens."""
+        ...
+
+    def seal(self) -> None:
+        """Code what has waited long enough."""
+        ...
+
+    def read(self) -> HeldStates:
+        """Everything the layer holds, rebuilt in float32."""
+        ...
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Refuse a cut through a block that was coded as a whole."""
+        ...
+
+    def crop(self, num_tokens: int) -> None:
+        """Forget tokens; ``check_crop`` has allowed it."""
+        ...
+
+    def tensors(self) -> list[Tagged]:
+        """Every live tensor with its ledger kind."""
+        ...
+
+    def page_counts(self) -> int:
+        """Pages that coded tokens are charged for."""
         ...
 
 
@@ -174,6 +237,10 @@ class PairCodec:
             decoded = rope.from_planes(rope.rotate(rope.to_planes(decoded), positions))
         return decoded, self.values.decode(values, coded.num_tokens)
 
+    def layer(self, layer: int, keys: Tensor, values: Tensor) -> StateLayer:
+        """An empty layer."""
+        return CodedLayer(self, layer, keys, values)
+
     def tables(self) -> list[Tagged]:
         """Shared tensors of both; one that both use counts once."""
         unique = {id(tensor): tensor for tensor in (*self.keys.tables(), *self.values.tables())}
@@ -187,7 +254,7 @@ class CodedLayer:
         keeps_rebuilt: Whether what was rebuilt once is kept for later reads.
     """
 
-    def __init__(self, codec: StateCodec, layer: int, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, codec: BlockCodec, layer: int, keys: Tensor, values: Tensor) -> None:
         """Start empty, on the device of the given states."""
         self.keeps_rebuilt = False
         self._rebuilt: HeldStates | None = None
@@ -196,7 +263,6 @@ class CodedLayer:
         self._sinks = _dense_copy(keys[:, :0], values[:, :0])
         self._tail = _dense_copy(keys[:, :0], values[:, :0])
         self._blocks: list[Coded] = []
-        self._renew_pages()
 
     @property
     def num_tokens(self) -> int:
@@ -257,18 +323,15 @@ class CodedLayer:
             tensors = {n: torch.cat([last.tensors[n], t], 1) for n, t in coded.tensors.items()}
             coded = Coded(tensors, last.first_position, last.num_tokens + coded.num_tokens)
         self._blocks.append(coded)
-        self._renew_pages()
 
-    def _renew_pages(self) -> None:
-        """One header with its number of tokens, and one pointer, per head and 128 tokens."""
-        heads, device = self._sinks[0].shape[0], self._sinks[0].device
-        coded = sum(block.num_tokens for block in self._blocks)
-        starts = torch.arange(0, coded, CODED_PAGE_TOKENS, device=device)
-        shape = (heads, starts.shape[0], HEADER_BYTES)
-        self._headers = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self._headers[..., 0] = (coded - starts).clamp(max=CODED_PAGE_TOKENS).to(torch.uint8)
-        ids = torch.arange(heads * starts.shape[0], device=device)
-        self._pointers = ids.view(heads, starts.shape[0])
+    @property
+    def num_coded(self) -> int:
+        """Tokens that are coded."""
+        return sum(block.num_tokens for block in self._blocks)
+
+    def page_counts(self) -> int:
+        """Pages of 128 tokens that the coded tokens of all heads take."""
+        return self._sinks[0].shape[0] * -(-self.num_coded // CODED_PAGE_TOKENS)
 
     def read(self) -> HeldStates:
         """Everything the layer holds, rebuilt in float32."""
@@ -321,11 +384,10 @@ class CodedLayer:
         self._blocks = blocks
         sinks = self._sinks
         self._sinks = _dense_copy(sinks[0][:, :num_tokens], sinks[1][:, :num_tokens])
-        self._renew_pages()
 
     def tensors(self) -> list[Tagged]:
         """Every live tensor with its ledger kind."""
-        tagged = [("headers", self._headers), ("ptr", self._pointers)]
+        tagged: list[Tagged] = []
         for keys, values in (self._sinks, self._tail):
             tagged += [("codes", keys), ("values", values)]
         for block in self._blocks:

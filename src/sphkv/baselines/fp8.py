@@ -10,13 +10,16 @@ in float32 from the restored states, where engines on Hopper multiply in FP8.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sphkv.baselines.coded_layer import PairCodec
-from sphkv.baselines.quantised import QuantisedCache
+from sphkv.baselines.quantised import CodedSettings
+from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -45,6 +48,12 @@ class Float8:
         return []
 
 
-def fp8(geometry: KVGeometry, budget: float) -> QuantisedCache:
+@dataclass(frozen=True)
+class Fp8(CodedSettings):
     """FP8 with scale 1."""
-    return QuantisedCache("fp8", geometry, [PairCodec(Float8(), Float8())], budget)
+
+    name: ClassVar[str] = "fp8"
+
+    def codecs(self, geometry: KVGeometry, ropes: Sequence[RopeSpec]) -> list[PairCodec]:
+        """The one format."""
+        return [PairCodec(Float8(), Float8())]

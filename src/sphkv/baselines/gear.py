@@ -14,7 +14,9 @@ calls GEAR-L.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +24,8 @@ from torch import Tensor
 from sphkv.baselines.coded_layer import PairCodec, PartCodec
 from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
 from sphkv.baselines.outliers import join_outliers, split_outliers
-from sphkv.baselines.quantised import QuantisedCache
+from sphkv.baselines.quantised import CodedSettings
+from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
 
 GROUP = 64
@@ -91,14 +94,19 @@ class CorrectedIntegers:
         return self.backbone.tables()
 
 
-def gear(geometry: KVGeometry, budget: float) -> QuantisedCache:
+@dataclass(frozen=True)
+class Gear(CodedSettings):
     """GEAR with 2% outliers and rank 4."""
-    codecs = [
-        PairCodec(
-            CorrectedIntegers(ChannelIntegers(k, GROUP), True, share),
-            CorrectedIntegers(TokenIntegers(v, geometry.head_dim, GROUP), False, share),
-            block_tokens=GROUP,
-        )
-        for k, v, share in SETTINGS
-    ]
-    return QuantisedCache("gear", geometry, codecs, budget)
+
+    name: ClassVar[str] = "gear"
+
+    def codecs(self, geometry: KVGeometry, ropes: Sequence[RopeSpec]) -> list[PairCodec]:
+        """All widths."""
+        return [
+            PairCodec(
+                CorrectedIntegers(ChannelIntegers(k, GROUP), True, share),
+                CorrectedIntegers(TokenIntegers(v, geometry.head_dim, GROUP), False, share),
+                block_tokens=GROUP,
+            )
+            for k, v, share in SETTINGS
+        ]

@@ -7,53 +7,76 @@ half of the budget goes to the highest scores, half to the latest tokens. Scores
 while decoding, so they are stored beside the states and charged (four bytes each).
 
 Deviations: with grouped queries a KV head's score sums over its query heads; eviction happens
-once per 16 new tokens instead of at every token.
+once per 16 new tokens instead of at every token. Decode kernels return no weights, so each step
+computes them a second time in torch, which its time includes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from sphkv.baselines.attention_scores import SharedAttention, received_attention
-from sphkv.baselines.eviction import PROTECTED, EvictionCache, PromptPolicy
-from sphkv.core.geometry import KVGeometry
+from sphkv.baselines.attention_scores import received_attention
+from sphkv.baselines.eviction import PROTECTED, EvictionCache, LayerPrompt, PromptPolicy, Weights
+from sphkv.baselines.settings import MethodShape
 
 
+@dataclass(frozen=True)
 class HeavyHitters(PromptPolicy):
-    """Accumulated attention, with the latest half of the budget protected.
+    """Accumulated attention, with the latest tokens protected.
 
     Attributes:
-        shared: Attention that earlier caches of the same prompt have found; None finds all anew.
+        recent_share: Share of the kept tokens that are the latest.
     """
 
-    name = "h2o"
-    evicts_in_decode = True
-    has_scores = True
+    recent_share: float = 0.5
 
-    def __init__(self) -> None:
-        """Share nothing."""
-        self.shared: SharedAttention | None = None
+    @property
+    def name(self) -> str:
+        """Label in reports."""
+        return "h2o"
+
+    @property
+    def weights(self) -> Weights:
+        """Of every step."""
+        return "always"
+
+    @property
+    def carries_scores(self) -> bool:
+        """The sums."""
+        return True
+
+    @classmethod
+    def trials(cls) -> tuple[HeavyHitters, ...]:
+        """Shares of recent tokens."""
+        return tuple(cls(recent_share=share) for share in (0.5, 0.1, 0.25, 0.4, 0.65, 0.8))
+
+    def build(self, shape: MethodShape) -> EvictionCache:
+        """An empty cache."""
+        return EvictionCache(shape, self)
 
     def least_tokens(self) -> int:
         """A heavy hitter and a recent token."""
         return 2
 
-    def prompt_scores(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def reserved_pages(self, room: int, num_new: int) -> int:
+        """None: whatever scores low goes."""
+        return 0
+
+    def prompt_scores(self, prompt: LayerPrompt) -> Tensor:
         """Attention received from all queries of the prompt."""
-        if self.shared is None:
-            received = received_attention(query, keys)
+        if prompt.shared is None:
+            received = received_attention(prompt.query, prompt.keys)
         else:
-            received = self.shared.received(layer, query, keys)
-        total: Tensor = received.unflatten(0, (keys.shape[0], -1)).sum(1)
+            received = prompt.shared.received(prompt.layer, prompt.query, prompt.keys)
+        total: Tensor = received.unflatten(0, (prompt.keys.shape[0], -1)).sum(1)
         return total
 
-    def decode_scores(self, positions: Tensor, carried: Tensor | None, num_kept: int) -> Tensor:
+    def decode_scores(
+        self, positions: Tensor, weights: Tensor | None, num_kept: int, prompt: int
+    ) -> Tensor:
         """Attention received so far."""
-        assert carried is not None
-        recent = positions.max() - num_kept // 2
-        return carried.masked_fill(positions > recent, PROTECTED)
-
-
-def h2o(geometry: KVGeometry, budget: float) -> EvictionCache:
-    """H2O with equal halves of heavy hitters and recent tokens."""
-    return EvictionCache(geometry, HeavyHitters(), budget)
+        assert weights is not None
+        recent = positions.max() - max(1, int(num_kept * self.recent_share))
+        return weights.masked_fill(positions > recent, PROTECTED)

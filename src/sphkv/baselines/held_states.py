@@ -115,6 +115,36 @@ def attend_held(
     return torch.cat(outputs, 1)
 
 
+def held_weights(
+    query: Tensor,
+    held: HeldStates,
+    query_positions: Tensor,
+    options: AttentionOptions,
+    *,
+    is_mean: bool = True,
+) -> Tensor:
+    """Attention ``[kv_heads, most]`` float32 that held states receive from queries.
+
+    Args:
+        query: ``[query_heads, queries, head_dim]`` after RoPE.
+        held: The states.
+        query_positions: ``[queries]`` int64.
+        options: Scale, soft-cap and window.
+        is_mean: Mean over queries and the query heads of a KV head; else their sum.
+    """
+    weights, _ = softmax_parts(held_logits(query, held, query_positions, options))
+    return weights.mean(1) if is_mean else weights.sum(1)
+
+
+def add_ledgers(ledgers: Iterable[ByteLedger]) -> ByteLedger:
+    """Bytes of several ledgers, kind by kind."""
+    kinds = dict.fromkeys(ByteLedger.__slots__, 0)
+    for ledger in ledgers:
+        for kind in kinds:
+            kinds[kind] += getattr(ledger, kind)
+    return ByteLedger(**kinds)
+
+
 def ledger_of(tensors: Iterable[Tagged], slack: int = 0) -> ByteLedger:
     """Bytes of live tensors by kind.
 
@@ -149,10 +179,3 @@ def check_query(geometry: KVGeometry, query: Tensor, tokens: int) -> None:
     expected = (geometry.num_query_heads, tokens, geometry.head_dim)
     if tuple(query.shape) != expected:
         raise ValueError(f"query must be {list(expected)}, got {tuple(query.shape)}")
-
-
-def check_budget(budget: float) -> float:
-    """Reject shares of dense bytes that are not positive."""
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 2:
-        raise ValueError(f"budget must be a share of dense bytes in (0, 2], got {budget!r}")
-    return float(budget)

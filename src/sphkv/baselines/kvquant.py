@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,9 +26,9 @@ from sphkv.baselines.bit_packing import pack_bits, unpack_bits
 from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.outliers import join_outliers, place, split_outliers
 from sphkv.baselines.per_channel_int import as_float16, check_bits
-from sphkv.baselines.quantised import QuantisedCache
-from sphkv.core.geometry import KVGeometry
+from sphkv.baselines.quantised import CodedSettings
 from sphkv.core.rope import RopeSpec
+from sphkv.core.geometry import KVGeometry
 
 WIDTHS = ((6, 6), (5, 5), (5, 4), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
 """Bits of keys and of values, the best first."""
@@ -110,16 +111,21 @@ class NonuniformRows:
         return []
 
 
-def kvquant(geometry: KVGeometry, ropes: Sequence[RopeSpec], budget: float) -> QuantisedCache:
+@dataclass(frozen=True)
+class KVQuant(CodedSettings):
     """KVQuant with one percent of outliers."""
-    codecs = [
-        PairCodec(
-            NonuniformRows(key_bits, geometry.head_dim, is_per_channel=True),
-            NonuniformRows(value_bits, geometry.head_dim, is_per_channel=False),
-            block_tokens=128,
-            sink_tokens=1,
-            ropes=ropes,
-        )
-        for key_bits, value_bits in WIDTHS
-    ]
-    return QuantisedCache("kvquant", geometry, codecs, budget)
+
+    name: ClassVar[str] = "kvquant"
+
+    def codecs(self, geometry: KVGeometry, ropes: Sequence[RopeSpec]) -> list[PairCodec]:
+        """All widths."""
+        return [
+            PairCodec(
+                NonuniformRows(key_bits, geometry.head_dim, is_per_channel=True),
+                NonuniformRows(value_bits, geometry.head_dim, is_per_channel=False),
+                block_tokens=128,
+                sink_tokens=1,
+                ropes=ropes,
+            )
+            for key_bits, value_bits in WIDTHS
+        ]

@@ -9,39 +9,82 @@ scan least-recently-used replacement would never hit; keeping a fixed set reside
 rule can do.
 
 Deviations: both memories are the same here, so only the bytes are accounted, not their transfer
-time; new tokens push the oldest device page to the host as soon as it is needed. The layer being
-streamed counts in ``peak_bytes``, not in ``resident_bytes``.
+time. The layer being streamed counts in ``peak_bytes``, not in ``resident_bytes``.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 from torch import Tensor
 
-from sphkv.baselines.dense import KeepAll
-from sphkv.baselines.eviction import EvictionCache
-from sphkv.baselines.held_states import HeldStates, Tagged, join_states
-from sphkv.baselines.paged_states import PAGE_TOKENS, PagedStates
-from sphkv.core.geometry import KVGeometry
+from sphkv.attention.partial import PartialAttention, merge_partials
+from sphkv.attention.request import AttentionOptions
+from sphkv.baselines.eviction import EvictionCache, LayerPrompt, PromptPolicy, Weights
+from sphkv.baselines.held_states import HeldStates, join_states
+from sphkv.baselines.layer_pages import LayerPages
+from sphkv.baselines.settings import MethodShape
 
 
-class _Offload(KeepAll):
-    name = "offload"
-    evicts_in_decode = True
+@dataclass(frozen=True)
+class NewestPages(PromptPolicy):
+    """The newest tokens stay on the device."""
+
+    @property
+    def name(self) -> str:
+        """Label in reports."""
+        return "offload"
+
+    @property
+    def weights(self) -> Weights:
+        """Positions are enough."""
+        return "never"
+
+    @classmethod
+    def trials(cls) -> tuple[Self, ...]:
+        """There is nothing to choose."""
+        return (cls(),)
+
+    def build(self, shape: MethodShape) -> OffloadCache:
+        """An empty cache."""
+        return OffloadCache(shape, self)
+
+    def reserved_pages(self, room: int, num_new: int) -> int:
+        """None: older pages go to the host."""
+        return 0
+
+    def prompt_scores(self, prompt: LayerPrompt) -> Tensor:
+        """Positions."""
+        positions = torch.arange(prompt.keys.shape[1], device=prompt.keys.device)
+        return positions.float().expand(prompt.keys.shape[:2])
+
+    def decode_scores(
+        self, positions: Tensor, weights: Tensor | None, num_kept: int, prompt: int
+    ) -> Tensor:
+        """Positions."""
+        return positions.float()
 
 
 class OffloadCache(EvictionCache):
     """Device pages within the budget, host pages without one.
 
     Attributes:
-        moved_bytes: Bytes of pages moved so far between host and device, either way.
+        moved_bytes: Bytes moved so far between host and device, either way.
     """
 
-    def __init__(self, geometry: KVGeometry, budget: float) -> None:
+    residency = "offloaded"
+
+    def __init__(self, shape: MethodShape, policy: NewestPages) -> None:
         """Start empty."""
-        super().__init__(geometry, _Offload(), budget)
-        self._host: list[PagedStates | None] = [None] * geometry.num_layers
+        super().__init__(shape, policy)
+        self._host: list[LayerPages | None] = [None] * self.geometry.num_layers
         self.moved_bytes = 0
+
+    def tier_shares(self) -> dict[str, float]:
+        """All dense, here or there."""
+        return {"max": 1.0}
 
     def prefill(
         self, layer: int, keys: Tensor, values: Tensor, *, query: Tensor | None = None
@@ -51,42 +94,32 @@ class OffloadCache(EvictionCache):
             query = keys.new_zeros(self.geometry.num_query_heads, *keys.shape[1:])
         super().prefill(layer, keys, values, query=query)
 
-    def _store_prompt(
-        self, layer: int, keys: Tensor, values: Tensor, scores: Tensor, num_kept: int
+    def _store(
+        self, layer: int, pages: LayerPages, keys: Tensor, values: Tensor, is_kept: Tensor
     ) -> None:
-        heads, tokens, dim = keys.shape
-        kept = tokens
-        if num_kept < tokens:
-            # whole pages go to the host, so the device keeps up to a page less than it may
-            kept = tokens - -(-(tokens - num_kept) // PAGE_TOKENS) * PAGE_TOKENS
-        positions = torch.arange(tokens, device=keys.device).expand(heads, tokens)
-        device = PagedStates(heads, dim, device=keys.device)
-        host = PagedStates(heads, dim, device="cpu")
-        old = slice(0, tokens - kept)
-        host.append(keys[:, old].cpu(), values[:, old].cpu(), positions[:, old].cpu())
-        new = slice(tokens - kept, tokens)
-        device.append(keys[:, new], values[:, new], positions[:, new])
-        self._layers[layer], self._host[layer] = device, host
-        self._given[layer] = tokens
-        self.moved_bytes += _page_bytes(host)
+        # by age, so every head keeps the same tokens
+        num_old = int((~is_kept[0]).sum())
+        self._host[layer] = self._new_layer(torch.device("cpu"))
+        self._to_host(layer, keys[:, :num_old], values[:, :num_old])
+        super()._store(layer, pages, keys, values, is_kept)
+        # nothing is lost: any token can be cropped
+        self._evicted_at[layer] = 0
 
-    def _make_room(self, layer: int, wanted: int) -> int:
-        device, host = self._pages(layer), self._host_pages(layer)
-        room = self._room[layer] + PAGE_TOKENS - int(device.counts[0])
-        if room <= 0:
-            held = device.read()
-            oldest = slice(0, PAGE_TOKENS)
-            before = _page_bytes(host)
-            host.append(
-                held.keys[:, oldest].cpu(),
-                held.values[:, oldest].cpu(),
-                held.positions[:, oldest].cpu(),
-            )
-            keep = held.positions >= int(held.positions[0, PAGE_TOKENS])
-            device.keep(keep)
-            self.moved_bytes += _page_bytes(host) - before
-            room = PAGE_TOKENS
-        return min(room, wanted)
+    def _to_host(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        host = self._host_pages(layer)
+        before = host.nbytes
+        if keys.shape[1]:
+            host.append(keys.cpu(), values.cpu())
+        self.moved_bytes += host.nbytes - before
+
+    def _evict(self, layer: int, query: Tensor, options: AttentionOptions, num_tokens: int) -> None:
+        pages = self._pages(layer)
+        held = pages.read()
+        count = int(self._decode_counts(layer, held, held.positions.float(), num_tokens)[0])
+        old = max(0, held.keys.shape[1] - count)
+        self._to_host(layer, held.keys[:, :old], held.values[:, :old])
+        is_kept = torch.arange(held.keys.shape[1], device=held.keys.device) >= old
+        pages.keep(held, is_kept.expand(held.positions.shape))
 
     def read(self, layer: int) -> HeldStates:
         """Host pages, then device pages."""
@@ -96,42 +129,48 @@ class OffloadCache(EvictionCache):
         return join_states([moved, device])
 
     def _attend_part(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, *rest: object
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        options: AttentionOptions,
+        sink_logits: Tensor | None,
     ) -> Tensor:
+        pages, host = self._pages(layer), self._host_pages(layer)
+        begin, tokens = pages.num_tokens, keys.shape[1]
         # each token is a step of its own and streams the host pages once
-        self.moved_bytes += _page_bytes(self._host_pages(layer)) * keys.shape[1]
-        return super()._attend_part(layer, query, keys, values, *rest)  # type: ignore[arg-type]
+        self.moved_bytes += host.nbytes * tokens
+        pages.append(keys, values)
+        positions = torch.arange(begin, begin + tokens, device=keys.device)
+        parts = [pages.attend_partly(query, positions, options)]
+        if host.num_tokens:
+            old = host.attend_partly(query.cpu(), positions.cpu(), options)
+            parts.append(PartialAttention(old.output.to(keys.device), old.lse.to(keys.device)))
+        merged = merge_partials(parts)
+        if sink_logits is not None:
+            merged = merge_partials([merged, PartialAttention.of_sinks(sink_logits, merged)])
+        return merged.output
 
     def crop(self, num_tokens: int) -> None:
         """Forget the tokens from ``num_tokens`` on, wherever they are."""
         for layer, host in enumerate(self._host):
-            if host is None or num_tokens >= self._given[layer]:
-                continue
-            host.keep(host.read().positions < num_tokens)
-            device = self._pages(layer)
-            device.keep(device.read().positions < num_tokens)
-            self._given[layer] = num_tokens
+            if host is not None and num_tokens < self.num_tokens(layer):
+                if num_tokens < host.num_tokens:
+                    host.crop(num_tokens)
+                self._pages(layer).crop(num_tokens)
 
-    def _host_pages(self, layer: int) -> PagedStates:
+    def _host_pages(self, layer: int) -> LayerPages:
         host = self._host[layer]
         if host is None:
             raise ValueError(f"layer {layer} has no prompt yet")
         return host
 
-    def host_tensors(self) -> list[Tagged]:
-        """Live tensors in host memory, which ``tensors`` and the ledger leave out."""
-        return [tagged for host in self._host if host is not None for tagged in host.tensors()]
-
     def host_bytes(self) -> int:
-        """Bytes in host memory."""
-        return sum(tensor.nbytes for _, tensor in self.host_tensors())
+        """Bytes in host memory, which the ledger leaves out."""
+        return sum(host.nbytes for host in self._host if host is not None)
 
     def peak_bytes(self) -> int:
         """Resident bytes and the largest layer that a step brings in."""
-        layers = [_page_bytes(host) for host in self._host if host is not None]
+        layers = [host.nbytes for host in self._host if host is not None]
         return self.resident_bytes() + max(layers, default=0)
-
-
-def _page_bytes(pages: PagedStates) -> int:
-    """Bytes of whole pages, without the table that points to them."""
-    return sum(tensor.nbytes for kind, tensor in pages.tensors() if kind != "ptr")

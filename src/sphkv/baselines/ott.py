@@ -14,16 +14,19 @@ pools of its own. Every layer has pools, where the paper does best without them 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from sphkv.baselines.coded_layer import Coded, PairCodec, StateBlock
+from sphkv.baselines.coded_layer import Coded, CodedLayer, PairCodec, StateBlock
 from sphkv.baselines.held_states import Tagged
 from sphkv.baselines.kivi import WIDTHS, kivi_codec
 from sphkv.baselines.outliers import index_dtype, place
-from sphkv.baselines.quantised import QuantisedCache
+from sphkv.baselines.quantised import CodedSettings
+from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
 
 GROUP = 128
@@ -38,16 +41,18 @@ class TracedIntegers:
         group: Tokens of a group.
         num_outliers: Places of a head's pool.
         num_spilled: Places for tokens that left the pool.
+        residual_tokens: Newest tokens that stay dense.
+        sink_tokens: First tokens that stay dense.
     """
 
     integers: PairCodec
     group: int = GROUP
     num_outliers: int = 3
     num_spilled: int = 32
+    residual_tokens: int = 32
+    sink_tokens: int = 0
 
-    block_tokens = GROUP
-    residual_tokens = 32
-    sink_tokens = 0
+    block_tokens: ClassVar[int] = GROUP
 
     @property
     def label(self) -> str:
@@ -88,6 +93,10 @@ class TracedIntegers:
         keys, values = self.integers.decode(layer, inner)
         return keys.scatter(1, wide, dense[0].float()), values.scatter(1, wide, dense[1].float())
 
+    def layer(self, layer: int, keys: Tensor, values: Tensor) -> CodedLayer:
+        """An empty layer."""
+        return CodedLayer(self, layer, keys, values)
+
     def tables(self) -> list[Tagged]:
         """None."""
         return []
@@ -126,7 +135,29 @@ def _fill(states: Tensor, taken: Tensor) -> Tensor:
     return torch.where(taken[..., None], mean, grouped).flatten(1, 2)
 
 
-def ott(geometry: KVGeometry, budget: float) -> QuantisedCache:
-    """OTT with pools of three and 32 tokens, groups of 128 and a residual of 32."""
-    codecs = [TracedIntegers(kivi_codec(geometry, k, v, group=GROUP)) for k, v in WIDTHS]
-    return QuantisedCache("ott", geometry, codecs, budget)
+@dataclass(frozen=True)
+class Ott(CodedSettings):
+    """OTT with groups of 128 and a residual of 32.
+
+    Attributes:
+        num_outliers: Places of a head's pool.
+    """
+
+    num_outliers: int = 3
+
+    name: ClassVar[str] = "ott"
+
+    def trials(self) -> tuple[Self, ...]:
+        """Two pools, three residuals."""
+        return tuple(
+            type(self)(num_outliers=count, residual_tokens=residual)
+            for count in (3, 6)
+            for residual in (32, 0, 64)
+        )
+
+    def codecs(self, geometry: KVGeometry, ropes: Sequence[RopeSpec]) -> list[TracedIntegers]:
+        """All widths."""
+        return [
+            TracedIntegers(kivi_codec(geometry, k, v, group=GROUP), num_outliers=self.num_outliers)
+            for k, v in WIDTHS
+        ]

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,9 +25,10 @@ from torch import Tensor
 from sphkv.baselines.bit_packing import pack_bits, unpack_bits
 from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.per_channel_int import as_float16
-from sphkv.baselines.quantised import QuantisedCache
+from sphkv.baselines.quantised import CodedSettings
 from sphkv.baselines.rotation_lloyd import random_rotation
 from sphkv.baselines.scalar_levels import lloyd_max_levels
+from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
 
 WIDTHS = ((8, 6), (6, 4), (5, 3), (4, 3), (4, 2), (3, 2), (3, 1), (2, 1))
@@ -122,8 +125,13 @@ class PolarTree:
         return [random_rotation(self.head_dim, self.seed), *levels]
 
 
-def polarquant_recursive(geometry: KVGeometry, budget: float) -> QuantisedCache:
+@dataclass(frozen=True)
+class PolarQuantRecursive(CodedSettings):
     """Recursive PolarQuant for keys and values."""
-    parts = [PolarTree(geometry.head_dim, *widths) for widths in WIDTHS]
-    codecs = [PairCodec(part, part) for part in parts]
-    return QuantisedCache("polarquant_recursive", geometry, codecs, budget)
+
+    name: ClassVar[str] = "polarquant_recursive"
+
+    def codecs(self, geometry: KVGeometry, ropes: Sequence[RopeSpec]) -> list[PairCodec]:
+        """All widths."""
+        parts = [PolarTree(geometry.head_dim, *widths) for widths in WIDTHS]
+        return [PairCodec(part, part) for part in parts]

@@ -6,23 +6,26 @@ and Decoding Acceleration". The two channels that the rotary embedding turns tog
 vector whose radius and angle, after the embedding, are integers per pair over groups of 128
 tokens; four bits each are the paper's default. Values take KIVI's integers per token.
 
-Deviations: values are always coded, in groups of 32 channels (the paper also reports dense
-values); the last tokens wait dense until a group of 128 is full.
+Values share a range per token and up to 128 channels.
+
+Deviations: values are always coded (the paper also reports dense values); the last tokens wait
+dense until a group of 128 is full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
-from sphkv.baselines.quantised import QuantisedCache
-from sphkv.core.geometry import KVGeometry
+from sphkv.baselines.quantised import CodedSettings
 from sphkv.core.rope import RopeSpec
+from sphkv.core.geometry import KVGeometry
 
 GROUP = 128
 WIDTHS = ((6, 6, 8), (5, 5, 4), (4, 4, 4), (4, 4, 3), (3, 4, 3), (3, 3, 3), (3, 3, 2), (2, 3, 2))
@@ -75,18 +78,21 @@ class PolarPairs:
         return []
 
 
-def polarquant_rope(
-    geometry: KVGeometry, ropes: Sequence[RopeSpec], budget: float
-) -> QuantisedCache:
+@dataclass(frozen=True)
+class PolarQuantRope(CodedSettings):
     """RoPE-pair PolarQuant; all layers must pair their channels alike."""
-    if len({(rope.layout, rope.rotary_dim) for rope in ropes}) != 1:
-        raise ValueError("polarquant_rope needs the same channel pairs in all layers")
-    codecs = [
-        PairCodec(
-            PolarPairs(ropes[0], radius_bits, angle_bits),
-            TokenIntegers(value_bits, geometry.head_dim, 32),
-            block_tokens=GROUP,
-        )
-        for radius_bits, angle_bits, value_bits in WIDTHS
-    ]
-    return QuantisedCache("polarquant_rope", geometry, codecs, budget)
+
+    name: ClassVar[str] = "polarquant_rope"
+
+    def codecs(self, geometry: KVGeometry, ropes: Sequence[RopeSpec]) -> list[PairCodec]:
+        """All widths."""
+        if len({(rope.layout, rope.rotary_dim) for rope in ropes}) != 1:
+            raise ValueError("polarquant_rope needs the same channel pairs in all layers")
+        return [
+            PairCodec(
+                PolarPairs(ropes[0], radius_bits, angle_bits),
+                TokenIntegers(value_bits, geometry.head_dim, GROUP),
+                block_tokens=GROUP,
+            )
+            for radius_bits, angle_bits, value_bits in WIDTHS
+        ]

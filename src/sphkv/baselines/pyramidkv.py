@@ -5,17 +5,17 @@ Cai et al., 2024, "PyramidKV: Dynamic KV Cache Compression based on Pyramidal In
 Funneling". The room of a layer falls linearly with its index, from twice the average less the
 smallest down to a twentieth (beta = 20) of the average; window 8, max pooling with kernel 7.
 
-Deviations: rooms are rounded down to whole pages of 16 tokens; grouped queries as for SnapKV.
+Deviations: rooms are rounded down to whole pages of 16 tokens; grouped queries and tokens after
+the prompt as for SnapKV here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
-from sphkv.baselines.eviction import EvictionCache
-from sphkv.baselines.paged_states import PAGE_TOKENS
+from sphkv.baselines.layer_pages import PAGE_TOKENS
 from sphkv.baselines.snapkv import WindowVotes
-from sphkv.core.geometry import KVGeometry
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,20 @@ class PyramidVotes(WindowVotes):
     window: int = 8
     beta: int = 20
 
-    name = "pyramidkv"
+    @property
+    def name(self) -> str:
+        """Label in reports."""
+        return "pyramidkv"
 
-    def layer_tokens(self, layer: int, num_layers: int, room: int, prompt: int) -> int:
+    @classmethod
+    def trials(cls) -> tuple[Self, ...]:
+        """Two kernels, three slopes."""
+        return tuple(cls(kernel=kernel, beta=beta) for kernel in (7, 17) for beta in (20, 5, 2))
+
+    def layer_pages(self, layer: int, num_layers: int, room: int, prompt: int) -> int:
         """The line from the first layer's room to the last one's, in whole pages."""
         # the observation window is kept in every layer and takes no part in the pyramid
-        free = room - self.window
+        free = max(1, room * PAGE_TOKENS - self.window)
         least = free // self.beta
         most = 2 * free - least
         if most > prompt - self.window:
@@ -42,17 +50,13 @@ class PyramidVotes(WindowVotes):
             least = 2 * free - most
         step = (most - least) / max(1, num_layers - 1)
         first = most if num_layers > 1 else free
+        # two pages: one to pack into while the tail's page comes
+        least_pages = min(2, room)
         pages = [
-            max(1, int(first - step * index + self.window) // PAGE_TOKENS)
+            max(least_pages, int(first - step * index + self.window) // PAGE_TOKENS)
             for index in range(num_layers)
         ]
-        # a layer below one page was rounded up; the widest layers pay for it
-        excess = max(0, sum(pages) - num_layers * room // PAGE_TOKENS)
-        for index in range(excess):
-            pages[index % num_layers] -= 1
-        return PAGE_TOKENS * pages[layer]
-
-
-def pyramidkv(geometry: KVGeometry, budget: float) -> EvictionCache:
-    """PyramidKV with the paper's window and slope."""
-    return EvictionCache(geometry, PyramidVotes(), budget)
+        # a layer below that was rounded up; the widest layers pay for it
+        while sum(pages) > num_layers * room:
+            pages[pages.index(max(pages))] -= 1
+        return pages[layer]

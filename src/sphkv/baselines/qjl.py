@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,8 +28,9 @@ from sphkv.baselines.bit_packing import pack_bits, unpack_bits
 from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.integer_codes import TokenIntegers
 from sphkv.baselines.per_channel_int import as_float16
-from sphkv.baselines.quantised import QuantisedCache
+from sphkv.baselines.quantised import CodedSettings
 from sphkv.baselines.rotation_lloyd import random_rotation
+from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
 
 BLOCK = 128
@@ -105,11 +108,16 @@ class SignSketch:
         return [sketch_rows(rows, self.head_dim) for rows in self._sizes]
 
 
-def qjl(geometry: KVGeometry, budget: float) -> QuantisedCache:
+@dataclass(frozen=True)
+class Qjl(CodedSettings):
     """QJL with eight outlier channels and a buffer of 128 tokens."""
-    dim = geometry.head_dim
-    codecs = [
-        PairCodec(SignSketch(dim, ratio), TokenIntegers(bits, dim, 32), block_tokens=BLOCK)
-        for ratio, bits in WIDTHS
-    ]
-    return QuantisedCache("qjl", geometry, codecs, budget)
+
+    name: ClassVar[str] = "qjl"
+
+    def codecs(self, geometry: KVGeometry, ropes: Sequence[RopeSpec]) -> list[PairCodec]:
+        """All sketches."""
+        dim = geometry.head_dim
+        return [
+            PairCodec(SignSketch(dim, ratio), TokenIntegers(bits, dim, 32), block_tokens=BLOCK)
+            for ratio, bits in WIDTHS
+        ]

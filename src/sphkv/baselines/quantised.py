@@ -2,45 +2,98 @@
 """The part that all methods which code states share.
 
 Codes and metadata are real tensors, packed to the bits that are claimed, and the ledger counts
-them. Coded tokens sit in pages of 128 with the header and pointer that a page of the page store
-has; no slack of a last page is charged, a favour to these methods. A decode step rebuilds the
-whole layer in float32 and attends to that, so these methods are format-only: their bytes are
-real, their speed is that of reconstruction, and ``peak_bytes`` has the rebuilt layer in it.
+them. For every 128 coded tokens of a head the header and pointer of a page are charged as well; no
+slack of a last page is, a favour to these methods. A decode step rebuilds the whole layer in
+float32 and attends to that, so these methods are format-only: their bytes are real, their speed is
+that of reconstruction, and ``peak_bytes`` has the rebuilt layer in it.
+
+The setting is the best one whose bytes stay within the budget after the prompt and after every one
+of the ``num_new`` tokens that follow, found by coding noise of one layer.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
+from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
-from sphkv.baselines.coded_layer import CodedLayer, StateBlock, StateCodec
+from sphkv.baselines.coded_layer import (
+    PAGE_HEADER_BYTES,
+    PAGE_POINTER_BYTES,
+    CacheCodec,
+    StateBlock,
+    StateLayer,
+)
 from sphkv.baselines.held_states import (
     HeldStates,
     Tagged,
     attend_held,
-    check_budget,
     check_query,
     check_states,
     ledger_of,
 )
+from sphkv.baselines.settings import NUM_TRIALS, MethodShape, changed_fields
+from sphkv.cache.method import CacheMethodBase
+from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
 from sphkv.store.ledger import ByteLedger
 
 _PROBE_SEED = 0
 
 
-class QuantisedCache:
+@dataclass(frozen=True)
+class CodedSettings:
+    """Hyper-parameters that every coding method has besides its bits.
+
+    Attributes:
+        sink_tokens: First tokens that stay dense; the method's own number if None.
+        residual_tokens: Newest tokens that stay dense; the method's own number if None.
+    """
+
+    sink_tokens: int | None = None
+    residual_tokens: int | None = None
+
+    name: ClassVar[str] = "coded"
+
+    @abstractmethod
+    def codecs(self, geometry: KVGeometry, ropes: Sequence[RopeSpec]) -> Sequence[Any]:
+        """The method's own codecs, dataclasses, the best first."""
+
+    def trials(self) -> tuple[Self, ...]:
+        """The paper's dense tokens and others."""
+        dense = ((None, None), (4, 0), (16, 0), (0, 32), (4, 32), (16, 64))
+        found = [dataclasses.replace(self, sink_tokens=s, residual_tokens=r) for s, r in dense]
+        return tuple(found)[:NUM_TRIALS]
+
+    def build(self, shape: MethodShape) -> QuantisedCache:
+        """An empty cache."""
+        return QuantisedCache(self.name, shape, self.chosen_codecs(shape), changed_fields(self))
+
+    def chosen_codecs(self, shape: MethodShape) -> list[CacheCodec]:
+        """The codecs with the dense tokens that were asked for."""
+        asked = {
+            name: value
+            for name in ("sink_tokens", "residual_tokens")
+            if (value := getattr(self, name)) is not None
+        }
+        own = self.codecs(shape.geometry, tuple(shape.ropes))
+        return [dataclasses.replace(codec, **asked) for codec in own]
+
+
+class QuantisedCache(CacheMethodBase):
     """A ``CacheMethod`` that codes every token but a few.
 
     Attributes:
         name: Label in reports.
-        realisation: How decoding is carried out.
-        budget: Share of dense bytes, everything charged, that the prompt may take.
+        shape: Model, budget and tokens to come.
         codec: The setting in use; None until the length of the prompt is known.
         keeps_rebuilt: Whether every layer stays rebuilt between steps. It makes long runs of
             many steps cheap to evaluate and changes no output; ``peak_bytes`` then has all
@@ -48,72 +101,71 @@ class QuantisedCache:
     """
 
     realisation = "format-only"
+    residency = "coded"
 
     def __init__(
-        self, name: str, geometry: KVGeometry, codecs: Sequence[StateCodec], budget: float
+        self, name: str, shape: MethodShape, codecs: Sequence[CacheCodec], label: str = ""
     ) -> None:
         """Start empty.
 
         Args:
             name: Label in reports.
-            geometry: Sizes of the model.
+            shape: Model, budget and tokens to come.
             codecs: The settings of the method, the best first.
-            budget: Share of dense bytes.
+            label: What else was set, for reports.
         """
         if not codecs:
-            raise ValueError(f"{name} has no setting for {geometry}")
+            raise ValueError(f"{name} has no setting for {shape.geometry}")
         self.name = name
-        self.geometry = geometry
-        self.budget = check_budget(budget)
-        self.codec: StateCodec | None = None
+        self.shape = shape
+        self.geometry = shape.geometry
+        self.codec: CacheCodec | None = None
         self.keeps_rebuilt = False
+        self._label = label
         self._codecs = tuple(codecs)
-        self._layers: list[CodedLayer | None] = [None] * geometry.num_layers
+        self._layers: list[StateLayer | None] = [None] * self.geometry.num_layers
 
     @property
     def setting(self) -> str:
         """Label of the setting in use; empty until there is one."""
-        return "" if self.codec is None else self.codec.label
+        chosen = "" if self.codec is None else self.codec.label
+        return ",".join(part for part in (chosen, self._label) if part)
+
+    def tier_shares(self) -> dict[str, float]:
+        """Coded and dense states."""
+        held = [layer for layer in self._layers if layer is not None]
+        given = sum(layer.num_tokens for layer in held)
+        share = sum(layer.num_coded for layer in held) / max(1, given)
+        label = "coded" if self.codec is None else self.codec.label
+        return {label: share, "max": 1 - share}
 
     def num_tokens(self, layer: int = 0) -> int:
         """Tokens a layer has been given."""
         held = self._layers[layer]
         return 0 if held is None else held.num_tokens
 
-    def plan(self, num_tokens: int) -> StateCodec:
-        """Take the best setting that fits the budget at so many tokens.
+    def plan(self, num_tokens: int) -> CacheCodec:
+        """Take the best setting that fits the budget from so many tokens on.
 
         Raises:
             ValueError: None fits; the message says which share would do.
         """
-        dense = self.geometry.dense_bytes_per_token * num_tokens
-        least = self.coded_bytes(self._codecs[-1], num_tokens)
-        if least > self.budget * dense:
+
+        def share(codec: CacheCodec) -> float:
+            return worst_share(codec, self.geometry, num_tokens, self.shape.num_new)
+
+        least = share(self._codecs[-1])
+        if least > self.shape.budget:
             raise ValueError(
-                f"{self.name} needs at least {least / dense:.4f} of the dense bytes of "
-                f"{num_tokens} tokens, the budget is {self.budget:g}"
+                f"{self.name} needs at least {least:.4f} of the dense bytes of {num_tokens} "
+                f"tokens and the {self.shape.num_new} after, the budget is {self.shape.budget:g}"
             )
-
-        def fits(codec: StateCodec) -> bool:
-            return self.coded_bytes(codec, num_tokens) <= self.budget * dense
-
         # the settings shrink, so those that fit are the last ones
-        first = bisect.bisect_left(self._codecs[:-1], True, key=fits)
+        first = bisect.bisect_left(
+            self._codecs[:-1], True, key=lambda codec: share(codec) <= self.shape.budget
+        )
         self.codec = self._codecs[first]
         return self.codec
-
-    def coded_bytes(self, codec: StateCodec, num_tokens: int) -> int:
-        """Bytes of a prompt of so many tokens, found by coding one layer of noise."""
-        one_layer = dataclasses.replace(self.geometry, num_layers=1)
-        probe = QuantisedCache(self.name, one_layer, [codec], self.budget)
-        probe.codec = codec
-        shape = (self.geometry.num_kv_heads, num_tokens, self.geometry.head_dim)
-        generator = torch.Generator().manual_seed(_PROBE_SEED)
-        keys, values = torch.randn(2, *shape, generator=generator).unbind(0)
-        query = keys.repeat_interleave(self.geometry.group_size, 0)
-        probe.prefill(0, keys, values, query=query)
-        tables = sum(tensor.nbytes for _, tensor in codec.tables())
-        return (probe.resident_bytes() - tables) * self.geometry.num_layers + tables
 
     def prefill(
         self, layer: int, keys: Tensor, values: Tensor, *, query: Tensor | None = None
@@ -125,7 +177,7 @@ class QuantisedCache:
         if query is not None:
             check_query(self.geometry, query, keys.shape[1])
         codec = self.codec or self.plan(keys.shape[1])
-        held = CodedLayer(codec, layer, keys, values)
+        held = codec.layer(layer, keys, values)
         held.keeps_rebuilt = self.keeps_rebuilt
         held.store_prompt(StateBlock(keys, values, 0, query))
         self._layers[layer] = held
@@ -183,7 +235,7 @@ class QuantisedCache:
             if held is not None:
                 held.keeps_rebuilt = True
 
-    def _layer(self, layer: int) -> CodedLayer:
+    def _layer(self, layer: int) -> StateLayer:
         held = self._layers[layer]
         if held is None:
             raise ValueError(f"layer {layer} has no prompt yet")
@@ -194,9 +246,18 @@ class QuantisedCache:
         tagged = [pair for held in self._layers if held is not None for pair in held.tensors()]
         return tagged + (self.codec.tables() if self.codec is not None else [])
 
+    def live_tensors(self) -> list[Tensor]:
+        """Every live tensor."""
+        return [tensor for _, tensor in self.tensors()]
+
+    def metadata_bytes(self) -> int:
+        """Headers and pointers of pages, which are charged and not allocated."""
+        pages = sum(held.page_counts() for held in self._layers if held is not None)
+        return pages * (PAGE_HEADER_BYTES + PAGE_POINTER_BYTES)
+
     def resident_bytes(self) -> int:
-        """Bytes of every live tensor."""
-        return sum(tensor.nbytes for _, tensor in self.tensors())
+        """Bytes of every live tensor, and ``metadata_bytes``."""
+        return sum(tensor.nbytes for _, tensor in self.tensors()) + self.metadata_bytes()
 
     def peak_bytes(self) -> int:
         """Resident bytes and the layer, or layers, rebuilt in float32."""
@@ -207,4 +268,41 @@ class QuantisedCache:
 
     def ledger(self) -> ByteLedger:
         """The same bytes by kind: scales, norms and outliers of keys count as radii."""
-        return ledger_of(self.tensors())
+        held = ledger_of(self.tensors())
+        pages = sum(layer.page_counts() for layer in self._layers if layer is not None)
+        return dataclasses.replace(
+            held,
+            headers=held.headers + pages * PAGE_HEADER_BYTES,
+            ptr=held.ptr + pages * PAGE_POINTER_BYTES,
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def worst_share(codec: CacheCodec, geometry: KVGeometry, num_tokens: int, num_new: int) -> float:
+    """Largest share of dense bytes that a cache has after a prompt or any later token.
+
+    Noise of one layer is coded as the method codes states; bytes do not depend on their values.
+    Tokens that come after a step's append and before its seal count.
+    """
+    shape = (geometry.num_kv_heads, num_tokens, geometry.head_dim)
+    generator = torch.Generator().manual_seed(_PROBE_SEED)
+    keys, values = torch.randn(2, *shape, generator=generator).unbind(0)
+    query = keys.repeat_interleave(geometry.group_size, 0)
+    held = codec.layer(0, keys, values)
+    held.store_prompt(StateBlock(keys, values, 0, query))
+    tables = sum(tensor.nbytes for _, tensor in codec.tables())
+
+    def share() -> float:
+        size = sum(tensor.nbytes for _, tensor in held.tensors())
+        size += held.page_counts() * (PAGE_HEADER_BYTES + PAGE_POINTER_BYTES)
+        dense = geometry.dense_bytes_per_token * held.num_tokens
+        return (size * geometry.num_layers + tables) / dense
+
+    worst = share()
+    while (left := num_tokens + num_new - held.num_tokens) > 0:
+        # dense tokens only raise the share, so it is worst just before some are coded
+        part = slice(0, min(left, held.room(), num_tokens))
+        held.append(keys[:, part], values[:, part])
+        worst = max(worst, share())
+        held.seal()
+    return max(worst, share())

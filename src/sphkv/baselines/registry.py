@@ -1,42 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The baselines by name: what each is, where it comes from, and how to make one."""
+"""The baselines by name: what each is, where it comes from, and how to make one.
+
+Nothing is imported before it is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
-from sphkv.baselines.cake import CakeCache
-from sphkv.baselines.dense import DenseCache
-from sphkv.baselines.eviction import EvictionCache
-from sphkv.baselines.expected_attention import expected_attention
-from sphkv.baselines.fp8 import fp8
-from sphkv.baselines.gear import gear
-from sphkv.baselines.h2o import h2o
-from sphkv.baselines.kivi import kivi
-from sphkv.baselines.kvquant import kvquant
-from sphkv.baselines.offload import OffloadCache
-from sphkv.baselines.ott import ott
-from sphkv.baselines.polarquant_recursive import polarquant_recursive
-from sphkv.baselines.polarquant_rope import polarquant_rope
-from sphkv.baselines.prefix_reuse import PrefixReuseCache
-from sphkv.baselines.pyramidkv import pyramidkv
-from sphkv.baselines.qjl import qjl
-from sphkv.baselines.quantised import QuantisedCache
-from sphkv.baselines.rotatekv import rotatekv
-from sphkv.baselines.snapkv import snapkv
-from sphkv.baselines.streaming_llm import streaming_llm
-from sphkv.baselines.turboquant import turboquant
-from sphkv.baselines.uniform import uniform
-from sphkv.baselines.zipcache import zipcache
-from sphkv.core.geometry import KVGeometry
+from sphkv.attention.request import DecodeBackend
+from sphkv.baselines.settings import NUM_NEW, Baseline, MethodSettings, MethodShape
+from sphkv.cache.method import Realisation
 from sphkv.core.rope import RopeSpec
+from sphkv.core.geometry import KVGeometry
 
-Baseline = EvictionCache | QuantisedCache
-Family = Literal["dense", "retention", "bits", "system"]
-Realisation = Literal["kernel-realized", "format-only"]
-_Factory = Callable[[KVGeometry, Sequence[RopeSpec], float], Baseline]
+Family = Literal["dense", "retention", "bits", "both", "system"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +27,57 @@ class BaselineSpec:
 
     Attributes:
         name: Name in commands and records.
-        family: Whether it drops tokens, codes them, or moves them.
-        realisation: ``"kernel-realized"`` reads its pages as they are with an ordinary paged
-            kernel; ``"format-only"`` stores real codes but rebuilds a layer to attend to it.
+        family: Whether it drops tokens, codes them, does both, or moves them.
+        realisation: ``"kernel-realized"`` reads its pages as they are with a kernel;
+            ``"format-only"`` stores real codes but rebuilds a layer to attend to it.
         paper: Authors and year.
-        make: Builds it from geometry, rotary embeddings and a share of dense bytes.
+        place: Module below ``sphkv.baselines`` and the settings class in it.
+        arguments: Fields of the settings that belong to the name.
     """
 
     name: str
     family: Family
     realisation: Realisation
     paper: str
-    make: _Factory
+    place: tuple[str, str]
+    arguments: tuple[tuple[str, str], ...] = ()
+
+    def settings(self) -> MethodSettings:
+        """Hyper-parameters as in the paper; ``trials()`` of them has others."""
+        module, name = self.place
+        found = getattr(importlib.import_module(f"sphkv.baselines.{module}"), name)
+        return cast(MethodSettings, found(**dict(self.arguments)))
 
 
-def _retention(name: str, paper: str, make: _Factory) -> BaselineSpec:
-    return BaselineSpec(name, "retention", "kernel-realized", paper, make)
+def _retention(name: str, paper: str, kind: str) -> BaselineSpec:
+    return BaselineSpec(name, "retention", "kernel-realized", paper, (name, kind))
 
 
-def _bits(name: str, paper: str, make: _Factory) -> BaselineSpec:
-    return BaselineSpec(name, "bits", "format-only", paper, make)
+def _bits(name: str, paper: str, kind: str, module: str | None = None) -> BaselineSpec:
+    return BaselineSpec(name, "bits", "format-only", paper, (module or name, kind))
 
 
-def _system(name: str, paper: str, make: _Factory) -> BaselineSpec:
-    return BaselineSpec(name, "system", "kernel-realized", paper, make)
+_VOTES = {
+    "snapkv": "Li et al. 2024",
+    "snapkv+adakv": "Li, Feng et al. 2024",
+    "kvzip": "Kim et al. 2025",
+}
+_CODES = {"int4": "4-bit integers", "int3": "3-bit integers", "kivi2": "KIVI's 2-bit integers"}
+
+
+def _composed() -> list[BaselineSpec]:
+    return [
+        BaselineSpec(
+            f"{votes}+{code}",
+            "both",
+            "format-only",
+            f"{paper} with {words}",
+            ("composed", "Composed"),
+            (("votes", votes), ("code", code)),
+        )
+        for votes, paper in _VOTES.items()
+        for code, words in _CODES.items()
+    ]
 
 
 _SPECS = (
@@ -77,33 +86,66 @@ _SPECS = (
         "dense",
         "kernel-realized",
         "Kwon et al. 2023 (paged bfloat16)",
-        lambda geometry, ropes, budget: DenseCache(geometry, budget),
+        ("dense", "KeepAll"),
     ),
-    _bits("fp8", "Micikevicius et al. 2022", lambda g, ropes, b: fp8(g, b)),
-    _bits("int4", "round to nearest", lambda g, ropes, b: uniform(g, b, bits=4)),
-    _bits("int2", "round to nearest", lambda g, ropes, b: uniform(g, b, bits=2)),
-    _bits("kivi", "Liu et al. 2024", lambda g, ropes, b: kivi(g, b)),
-    _bits("turboquant", "Zandieh et al. 2025", lambda g, ropes, b: turboquant(g, b)),
-    _retention("streaming_llm", "Xiao et al. 2023", streaming_llm),
-    _retention("h2o", "Zhang et al. 2023", lambda g, ropes, b: h2o(g, b)),
-    _retention("snapkv", "Li et al. 2024", lambda g, ropes, b: snapkv(g, b)),
-    _retention("pyramidkv", "Cai et al. 2024", lambda g, ropes, b: pyramidkv(g, b)),
-    _retention("cake", "Qin et al. 2025", lambda g, ropes, b: CakeCache(g, b)),
-    _retention("expected_attention", "Devoto et al. 2025", expected_attention),
-    _bits("kvquant", "Hooper et al. 2024", kvquant),
-    _bits("zipcache", "He et al. 2024", lambda g, ropes, b: zipcache(g, b)),
-    _bits("gear", "Kang et al. 2024", lambda g, ropes, b: gear(g, b)),
-    _bits("rotatekv", "Su et al. 2025", rotatekv),
-    _bits("ott", "Su et al. 2025", lambda g, ropes, b: ott(g, b)),
-    _bits("polarquant_recursive", "Han et al. 2025", lambda g, r, b: polarquant_recursive(g, b)),
-    _bits("polarquant_rope", "Wu et al. 2025", polarquant_rope),
-    _bits("qjl", "Zandieh et al. 2024", lambda g, ropes, b: qjl(g, b)),
-    _system("offload", "Sheng et al. 2023", lambda g, ropes, b: OffloadCache(g, b)),
-    _system("prefix_reuse", "Zheng et al. 2024", lambda g, ropes, b: PrefixReuseCache(g, b)),
+    _bits("fp8", "Micikevicius et al. 2022", "Fp8"),
+    _bits("int4", "round to nearest", "Int4", "uniform"),
+    _bits("int2", "round to nearest", "Int2", "uniform"),
+    _bits("kivi", "Liu et al. 2024", "Kivi"),
+    _bits("turboquant", "Zandieh et al. 2025", "TurboQuant"),
+    _retention("streaming_llm", "Xiao et al. 2023", "SinksAndWindow"),
+    _retention("h2o", "Zhang et al. 2023", "HeavyHitters"),
+    _retention("tova", "Oren et al. 2024", "LastQuery"),
+    _retention("snapkv", "Li et al. 2024", "WindowVotes"),
+    _retention("adakv", "Feng et al. 2024", "AdaptiveVotes"),
+    _retention("pyramidkv", "Cai et al. 2024", "PyramidVotes"),
+    _retention("cake", "Qin et al. 2025", "MeanAndVariance"),
+    _retention("expected_attention", "Devoto et al. 2025", "ExpectedWeights"),
+    _retention("kvzip", "Kim et al. 2025", "ReconstructionVotes"),
+    _retention("duo_attention", "Xiao et al. 2024", "HeadKinds"),
+    _bits("kvquant", "Hooper et al. 2024", "KVQuant"),
+    _bits("zipcache", "He et al. 2024", "ZipCache"),
+    _bits("gear", "Kang et al. 2024", "Gear"),
+    _bits("rotatekv", "Su et al. 2025", "RotateKV"),
+    _bits("ott", "Su et al. 2025", "Ott"),
+    _bits("polarquant_recursive", "Han et al. 2025", "PolarQuantRecursive"),
+    _bits("polarquant_rope", "Wu et al. 2025", "PolarQuantRope"),
+    _bits("qjl", "Zandieh et al. 2024", "Qjl"),
+    *_composed(),
+    BaselineSpec("rdkv", "both", "format-only", "RDKV, 2026", ("rdkv", "RateDistortion")),
+    BaselineSpec("diffkv", "both", "format-only", "Zhang et al. 2024", ("diffkv", "DiffKV")),
+    BaselineSpec(
+        "offload", "system", "kernel-realized", "Sheng et al. 2023", ("offload", "NewestPages")
+    ),
+    BaselineSpec(
+        "prefix_reuse",
+        "system",
+        "kernel-realized",
+        "Zheng et al. 2024",
+        ("prefix_reuse", "SharedPrefix"),
+    ),
 )
 
 BASELINES: dict[str, BaselineSpec] = {spec.name: spec for spec in _SPECS}
 """Every baseline by name."""
+
+
+def names() -> tuple[str, ...]:
+    """Names of all baselines."""
+    return tuple(BASELINES)
+
+
+def find(name: str) -> BaselineSpec:
+    """The baseline of that name.
+
+    Raises:
+        ValueError: There is none; the message says which names are near.
+    """
+    if name in BASELINES:
+        return BASELINES[name]
+    near = difflib.get_close_matches(name, BASELINES, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(BASELINES)}"
+    raise ValueError(f"no baseline {name!r}; {hint}")
 
 
 def make_baseline(
@@ -113,28 +155,31 @@ def make_baseline(
     budget: float,
     *,
     num_tokens: int | None = None,
+    num_new: int = NUM_NEW,
+    settings: MethodSettings | None = None,
+    backend: DecodeBackend | None = None,
 ) -> Baseline:
-    """A baseline, empty, that keeps a prompt within a share of dense bytes.
-
-    Methods that code take their largest setting that fits, metadata and dense tokens included;
-    which one depends on the length of the prompt, so the choice is made when it is known.
+    """A baseline, empty, that stays within a share of dense bytes at every token.
 
     Args:
-        name: One of ``BASELINES``.
+        name: One of ``names()``.
         geometry: Sizes of the model.
         ropes: Rotary embedding of each layer.
-        budget: Share of the bytes of a dense bfloat16 cache; 1 is all of them.
+        budget: Share of the bytes of a dense bfloat16 cache of the same length; 1 is all.
         num_tokens: Length of the prompt, to be told now whether the budget can be met; without
             it the first ``prefill`` tells.
+        num_new: Tokens that will follow the prompt.
+        settings: Hyper-parameters, one of ``find(name).settings().trials()``; the paper's if None.
+        backend: Runs decode attention of methods with pages; the fastest here if None.
 
     Raises:
         ValueError: The name is unknown, or no setting fits; the message says the least share.
     """
-    if name not in BASELINES:
-        raise ValueError(f"baseline must be one of {sorted(BASELINES)}, got {name!r}")
-    if len(ropes) != geometry.num_layers:
-        raise ValueError(f"{len(ropes)} rotary embeddings for {geometry.num_layers} layers")
-    method = BASELINES[name].make(geometry, ropes, budget)
+    spec = find(name)
+    shape = MethodShape(geometry, ropes, budget, num_new, backend)
+    method = (settings or spec.settings()).build(shape)
+    if method.name != name:
+        raise ValueError(f"settings of {method.name!r} were given for {name!r}")
     if num_tokens is not None:
         method.plan(num_tokens)
     return method

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.integer_codes import TokenIntegers
-from sphkv.baselines.quantised import QuantisedCache
+from sphkv.baselines.quantised import CodedSettings
 from sphkv.codec.hadamard import rotate, unrotate
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
@@ -63,16 +64,21 @@ class RotatedIntegers:
         return []
 
 
-def rotatekv(geometry: KVGeometry, ropes: Sequence[RopeSpec], budget: float) -> QuantisedCache:
+@dataclass(frozen=True)
+class RotateKV(CodedSettings):
     """RotateKV with all KV heads of a layer rotated together."""
-    heads, dim = geometry.num_kv_heads, geometry.head_dim
-    codecs = [
-        PairCodec(
-            RotatedIntegers(TokenIntegers(k, heads * dim, GROUP), heads),
-            RotatedIntegers(TokenIntegers(v, dim, GROUP)),
-            sink_tokens=4,
-            ropes=ropes,
-        )
-        for k, v in WIDTHS
-    ]
-    return QuantisedCache("rotatekv", geometry, codecs, budget)
+
+    name: ClassVar[str] = "rotatekv"
+
+    def codecs(self, geometry: KVGeometry, ropes: Sequence[RopeSpec]) -> list[PairCodec]:
+        """All widths."""
+        heads, dim = geometry.num_kv_heads, geometry.head_dim
+        return [
+            PairCodec(
+                RotatedIntegers(TokenIntegers(k, heads * dim, GROUP), heads),
+                RotatedIntegers(TokenIntegers(v, dim, GROUP)),
+                sink_tokens=4,
+                ropes=ropes,
+            )
+            for k, v in WIDTHS
+        ]

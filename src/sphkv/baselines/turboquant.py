@@ -5,16 +5,20 @@ Zandieh et al., 2025, "TurboQuant: Online Vector Quantization with Near-optimal 
 the MSE version. A vector is split into its norm, float16, and its direction; the direction is
 rotated by one random orthogonal matrix, after which every coordinate follows the same law with
 density proportional to ``(1 - x**2) ** ((d - 3) / 2)``, and takes the nearest of the Lloyd-Max
-levels of that law. Keys and values are coded alike, token by token.
+levels of that law. Keys and values are coded alike, token by token. As in the presets of serving
+engines, the norm is corrected for what coding does to it, and four sinks are dense.
 
 Deviations: no split into outlier channels with more bits, and no one-bit sketch of the residual
-(the inner-product version). Between whole widths, keys take the extra bit before values.
+(the inner-product version). No layer is dense, where vLLM keeps the first and last two, which do
+not fit small budgets. Between whole widths, keys take the extra bit before values.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -22,11 +26,13 @@ from torch import Tensor
 from sphkv.attention.request import AttentionOptions
 from sphkv.baselines.bit_packing import pack_bits, unpack_bits
 from sphkv.baselines.coded_layer import PairCodec
-from sphkv.baselines.held_states import HeldStates
+from sphkv.baselines.held_states import HeldStates, check_states
 from sphkv.baselines.per_channel_int import as_float16, check_bits
-from sphkv.baselines.quantised import QuantisedCache
+from sphkv.baselines.quantised import CodedSettings, QuantisedCache
 from sphkv.baselines.rotation_lloyd import random_rotation
 from sphkv.baselines.scalar_levels import NearestLevel, lloyd_max_levels
+from sphkv.baselines.settings import MethodShape, changed_fields
+from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
 
 WIDTHS = ((8, 8), (6, 6), (5, 5), (5, 4), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (2, 1), (1, 1))
@@ -63,13 +69,16 @@ class RotatedLevels:
         bits: Width of an index, 1 to 8.
         head_dim: Channels of a head.
         seed: Seed of the rotation that all layers and heads share.
-        turns_back: Whether decoding undoes the rotation.
+        rotates: Whether coding rotates and decoding undoes it; else states come rotated.
+        corrects_norm: Whether the stored norm is divided by that of the coded direction, so that
+            restored vectors have the length of the originals.
     """
 
     bits: int
     head_dim: int
     seed: int = _SEED
-    turns_back: bool = True
+    rotates: bool = True
+    corrects_norm: bool = False
 
     def __post_init__(self) -> None:
         """Reject widths that cannot be coded."""
@@ -83,17 +92,22 @@ class RotatedLevels:
     def encode(self, x: Tensor) -> dict[str, Tensor]:
         """Codes ``[heads, tokens, bytes]``, norms ``[heads, tokens, 1]`` float16."""
         norm = x.norm(dim=-1, keepdim=True)
-        kept = as_float16(norm, name="norm").half()
         unit = x / norm.clamp(min=torch.finfo(torch.float32).tiny)
-        rotated = unit @ random_rotation(self.head_dim, self.seed).to(x.device)
-        codes = _nearest(self.bits, self.head_dim).codes(rotated)
+        if self.rotates:
+            unit = unit @ random_rotation(self.head_dim, self.seed).to(x.device)
+        codes = _nearest(self.bits, self.head_dim).codes(unit)
+        if self.corrects_norm:
+            norm = norm / _nearest(self.bits, self.head_dim).values(codes).norm(
+                dim=-1, keepdim=True
+            )
+        kept = as_float16(norm, name="norm").half()
         return {"codes": pack_bits(codes, bits=self.bits), "norm": kept}
 
     def decode(self, tensors: dict[str, Tensor], num_tokens: int) -> Tensor:
         """``[heads, tokens, head_dim]`` float32."""
         codes = unpack_bits(tensors["codes"], bits=self.bits, count=self.head_dim)
         directions = _nearest(self.bits, self.head_dim).values(codes)
-        if self.turns_back:
+        if self.rotates:
             directions = directions @ random_rotation(self.head_dim, self.seed).T.to(codes.device)
         return directions.mul_(tensors["norm"].float())
 
@@ -103,7 +117,14 @@ class RotatedLevels:
 
 
 class RotatedBasisCache(QuantisedCache):
-    """Attends in the rotated basis: queries are turned and outputs turned back, states are not."""
+    """Keeps every state in the rotated basis: what comes is turned, outputs are turned back."""
+
+    def prefill(
+        self, layer: int, keys: Tensor, values: Tensor, *, query: Tensor | None = None
+    ) -> None:
+        """Code a prompt."""
+        check_states(self.geometry, keys, values)
+        super().prefill(layer, self._turn(keys), self._turn(values), query=query)
 
     def read(self, layer: int) -> HeldStates:
         """What queries of a layer see, rebuilt from the codes and turned back."""
@@ -121,24 +142,51 @@ class RotatedBasisCache(QuantisedCache):
         sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Store the next tokens and attend."""
-        rotation = self._rotation().to(query.device)
-        turned = query.float() @ rotation
-        return (
-            super().attend(layer, turned, keys, values, options, sink_logits=sink_logits)
-            @ rotation.T
-        )
+        check_states(self.geometry, keys, values)
+        turned = (self._turn(part) for part in (query, keys, values))
+        output = super().attend(layer, *turned, options, sink_logits=sink_logits)
+        return output @ self._rotation().T.to(output.device)
+
+    def _turn(self, states: Tensor) -> Tensor:
+        return states.float() @ self._rotation().to(states.device)
 
     def _rotation(self) -> Tensor:
         return random_rotation(self.geometry.head_dim, _SEED)
 
 
-def turboquant(geometry: KVGeometry, budget: float) -> QuantisedCache:
-    """TurboQuant at the widest bits that fit."""
-    codecs = [
-        PairCodec(
-            RotatedLevels(key_bits, geometry.head_dim, turns_back=False),
-            RotatedLevels(value_bits, geometry.head_dim, turns_back=False),
+@dataclass(frozen=True)
+class TurboQuant(CodedSettings):
+    """TurboQuant with four dense sinks.
+
+    Attributes:
+        corrects_norm: Whether stored norms undo what coding does to the length of a vector.
+    """
+
+    corrects_norm: bool = True
+
+    name: ClassVar[str] = "turboquant"
+
+    def trials(self) -> tuple[Self, ...]:
+        """With and without norm correction; dense tokens at both ends."""
+        return tuple(
+            type(self)(sinks, residual, corrects_norm=corrects)
+            for corrects in (True, False)
+            for sinks, residual in ((None, None), (16, 0), (4, 32))
         )
-        for key_bits, value_bits in WIDTHS
-    ]
-    return RotatedBasisCache("turboquant", geometry, codecs, budget)
+
+    def codecs(self, geometry: KVGeometry, ropes: Sequence[RopeSpec]) -> list[PairCodec]:
+        """All widths."""
+        own = {"rotates": False, "corrects_norm": self.corrects_norm}
+        return [
+            PairCodec(
+                RotatedLevels(key_bits, geometry.head_dim, **own),
+                RotatedLevels(value_bits, geometry.head_dim, **own),
+                sink_tokens=4,
+            )
+            for key_bits, value_bits in WIDTHS
+        ]
+
+    def build(self, shape: MethodShape) -> QuantisedCache:
+        """An empty cache."""
+        codecs = self.chosen_codecs(shape)
+        return RotatedBasisCache(self.name, shape, codecs, changed_fields(self))

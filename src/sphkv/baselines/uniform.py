@@ -10,13 +10,33 @@ Deviations: none to speak of; groups narrower than a head would cost more metada
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
 from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.integer_codes import TokenIntegers
-from sphkv.baselines.quantised import QuantisedCache
+from sphkv.baselines.quantised import CodedSettings
+from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
 
 
-def uniform(geometry: KVGeometry, budget: float, *, bits: int) -> QuantisedCache:
-    """Integers of so many bits for keys and values."""
-    part = TokenIntegers(bits, geometry.head_dim)
-    return QuantisedCache(f"int{bits}", geometry, [PairCodec(part, part)], budget)
+@dataclass(frozen=True)
+class Int4(CodedSettings):
+    """Integers of 4 bits for keys and values."""
+
+    name: ClassVar[str] = "int4"
+    bits: ClassVar[int] = 4
+
+    def codecs(self, geometry: KVGeometry, ropes: Sequence[RopeSpec]) -> list[PairCodec]:
+        """The one width."""
+        part = TokenIntegers(self.bits, geometry.head_dim)
+        return [PairCodec(part, part)]
+
+
+@dataclass(frozen=True)
+class Int2(Int4):
+    """Integers of 2 bits."""
+
+    name: ClassVar[str] = "int2"
+    bits: ClassVar[int] = 2

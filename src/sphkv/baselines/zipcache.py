@@ -14,19 +14,22 @@ time as in the paper, but all at the high width, since their later attention is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from sphkv.baselines.attention_scores import mean_over_group, probe_attention
 from sphkv.baselines.bit_packing import pack_bits, unpack_bits
-from sphkv.baselines.coded_layer import Coded, StateBlock
+from sphkv.baselines.coded_layer import Coded, CodedLayer, StateBlock
 from sphkv.baselines.eviction import highest
 from sphkv.baselines.held_states import Tagged
 from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
 from sphkv.baselines.per_channel_int import as_float16
-from sphkv.baselines.quantised import QuantisedCache
+from sphkv.baselines.quantised import CodedSettings
+from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
 
 SHARES = (0.95, 0.8, 0.6, 0.4, 0.2, 0.05)
@@ -76,16 +79,18 @@ class SalientIntegers:
         share: Share of salient tokens.
         high_bits: Width of salient tokens.
         low_bits: Width of the others.
+        residual_tokens: Newest tokens that stay dense.
+        sink_tokens: First tokens that stay dense.
     """
 
     head_dim: int
     share: float
     high_bits: int = 4
     low_bits: int = 2
+    residual_tokens: int = 0
+    sink_tokens: int = 0
 
-    block_tokens = 100
-    residual_tokens = 0
-    sink_tokens = 0
+    block_tokens: ClassVar[int] = 100
 
     @property
     def label(self) -> str:
@@ -136,6 +141,10 @@ class SalientIntegers:
     def _values(self, bits: int) -> ScaledTokens:
         return ScaledTokens(TokenIntegers(bits, self.head_dim))
 
+    def layer(self, layer: int, keys: Tensor, values: Tensor) -> CodedLayer:
+        """An empty layer."""
+        return CodedLayer(self, layer, keys, values)
+
     def tables(self) -> list[Tagged]:
         """None."""
         return []
@@ -152,7 +161,29 @@ def _named(tensors: dict[str, Tensor], name: str) -> dict[str, dict[str, Tensor]
     return found
 
 
-def zipcache(geometry: KVGeometry, budget: float) -> QuantisedCache:
-    """ZipCache at 4 and 2 bits."""
-    codecs = [SalientIntegers(geometry.head_dim, share) for share in SHARES]
-    return QuantisedCache("zipcache", geometry, codecs, budget)
+@dataclass(frozen=True)
+class ZipCache(CodedSettings):
+    """ZipCache at 4 and 2 bits.
+
+    Attributes:
+        high_bits: Width of salient tokens.
+        low_bits: Width of the others.
+    """
+
+    high_bits: int = 4
+    low_bits: int = 2
+
+    name: ClassVar[str] = "zipcache"
+
+    def trials(self) -> tuple[Self, ...]:
+        """Three pairs of widths, without and with dense tokens at both ends."""
+        return tuple(
+            type(self)(sinks, residual, high, low)
+            for sinks, residual in ((None, None), (4, 32))
+            for high, low in ((4, 2), (4, 1), (3, 2))
+        )
+
+    def codecs(self, geometry: KVGeometry, ropes: Sequence[RopeSpec]) -> list[SalientIntegers]:
+        """All shares of salient tokens."""
+        widths = (self.high_bits, self.low_bits)
+        return [SalientIntegers(geometry.head_dim, share, *widths) for share in SHARES]
