@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sphkv.baselines.registry import BASELINES
+from sphkv.cache.method import CacheMethodBase
 from sphkv.evaluation.harness.decode import Decoder, follow_text
 from sphkv.evaluation.harness.states import PromptStates, read_prompt
 from sphkv.evaluation.harness.subject import MethodSubject, Subject
@@ -35,7 +36,7 @@ def prompt(session) -> PromptStates:
 
 
 def stored(session: Session, prompt: PromptStates, name: str, budget: str) -> Subject:
-    subject = session.factory.make(name, budget, context=700 + NUM_FOLLOWING)
+    subject = session.factory.make(name, budget, context=700, num_new=NUM_FOLLOWING)
     subject.store_prompt(prompt)
     return subject
 
@@ -62,7 +63,7 @@ def test_one_pass_over_all_tokens_is_not_what_decoding_sees(session, prompt):
     """What parts are for: the same tokens at once see pages that were never written."""
     single = follow_text(stored(session, prompt, "joint", "30%"), prompt.following)
     whole = Decoder(stored(session, prompt, "joint", "30%")).feed(prompt.following).hidden
-    assert float((whole - single.hidden).abs().max()) > 0.2
+    assert float((whole - single.hidden).abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "kivi"])
@@ -72,7 +73,7 @@ def test_a_method_that_states_nothing_gets_single_tokens(session, prompt, name):
     assert name in BASELINES
 
 
-class Breathing:
+class Breathing(CacheMethodBase):
     """A method whose bytes rise inside a pass and fall before its end."""
 
     name = "breathing"
@@ -94,11 +95,11 @@ class Breathing:
     def ledger(self) -> Any:
         from sphkv.store.ledger import ByteLedger
 
-        return ByteLedger(self.size, 0, 0, 0, 0, 0, 0, 0, 0)
+        return ByteLedger(self.size, 0, 0, 0, 0, 0, 0, 0, 0, tables=80)
 
 
 def test_a_point_is_labelled_by_its_peak(session):
-    subject = MethodSubject(session.model, Breathing(), session.shape.geometry, table_bytes=80)  # type: ignore[arg-type]
+    subject = MethodSubject(session.model, Breathing(), session.shape.geometry)
     run = follow_text(subject, torch.tensor([[5, 6, 7]]), num_timed=2)
     assert [step.peak for step in run.trace.steps] == [5000] * 3
     assert [(step.before, step.after) for step in run.trace.steps][:2] == [(1000, 900), (900, 900)]
@@ -118,7 +119,7 @@ def test_every_method_of_ours_says_what_it_chose(session, prompt):
     }
     assert told["dense", "100%"]["setting"] == "max"
     assert told["spherical", "60%"]["residency"] == "uniform"
-    assert set(told["spherical", "60%"]["tiers"]) == {told["spherical", "60%"]["setting"]}
+    assert told["spherical", "60%"]["tiers"][told["spherical", "60%"]["setting"]] > 0.5
     assert told["joint", "30%"]["residency"] == "retention"
     assert len(told["joint", "30%"]["tiers"]) > 1
     assert stored(session, prompt, "spherical", "60%").table_bytes() > 0

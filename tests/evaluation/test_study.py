@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from sphkv.cache.retained_config import RetainedConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sphkv.cache.retained_config import RetainedConfig
 from sphkv.cli.main import main
-from sphkv.core.rope import RopeSpec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.evaluation.harness.decode import follow_text
 from sphkv.evaluation.harness.reference import DenseReference
 from sphkv.evaluation.harness.states import (

@@ -30,8 +30,8 @@ from sphkv.baselines.integer_codes import TokenIntegers
 from sphkv.baselines.per_channel_int import as_float16
 from sphkv.baselines.quantised import CodedSettings
 from sphkv.baselines.rotation_lloyd import random_rotation
-from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 BLOCK = 128
 WIDTHS = ((8, 8), (6, 4), (4, 4), (4, 3), (4, 2), (2, 2), (1, 2))

@@ -29,8 +29,8 @@ from sphkv.baselines.held_states import Tagged
 from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
 from sphkv.baselines.per_channel_int import as_float16
 from sphkv.baselines.quantised import CodedSettings
-from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 SHARES = (0.95, 0.8, 0.6, 0.4, 0.2, 0.05)
 """Shares of salient tokens, the best first."""

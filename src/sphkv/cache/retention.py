@@ -361,7 +361,8 @@ class RetentionResidency:
         where = torch.tensor([place[layer] for layer in pages.layer_ids.tolist()])
         runs = pages.runs.long()
         each = losses[where[:, None], pages.head_ids[:, None], runs.clamp(0, losses.shape[2] - 1)]
-        loss = (each * (runs >= 0)[..., None]).sum(1)
+        # a run that must not be decided about has an infinite loss, and so may the first
+        loss = each.masked_fill((runs < 0)[..., None], 0.0).sum(1)
         tier = torch.arange(loss.shape[1])[None]
         own = pages.tier_ids[:, None]
         seal = self._plan.tiers.id_of(self._plan.tier)

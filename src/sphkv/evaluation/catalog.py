@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from sphkv.attention.api import BACKENDS
 from sphkv.baselines.registry import BASELINES
-from sphkv.core.tiers import default_tiers
-from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM, method_names
+from sphkv.cache.plan import budget_tiers, retention_tiers
+from sphkv.evaluation.runner.methods import AUTO, DENSE, JOINT, UNIFORM, method_names
 from sphkv.evaluation.splits import SPLITS, load_manifest
 
+# of the smallest common models; sizes of states are listed for it
+_HEAD_DIM = 64
 _OURS = {
     DENSE: "bfloat16 pages read by the same kernels as ours",
+    AUTO: "one tier or the controller, as the budget asks for: the cache's default",
     UNIFORM: "one tier for all older tokens",
     JOINT: "the controller: keep, demote or drop per token and head",
 }
@@ -35,15 +38,19 @@ def list_names(kind: str) -> list[dict[str, object]]:
     if kind == "backends":
         return [{"backend": name} for name in ("auto", *BACKENDS)]
     if kind == "tiers":
+        uniform, retention = budget_tiers(_HEAD_DIM), retention_tiers(_HEAD_DIM)
+        tables = {"one tier": uniform, "controller": retention}
         return [
             {
                 "tier": tier.name,
-                "kind": tier.kind,
+                "for": name,
                 "key_bits": tier.key_bits,
                 "value_bits": tier.value_bits,
                 "page_tokens": tier.page_tokens,
+                "bytes": tier.state_bytes(_HEAD_DIM),
             }
-            for tier in default_tiers()
+            for name, table in tables.items()
+            for tier in table
         ]
     manifest = load_manifest()
     return [

@@ -69,8 +69,9 @@ def run_tools(config: ToolsConfig, tell: Callable[[str], None]) -> dict[str, Any
             (DENSE, "100%", dense),
             (config.method, config.budget, ours),
         ):
-            end = states.num_tokens + EPISODE_TOKENS
-            method = session.factory.make(name, budget, context=end)
+            method = session.factory.make(
+                name, budget, context=states.num_tokens, num_new=EPISODE_TOKENS
+            )
             method.store_prompt(states)
             episodes.append(
                 run_episode(

@@ -531,14 +531,7 @@ def check_value(
     if is_typeddict(wanted):
         yield from _check_fields(value, wanted, path, skip)
     elif origin in (Union, UnionType):
-        others = [option for option in get_args(wanted) if option is not NoneType]
-        if value is None and len(others) < len(get_args(wanted)):
-            return
-        tries = [list(check_value(value, option, path=path)) for option in others]
-        if len(tries) == 1:
-            yield from tries[0]
-        elif all(tries):
-            yield path, f"is {_show(value)}, not {_name(wanted)}"
+        yield from _check_options(value, get_args(wanted), path)
     elif origin is Literal:
         if value not in get_args(wanted):
             yield path, f"is {_show(value)}, not one of {', '.join(map(repr, get_args(wanted)))}"
@@ -548,6 +541,17 @@ def check_value(
         yield from _check_items(value, dict, get_args(wanted)[1], path)
     elif not _is_plain(value, wanted):
         yield path, f"is {_show(value)}, not {_name(wanted)}"
+
+
+def _check_options(value: Any, options: tuple[Any, ...], path: str) -> Iterator[tuple[str, str]]:
+    others = [option for option in options if option is not NoneType]
+    if value is None and len(others) < len(options):
+        return
+    tries = [list(check_value(value, option, path=path)) for option in others]
+    if len(tries) == 1:
+        yield from tries[0]
+    elif all(tries):
+        yield path, f"is {_show(value)}, not {' or '.join(map(_name, others))}"
 
 
 def _check_fields(

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sphkv.attention.request import AttentionOptions
+from sphkv.cache.method import CacheMethodBase
 from sphkv.evaluation.harness.states import LayerStates, PromptStates
 from sphkv.store.ledger import ByteLedger
 
 
-class DenseReference:
+class DenseReference(CacheMethodBase):
     """A ``CacheMethod`` that stores everything exactly and remembers the queries it saw.
 
     Single layers can be changed, to see what a change alone does to the model.

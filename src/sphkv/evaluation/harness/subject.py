@@ -1,31 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is measured: a cache inside a model, whoever wrote it.
 
-Everything that depends on how a cache is built into a model is in this file.
+Everything that depends on how a cache is built into a model is in this file. Ours is the cache that
+``generate`` uses; other methods run through the same attachment.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from sphkv.baselines.quantised import QuantisedCache
-from sphkv.cache.method import CacheMethod
-from sphkv.cache.retained import RetainedSequence
-from sphkv.cache.sequence import SphericalSequence
+from sphkv.cache.engine import CacheEngine
+from sphkv.cache.method import CacheMethod, MethodRecord
+from sphkv.cache.retention import RetentionResidency
+from sphkv.cache.step import StepTokens
 from sphkv.core.budget import ByteBudget
 from sphkv.core.contract import WriteContract
 from sphkv.core.geometry import KVGeometry
-from sphkv.evaluation.ranges import gpu_range
 from sphkv.core.tiers import TierTable
+from sphkv.errors import BudgetError
 from sphkv.evaluation.harness.states import PromptStates
+from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.schema import MethodDescription
-from sphkv.integrations.transformers.method_pass import continue_with
+from sphkv.integrations.transformers.cache import SphericalCache
+from sphkv.integrations.transformers.method import MethodCache
 from sphkv.retention.protection import SegmentSpans
 from sphkv.store.ledger import ByteLedger
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,10 +121,6 @@ class Subject(Protocol):
         """What a controller decided; None of a method without one."""
         ...
 
-    def observe_logits(self, row: Tensor) -> None:
-        """Take the log-probabilities ``[vocabulary]`` of the step that is to be decided."""
-        ...
-
     def stop_timing(self) -> None:
         """No pass is timed any more, so nothing need be rebuilt twice."""
         ...
@@ -131,8 +135,165 @@ class ChangesAtKnownTokens(Protocol):
         ...
 
 
+class _Clock:
+    """Adds up seconds inside the cache."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def time(self, call: Callable[[], Found]) -> Found:
+        began = time.perf_counter()
+        with gpu_range("cache"):
+            found = call()
+        self.seconds += time.perf_counter() - began
+        return found
+
+
+@torch.no_grad()
+def _forward(model: Any, cache: Any, input_ids: Tensor, begin: int) -> Tensor:
+    """Final hidden states ``[tokens, width]`` of a pass that uses a cache."""
+    positions = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
+    output = model.base_model(
+        input_ids=input_ids, position_ids=positions[None], past_key_values=cache, use_cache=True
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+class TimedEngine(CacheEngine):
+    """The engine of ``SphericalCache``, with the seconds spent in it.
+
+    Attributes:
+        clock: The seconds.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As ``CacheEngine``."""
+        self.clock = _Clock()
+        super().__init__(*args, **kwargs)
+
+    def begin(self, step: StepTokens) -> None:
+        """As the engine does."""
+        self.clock.time(lambda: CacheEngine.begin(self, step))
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the engine does."""
+        return self.clock.time(lambda: CacheEngine.attend(self, *args, **kwargs))
+
+    def finish(self, *, is_failed: bool = False) -> None:
+        """As the engine does."""
+        self.clock.time(lambda: CacheEngine.finish(self, is_failed=is_failed))
+
+
+class EngineSubject:
+    """Our cache, as ``SphericalCache.for_model`` makes it.
+
+    Attributes:
+        name: Label in reports.
+        engine: The cache itself.
+        cache: The same as ``past_key_values``.
+        geometry: Shape of the cache.
+    """
+
+    def __init__(self, model: Any, engine: TimedEngine, name: str) -> None:
+        """Put an empty engine into a model."""
+        self.name = name
+        self.engine = engine
+        self.geometry = engine.config.geometry
+        self.cache = SphericalCache(model, engine, cuda_graphs=False)
+        self._model = model
+
+    def store_prompt(self, states: PromptStates) -> None:
+        """Give the engine a pass whose attention the dense model has computed.
+
+        Raises:
+            BudgetError: The budget cannot hold at this length.
+        """
+        engine, count = self.engine, states.num_tokens
+        positions = torch.arange(count)[None]
+        engine.begin(StepTokens(torch.ones_like(positions, dtype=torch.bool), positions))
+        try:
+            for layer, part in enumerate(states.layers):
+                engine.update(layer, part.keys[None], part.values[None])
+                engine.end_layer(layer, part.query[None])
+        except BaseException:
+            engine.finish(is_failed=True)
+            raise
+        engine.finish()
+        if not engine.is_coded:
+            needed, limit = engine.resident_bytes(), self.limit_bytes(count)
+            least = engine.ceiling.holds_from
+            raise BudgetError(needed, limit, limit, f"{count} of {least} tokens, dense,")
+        if self._has_gate:
+            head = self._model.get_output_embeddings()
+            engine.see_logits(head(states.hidden[-1:][None]))
+
+    @property
+    def _has_gate(self) -> bool:
+        retention = self.engine.config.retention
+        return retention is not None and retention.gate is not None
+
+    def feed(self, input_ids: Tensor) -> Pass:
+        """Let the model go on with tokens ``[1, tokens]``."""
+        engine = self.engine
+        engine.clock.seconds = 0.0
+        # the engine keeps the highest moment of all passes; here each pass has its own
+        engine.peak_bytes = 0
+        began = time.perf_counter()
+        hidden = _forward(self._model, self.cache, input_ids, engine.length)
+        if self._has_gate:
+            # a gate hears of margins through the language-model head, as in ``generate``
+            self._model.get_output_embeddings()(hidden[None])
+        seconds = time.perf_counter() - began
+        return Pass(hidden, seconds, engine.clock.seconds, engine.peak_bytes)
+
+    def tokens_until_change(self) -> int:
+        """Up to where a tail is full; the token that has it sealed comes alone."""
+        if self._has_gate:
+            return 1
+        return max(1, min(row.room() for row in self.engine.rows))
+
+    def num_tokens(self) -> int:
+        """Tokens stored."""
+        return self.engine.length
+
+    def resident_bytes(self) -> int:
+        """Bytes of every tensor the sequence keeps alive."""
+        return self.engine.resident_bytes()
+
+    def limit_bytes(self, num_tokens: int) -> int:
+        """Bytes the budget allows at a length; those of a dense cache without one."""
+        limit = self.engine.ceiling.bytes_at(num_tokens)
+        return self.geometry.dense_bytes_per_token * num_tokens if limit is None else limit
+
+    def table_bytes(self) -> int:
+        """Bytes of codebooks, which all sequences share."""
+        return self.engine.ledger().tables
+
+    def ledger(self) -> ByteLedger:
+        """Resident bytes by kind."""
+        return self.engine.ledger()
+
+    def describe(self) -> MethodDescription:
+        """What was chosen under the budget."""
+        return _told(self.engine.describe(), self.name)
+
+    def decision(self) -> Decision | None:
+        """What the controller decided; None with one tier."""
+        if not self.engine.rows:
+            return None
+        residency, retention = self.engine.rows[0].residency, self.engine.config.retention
+        if not isinstance(residency, RetentionResidency) or residency.contract is None:
+            return None
+        assert retention is not None
+        return Decision(residency.contract, retention.tiers, retention.segments, residency.drift)
+
+    def stop_timing(self) -> None:
+        """Nothing is rebuilt."""
+
+
 class MethodSubject:
-    """A ``CacheMethod`` inside a model.
+    """Another method inside a model.
 
     Attributes:
         name: Label in reports.
@@ -147,25 +308,24 @@ class MethodSubject:
         geometry: KVGeometry,
         *,
         budget: ByteBudget | None = None,
-        table_bytes: int = 0,
+        name: str | None = None,
     ) -> None:
-        """Put an empty method into a model.
+        """Put a method into a model.
 
         Args:
             model: The model.
-            method: The method.
+            method: The method; it may hold a prompt already.
             geometry: Shape of the cache.
             budget: What it was made for; None for all dense bytes.
-            table_bytes: Bytes of codebooks that it reads and does not count itself.
+            name: Label in reports; the method's own if None.
         """
-        self.name = method.name
+        self.name = name or method.name
         self.method = method
         self.geometry = geometry
         self._model = model
         self._budget = budget or ByteBudget.parse("100%")
-        self._table_bytes = table_bytes
-        self._attend_s = self._count_s = 0.0
-        self._peak_bytes = 0
+        self._watched = _Watched(method)
+        self._cache: MethodCache | None = None
 
     def store_prompt(self, states: PromptStates) -> None:
         """Give the method every layer of a prompt."""
@@ -174,37 +334,21 @@ class MethodSubject:
 
     def feed(self, input_ids: Tensor) -> Pass:
         """Let the model go on with tokens ``[1, tokens]``."""
-        self._attend_s = self._count_s = 0.0
-        self._peak_bytes = self.method.resident_bytes()
+        if self._cache is None:
+            # once there is a prompt: the first pass of an empty one would be taken for it
+            self._cache = MethodCache(self._model, self._watched)
+        watched = self._watched
+        watched.begin()
         began = time.perf_counter()
-        hidden = continue_with(self._model, _Watched(self), input_ids)
-        seconds = time.perf_counter() - began - self._count_s
-        return Pass(hidden, seconds, self._attend_s, self._peak_bytes)
-
-    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the method does, with the time and the bytes noted."""
-        began = time.perf_counter()
-        with gpu_range("cache attend"):
-            output = self.method.attend(*args, **kwargs)
-        ended = time.perf_counter()
-        self._peak_bytes = max(self._peak_bytes, self.method.resident_bytes())
-        self._attend_s += ended - began
-        self._count_s += time.perf_counter() - ended
-        return output
+        hidden = _forward(self._model, self._cache, input_ids, self._cache.length)
+        seconds = time.perf_counter() - began - watched.count_s
+        return Pass(hidden, seconds, watched.clock.seconds, watched.peak_bytes)
 
     def tokens_until_change(self) -> int:
-        """Up to where a page seals; one token of a method that does not say."""
+        """What the method says; one token if it says nothing."""
         method = self.method
         if isinstance(method, ChangesAtKnownTokens):
             return max(1, method.tokens_until_change())
-        if isinstance(method, SphericalSequence | RetainedSequence):
-            # the token that seals a page sees it sealed, so it comes alone
-            store, sequence = _store_of(method)
-            rooms = [
-                store.config.tail_capacity - 1 - store.tail(sequence, layer).num_tokens
-                for layer in range(self.geometry.num_layers)
-            ]
-            return max(1, min(rooms))
         return 1
 
     def num_tokens(self) -> int:
@@ -220,8 +364,8 @@ class MethodSubject:
         return self._budget.resolve(self.geometry, num_tokens)
 
     def table_bytes(self) -> int:
-        """Bytes of codebooks, which all sequences share."""
-        return self._table_bytes
+        """Bytes of codebooks that the method does not count itself."""
+        return self.method.ledger().tables
 
     def ledger(self) -> ByteLedger:
         """Resident bytes by kind."""
@@ -229,39 +373,11 @@ class MethodSubject:
 
     def describe(self) -> MethodDescription:
         """What was chosen under the budget."""
-        method = self.method
-        tiers: dict[str, float] = {}
-        residency, setting = "", str(getattr(method, "setting", ""))
-        if isinstance(method, SphericalSequence):
-            residency, setting = "uniform", method._config.tier
-            tiers = {setting: 1.0}
-        elif isinstance(method, RetainedSequence):
-            residency = "retention"
-            counts = [] if method.contract is None else _tier_counts(method)
-            total = sum(count for _, count in counts)
-            tiers = {name: count / total for name, count in counts if count and name != "drop"}
-            setting = "+".join(tiers)
-        stated = str(getattr(method, "realisation", "kernel-realized"))
-        return {
-            "name": self.name,
-            "setting": setting or "fixed",
-            "residency": residency or "own",
-            "tiers": tiers,
-            "realisation": stated,
-        }
+        return _told(self.method.describe(), self.name)
 
     def decision(self) -> Decision | None:
-        """What a controller decided; None of a method without one."""
-        method = self.method
-        if not isinstance(method, RetainedSequence) or method.contract is None:
-            return None
-        config = method.config
-        return Decision(method.contract, config.tiers, config.segments, method.refresher.drift)
-
-    def observe_logits(self, row: Tensor) -> None:
-        """A controller's gate opens and closes by the margin of the step to be decided."""
-        if isinstance(self.method, RetainedSequence):
-            self.method.refresher.observe_logits(row)
+        """Other methods have no controller."""
+        return None
 
     def stop_timing(self) -> None:
         """A method that rebuilds its states may keep them rebuilt."""
@@ -270,24 +386,36 @@ class MethodSubject:
 
 
 class _Watched:
-    """The method as the model sees it: its attention is watched, all else is its own."""
+    """A method as the model sees it: time and bytes of its attention are noted."""
 
-    def __init__(self, subject: MethodSubject) -> None:
-        self._subject = subject
-        self.attend = subject.attend
+    def __init__(self, method: CacheMethod) -> None:
+        self._method = method
+        self.clock = _Clock()
+        self.count_s = 0.0
+        self.peak_bytes = 0
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.clock.seconds = self.count_s = 0.0
+        self.peak_bytes = self._method.resident_bytes()
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the method does."""
+        output = self.clock.time(lambda: self._method.attend(*args, **kwargs))
+        began = time.perf_counter()
+        self.peak_bytes = max(self.peak_bytes, self._method.resident_bytes())
+        self.count_s += time.perf_counter() - began
+        return output
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._subject.method, name)
+        return getattr(self._method, name)
 
 
-def _store_of(method: SphericalSequence | RetainedSequence) -> tuple[Any, int]:
-    if isinstance(method, RetainedSequence):
-        return method.store, 0
-    return method._store, method.sequence
-
-
-def _tier_counts(method: RetainedSequence) -> list[tuple[str, int]]:
-    assert method.contract is not None
-    tiers = method.config.tiers
-    counts = method.contract.state_counts(len(tiers)).sum((0, 1)).tolist()
-    return list(zip((tier.name for tier in tiers), counts, strict=True))
+def _told(record: MethodRecord, name: str) -> MethodDescription:
+    return {
+        "name": name,
+        "setting": record.setting or "as in its paper",
+        "residency": record.residency,
+        "tiers": dict(record.tiers),
+        "realisation": record.realisation,
+    }

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
-from sphkv.retention.policy import BlockShape
-from sphkv.retention.policy import ControlOptions
+from sphkv.retention.policy import BlockShape, ControlOptions
 
 BUDGETS = ("20%", "15%", "10%", "7%", "5%")
 

@@ -18,8 +18,8 @@ from sphkv.evaluation.harness.states import PromptStates
 from sphkv.evaluation.harness.subject import MethodSubject
 from sphkv.evaluation.metrics.divergence import token_divergence
 from sphkv.retention.features import drop_losses
-from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.measure import LayerInput, MeasureConfig, measure_layer
+from sphkv.retention.policy import RetentionPolicy
 
 if TYPE_CHECKING:
     from sphkv.evaluation.retention.study import StudyRunner

@@ -13,8 +13,8 @@ import torch
 
 from sphkv.baselines.attention_scores import SharedAttention
 from sphkv.codec.states import SphericalCodec
-from sphkv.errors import BudgetError
 from sphkv.core.tiers import RUN_TOKENS
+from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.harness.decode import follow_text
 from sphkv.evaluation.harness.subject import Subject

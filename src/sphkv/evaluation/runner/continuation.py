@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.harness.decode import ByteTrace, follow_text
 from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.metrics.answers import (
@@ -24,6 +23,7 @@ from sphkv.evaluation.metrics.answers import (
 from sphkv.evaluation.metrics.divergence import answer_divergence, token_divergence
 from sphkv.evaluation.metrics.stability import Reply, reply_failures
 from sphkv.evaluation.metrics.throughput import DecodeTimes
+from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
 from sphkv.evaluation.runner.mechanism import describe_allocation, describe_margins
 from sphkv.evaluation.runner.methods import decode_bytes

@@ -85,7 +85,6 @@ def decode_tokens(
     decoder = Decoder(subject)
     while True:
         row = next(log_probabilities(model, rows[-1]))[1][0]
-        subject.observe_logits(row)
         token = int(choose(row).argmax())
         is_ended = stops.ends(token, ids)
         if is_ended or len(ids) == limit:

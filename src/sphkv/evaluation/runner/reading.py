@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from sphkv.baselines.attention_scores import SharedAttention
-from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.harness.reference import DenseReference
 from sphkv.evaluation.harness.states import LayerStates, PromptStates, read_prompt
 from sphkv.evaluation.harness.subject import MethodSubject
+from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
 from sphkv.evaluation.runner.rollout import Episode, run_episode
 from sphkv.evaluation.runner.shared_work import SharedWork

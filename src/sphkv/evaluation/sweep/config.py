@@ -13,7 +13,7 @@ from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
 from sphkv.evaluation.names import check_name
 from sphkv.evaluation.runner.continuation import DecodeWindow
-from sphkv.evaluation.runner.methods import DENSE, method_names
+from sphkv.evaluation.runner.methods import DENSE, check_method
 from sphkv.evaluation.splits import Split, open_split
 from sphkv.evaluation.workloads.case import Case, check_context
 from sphkv.evaluation.workloads.lm import lm_cases
@@ -320,7 +320,7 @@ class SweepConfig:
         if not (self.lm or self.qa or self.needle or self.tools or self.split):
             raise ValueError("a sweep needs at least one of lm, qa, needle, tools and split")
         for method in self.methods:
-            check_name("method", method, method_names())
+            check_method(method)
         if self.num_seeds < 0 or self.num_seeds == 1:
             raise ValueError(f"num_seeds must be 0 or at least 2, got {self.num_seeds}")
         own = [(f"method_budgets of {name}", v) for name, v in self.method_budgets.items()]

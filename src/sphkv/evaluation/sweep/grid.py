@@ -228,11 +228,13 @@ class SweepRunner:
             "memory": None,
             "times": None,
         }
-        end = case.context + max(len(case.following_ids), case.max_new_tokens)
+        num_new = max(len(case.following_ids), case.max_new_tokens)
         session, config = self._session, self._config
 
         def make() -> Subject:
-            return session.factory.make(method, budget, context=end, work=read.work)
+            return session.factory.make(
+                method, budget, context=case.context, num_new=num_new, work=read.work
+            )
 
         try:
             cache = make()

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sphkv.errors import BudgetError
 from sphkv.core.tiers import RUN_TOKENS
+from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS, follow_text
 from sphkv.evaluation.harness.subject import Subject
@@ -185,7 +185,6 @@ class _Examiner:
 
     def _stored(self, read: ReadCase, extra: int) -> Subject:
         config = self._config
-        end = read.case.context + extra
         factory = self._session.factory
         method: Subject
         if config.method == JOINT:
@@ -196,7 +195,13 @@ class _Examiner:
                 work=read.work,
             )
         else:
-            method = factory.make(config.method, config.budget, context=end, work=read.work)
+            method = factory.make(
+                config.method,
+                config.budget,
+                context=read.case.context,
+                num_new=extra,
+                work=read.work,
+            )
         method.store_prompt(read.states)
         ledger, tokens = method.ledger(), method.num_tokens()
         self.memory = {

@@ -11,14 +11,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sphkv.integrations.transformers.architecture import describe_model
-from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult, attach
+from sphkv.integrations.transformers.attachment import (
+    AttentionCall,
+    AttentionResult,
+    EagerPass,
+    attach,
+)
 
 Attend = Callable[[AttentionCall], AttentionResult]
 StateTransform = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """``(layer, query, keys, values) -> (keys, values)``, each ``[heads, tokens, head_dim]``."""
 
 
-class _Listener:
+class _Listener(EagerPass):
     """Hands every layer of a pass to a function."""
 
     def __init__(self, attend: Attend, *, needs_mask: bool) -> None:
