@@ -25,7 +25,7 @@ from sphkv.core.budget import ByteBudget
 from sphkv.core.contract import WriteContract
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
-from sphkv.core.tiers import default_tiers
+from sphkv.core.tiers import ladder
 from sphkv.evaluation.environment import describe_environment
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.errors import TierErrors
@@ -90,7 +90,7 @@ def finish(device: str) -> float:
 
 def allocate_states(geometry: KVGeometry, tokens: int, share: float, device: str) -> dict[str, Any]:
     """The solver alone on single states."""
-    sizes = default_tiers().state_bytes(HEAD_DIM)
+    sizes = ladder(HEAD_DIM).state_bytes(HEAD_DIM)
     cost = torch.tensor([sizes[0], *sizes[2:]], device=device)
     falls = torch.tensor([1.0, *(4.0**-at / 4 for at in range(len(cost) - 2)), 0.0], device=device)
     warm_up = TierChoices(torch.rand(4096, len(cost), device=device), cost)

@@ -71,7 +71,12 @@ def check(name):
     on_cpu = build_store(case)
     records = []
     for backend in (ReferenceBackend(), get_backend("triton"), get_backend("cuda")):
-        store = build_store(case, device="cuda", order=getattr(backend, "order", None))
+        store = build_store(
+            case,
+            device="cuda",
+            order=getattr(backend, "order", None),
+            kernels=getattr(backend, "page_codec", None),
+        )
         request = make_request(case, options, num_queries, store)
         expected = dense_oracle(request)
         got = backend.attend(request)

@@ -14,7 +14,7 @@ import triton
 from sphkv.attention.cuda.encode import CudaEncoder
 from sphkv.attention.cuda.fragments import to_fragment_order
 from sphkv.attention.cuda.pages import FragmentOrder
-from sphkv.attention.triton.encode import PageEncoder
+from sphkv.attention.triton.encode import TritonEncoder
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
@@ -51,7 +51,7 @@ def measure_tier(tier, codec, limit):
         torch.zeros(PAGES, 128, dtype=torch.bool, device="cuda"),
     )
     heads = torch.arange(8, device="cuda").repeat_interleave(per_head)
-    encoder, portable = CudaEncoder(), PageEncoder()
+    encoder, portable = CudaEncoder(), TritonEncoder()
     given = (layout, 0, codec, (keys, values), rows, heads)
     pages, other = encoder.encode(*given), portable.encode(*given)
     ordered = encoder.to_fragments(layout, other[:256])

@@ -310,15 +310,10 @@ def test_live_probe_logs_the_drift_of_the_dense_tail():
     assert all(0 < sample.quantiles[0] <= sample.quantiles[2] for sample in drifts)
 
 
-class CodecOrder(FragmentOrder):
+class AlignedByCodec(ReferenceBackend):
     """Leaves encoding to the codec, as for states the kernel does not take."""
 
-    def encode(self, *_: object) -> None:
-        return None
-
-
-class AlignedByCodec(ReferenceBackend):
-    order = CodecOrder()
+    order = FragmentOrder()
 
 
 def run_gpu_pass(engine: RetainedEngine, is_real: Tensor, positions: Tensor) -> list[Tensor | None]:

@@ -13,7 +13,7 @@ from sphkv.testing.cases import CacheCase, build_store, random_calibration, rand
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
-from sphkv.attention.triton.encode import PageEncoder, TokenOrder
+from sphkv.attention.triton.encode import TritonEncoder
 
 # Codes that may differ by rounding: a distance or a ratio on an edge between two codes.
 TIES = 2e-3
@@ -35,7 +35,7 @@ def pages_of(tier, head_dim, *, count, dtype=torch.float32):
     heads = torch.arange(2)
     layout = PageLayout(1, tier, head_dim, PositionMode.CONTIGUOUS)
     encoded = codec.encode(0, tier, keys, values, positions, head_ids=heads, counts=counts)
-    got = PageEncoder().encode(layout, 0, codec, (keys, values), rows, heads)
+    got = TritonEncoder().encode(layout, 0, codec, (keys, values), rows, heads)
     return layout, write_pages(layout, encoded, rows), got
 
 
@@ -77,9 +77,10 @@ def test_slack_is_zero_and_layouts_it_cannot_take_are_left_to_the_codec():
 
 def test_a_store_encodes_with_the_kernels_when_it_is_told_to():
     case = CacheCase(mix="k1v2", num_tokens=140, num_kv_heads=1)
-    plain, fused = build_store(case), build_store(case, order=TokenOrder())
+    plain, fused = build_store(case), build_store(case, kernels=TritonEncoder())
     for one, other in zip(plain.pages(0, 0), fused.pages(0, 0), strict=True):
         left, right = plain.view(one).pages, fused.view(other).pages
         assert left.shape == right.shape
         assert float((left != right).float().mean()) <= TIES
+    assert plain.live_bytes == fused.live_bytes
     assert fused.ledger().total == sum(tensor.nbytes for tensor in fused.live_tensors())

@@ -12,7 +12,17 @@ import torch
 from sphkv.core.budget import ByteBudget
 from sphkv.core.contract import EncodedStates, LayerContract, WriteContract
 from sphkv.core.geometry import KVGeometry
-from sphkv.core.tiers import TierSpec, TierTable, coded_tier, default_tiers
+from sphkv.core.tiers import (
+    DENSE,
+    DROP,
+    LADDER,
+    TierSpec,
+    TierTable,
+    coded_tier,
+    ladder,
+    parse_tier,
+    tier_table,
+)
 
 GEOMETRY = KVGeometry(num_layers=30, num_kv_heads=3, num_query_heads=9, head_dim=64)
 
@@ -53,8 +63,8 @@ def test_geometry_names_the_bad_size(field: str, value: Any) -> None:
         ("drop", 128, 0, 0),
     ],
 )
-def test_default_tier_bytes(name: str, head_dim: int, key_bytes: int, value_bytes: int) -> None:
-    tier = default_tiers()[name]
+def test_tier_bytes(name: str, head_dim: int, key_bytes: int, value_bytes: int) -> None:
+    tier = parse_tier(name)
     assert tier.key_bytes(head_dim) == key_bytes
     assert tier.value_bytes(head_dim) == value_bytes
     assert tier.state_bytes(head_dim) == key_bytes + value_bytes
@@ -62,19 +72,32 @@ def test_default_tier_bytes(name: str, head_dim: int, key_bytes: int, value_byte
 
 
 def test_stored_bits_count_the_radius() -> None:
-    tier = default_tiers()["k2v3"]
+    tier = parse_tier("k2v3")
     assert tier.key_bits_stored(64) == 2.125
     assert tier.value_bits_stored(64) == 3.125
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_default_table_is_ordered_at_every_head_dim(head_dim: int) -> None:
-    table = default_tiers()
+def test_the_ladder_is_ordered_at_every_head_dim(head_dim: int) -> None:
+    table = ladder(head_dim)
     table.check_head_dim(head_dim)
-    coded = [tier for tier in table if tier.is_coded]
-    assert len(coded) >= 4
-    assert all(1.0 <= tier.key_bits_stored(head_dim) <= 4.25 for tier in coded)
+    assert [tier.name for tier in table] == ["drop", *LADDER, "max"]
     assert all(tier.key_nibbles(head_dim) % 2 == 0 for tier in table)
+    sizes = table.state_bytes(head_dim)
+    assert sizes == tuple(sorted(sizes))
+    assert sizes[table.id_of("k2v4")] == sizes[table.id_of("k3v3")]
+
+
+def test_subsets_are_put_in_order_and_pages_have_one_size() -> None:
+    table = ladder(64, page_tokens=32, names=("k3v4", "max", "k1v2", "k2.25v8"))
+    assert [tier.name for tier in table] == ["drop", "k1v2", "k3v4", "k2.25v8", "max"]
+    assert {tier.page_tokens for tier in table if tier.is_coded} == {32}
+    with pytest.raises(ValueError, match="tier 'v2k3' is not known"):
+        ladder(64, names=("v2k3",))
+    # at eight elements a key of one bit has the two slots that one of 1.5 bits has
+    names = [tier.name for tier in ladder(8, names=("k1v2", "k1.01v2", "k2v2"))]
+    assert names == ["drop", "k1v2", "k2v2", "max"]
+    assert len(tier_table([coded_tier(8.0, 16)], 1)) == 2
 
 
 def test_an_odd_number_of_slots_is_exact_by_the_page() -> None:
@@ -106,9 +129,9 @@ def test_odd_slot_counts_share_a_byte_between_tokens() -> None:
 
 
 def test_lookups() -> None:
-    table = default_tiers()
-    assert table.id_of("k2v3") == 3
-    assert table[3] is table["k2v3"]
+    table = ladder(64)
+    assert table.id_of("k2v3") == 4
+    assert table[4] is table["k2v3"]
     assert (table.drop_id, table.dense_id) == (0, len(table) - 1)
     with pytest.raises(ValueError, match="no tier 'k9v9'"):
         table.id_of("k9v9")
@@ -137,24 +160,20 @@ def test_bad_tiers_are_named(change: dict[str, Any], message: str) -> None:
 
 
 def test_tables_out_of_order_are_refused() -> None:
-    drop, low, high, dense = (
-        default_tiers()[0],
-        coded_tier(1.0, 2),
-        coded_tier(2.0, 2),
-        default_tiers()["max"],
-    )
-    for tiers in ((drop, high, low, dense), (low, dense), (drop, low), (drop, dense, low), (drop,)):
+    low, high = coded_tier(1.0, 2), coded_tier(2.0, 2)
+    for tiers in ((low, DENSE), (DROP, low), (DROP, DENSE, low), (DROP,)):
         with pytest.raises(ValueError, match="tier"):
             TierTable(tiers)
     with pytest.raises(ValueError, match="differ"):
-        TierTable((drop, low, replace(high, name=low.name), dense))
-    near = TierTable((drop, coded_tier(1.0, 2), coded_tier(1.01, 2), dense))
-    with pytest.raises(ValueError, match="head_dim 8"):
-        near.check_head_dim(8)
+        TierTable((DROP, low, replace(high, name=low.name), DENSE))
+    with pytest.raises(ValueError, match=r"'k2v2', 'k1v2', 'max'\] at head_dim 64"):
+        TierTable((DROP, high, low, DENSE)).check_head_dim(64)
+    with pytest.raises(ValueError, match="must rise"):
+        TierTable((DROP, coded_tier(8.0, 16), DENSE)).check_head_dim(1)
 
 
 def test_json_round_trip_is_strict() -> None:
-    table = default_tiers()
+    table = ladder(64)
     text = table.to_json()
     assert TierTable.from_json(text) == table
     data = json.loads(text)
@@ -202,12 +221,12 @@ def test_bad_budgets_are_named(text: object) -> None:
 
 
 def test_contract_validates() -> None:
-    table = default_tiers()
+    table = ladder(64)
     contract = WriteContract.uniform(GEOMETRY, 40, tier_id=2, granularity=16)
     contract.check(table, GEOMETRY)
     assert contract.num_tokens == 40
     counts = contract.state_counts(len(table))
-    assert counts[0, 0].tolist() == [0, 0, 40, 0, 0, 0, 0]
+    assert counts[0, 0].tolist() == [0, 0, 40, *[0] * (len(table) - 3)]
     layer = contract.layer(3)
     layer.check(table, GEOMETRY, 40)
     with pytest.raises(ValueError, match="shape"):
@@ -217,7 +236,7 @@ def test_contract_validates() -> None:
 
 
 def test_contract_refuses_bad_decisions() -> None:
-    table = default_tiers()
+    table = ladder(64)
     tier_id = torch.full((3, 40), 2, dtype=torch.uint8)
     protected = torch.zeros((3, 40), dtype=torch.bool)
     with pytest.raises(ValueError, match="uint8"):
@@ -226,8 +245,8 @@ def test_contract_refuses_bad_decisions() -> None:
         LayerContract(tier_id, protected[:2])
     with pytest.raises(ValueError, match=r"granularity.*8"):
         LayerContract(tier_id, protected, 8)
-    with pytest.raises(ValueError, match="tier id 9"):
-        LayerContract(torch.full_like(tier_id, 9), protected).check(table, GEOMETRY, 40)
+    with pytest.raises(ValueError, match="tier id 99"):
+        LayerContract(torch.full_like(tier_id, 99), protected).check(table, GEOMETRY, 40)
     with pytest.raises(ValueError, match="dense tier"):
         LayerContract(tier_id, ~protected).check(table, GEOMETRY, 40)
     tier_id[1, 17] = 3
@@ -240,7 +259,7 @@ def test_contract_refuses_bad_decisions() -> None:
 
 
 def test_empty_contract_is_fine() -> None:
-    WriteContract.uniform(GEOMETRY, 0, tier_id=1, granularity=16).check(default_tiers(), GEOMETRY)
+    WriteContract.uniform(GEOMETRY, 0, tier_id=1, granularity=16).check(ladder(64), GEOMETRY)
 
 
 def test_encoded_states_check_names_the_field() -> None:
@@ -271,13 +290,8 @@ def test_encoded_states_check_names_the_field() -> None:
 
 
 def test_tier_names_follow_bits() -> None:
-    assert [tier.name for tier in default_tiers()] == [
-        "drop",
-        "k1v2",
-        "k1.5v2",
-        "k2v3",
-        "k3v4",
-        "k4v4",
-        "max",
-    ]
-    assert isinstance(default_tiers()["k1v2"], TierSpec)
+    for name in LADDER:
+        tier = parse_tier(name)
+        assert isinstance(tier, TierSpec)
+        assert tier.name == name == f"k{tier.key_bits:g}v{tier.value_bits}"
+    assert (parse_tier("max"), parse_tier("drop")) == (DENSE, DROP)

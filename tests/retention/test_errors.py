@@ -5,7 +5,7 @@ import pytest
 import torch
 from tests.test_retained import GEOMETRY, OPTIONS, make_codec, make_states
 
-from sphkv.core.tiers import default_tiers
+from sphkv.core.tiers import ladder
 from sphkv.retention.errors import common_error, measure_tier_errors, sample_states, weight_move
 from sphkv.retention.features import AttentionRows, measure_features
 from sphkv.retention.policy import RetentionPolicy
@@ -56,7 +56,7 @@ def test_shared_errors_are_told_from_independent_ones():
 
 def test_errors_predict_the_move_of_the_output():
     query, keys, values = make_states(0, TOKENS)
-    tiers, heads = default_tiers(), GEOMETRY.num_kv_heads
+    tiers, heads = ladder(64), GEOMETRY.num_kv_heads
     grouped = query.reshape(heads, -1, GEOMETRY.head_dim)
     weight = (OPTIONS.scale * grouped @ keys.transpose(1, 2)).softmax(-1)
     count = weight.shape[1]

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from sphkv.core.tiers import default_tiers
+from sphkv.core.tiers import ladder
 from sphkv.retention.errors import TierErrors
 from sphkv.retention.features import (
     AttentionRows,
@@ -181,7 +181,7 @@ def test_convex_steps_rise_and_keep_the_total():
 
 
 def test_costs_round_up_to_pages():
-    tiers = default_tiers()
+    tiers = ladder(64)
     sizes = tuple(100 * tier for tier in range(len(tiers)))
     costs = PageCosts(tiers, dict.fromkeys(BlockShape, sizes))
     assert costs.block_tokens == 128

@@ -140,8 +140,8 @@ def tiers() -> TierTable:
 class ReversedOrder:
     """Keeps the bytes of a page from the last to the first."""
 
-    def encode(self, *_: Any) -> None:
-        """Leave it to the codec."""
+    def alignment(self, layout: PageLayout) -> int:
+        return layout.page_bytes if layout.tier.is_coded else 1
 
     def to_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
         return pages.flip(1)

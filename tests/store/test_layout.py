@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import EncodedStates
-from sphkv.core.tiers import TierSpec, coded_tier, default_tiers
+from sphkv.core.tiers import DENSE, TierSpec, coded_tier, ladder
 from sphkv.store.layout import (
     HEADER_BYTES,
     PageLayout,
@@ -19,7 +19,6 @@ from sphkv.store.layout import (
 )
 from sphkv.store.paging import PageRows, PositionMode, choose_position_modes
 
-DENSE = default_tiers()["max"]
 NUM_ROWS = 3
 
 
@@ -181,7 +180,7 @@ def test_page_bytes_as_written_down() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_streams_are_aligned_and_inside_the_page(head_dim: int) -> None:
-    for tier_id, tier in enumerate(default_tiers()):
+    for tier_id, tier in enumerate(ladder(64)):
         for mode in PositionMode if tier.kind != "drop" else ():
             layout = PageLayout(tier_id, tier, head_dim, mode)
             offsets = (HEADER_BYTES, *layout.offsets())

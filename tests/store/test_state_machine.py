@@ -95,7 +95,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _attempt(self, name: str, call: Any, *args: Any) -> bool:
         """Call the store; on a full store, check that nothing moved."""
-        before = self.ledger
+        before = self.store.ledger()
         try:
             call(*args)
         except BudgetError as refusal:
@@ -147,8 +147,11 @@ class StoreMachine(RuleBasedStateMachine):
         model.seal(0)
 
     @precondition(lambda self: self.model)
-    @rule(num_new=st.integers(1, RECENT_TOKENS + 1))
-    def make_room(self, num_new: int) -> None:
+    @rule(choice=pick, layer=pick, num_new=st.integers(1, RECENT_TOKENS + 1))
+    def make_room(self, choice: int, layer: int, num_new: int) -> None:
+        """Fill a tail; then seal it, and others that are as good as full."""
+        model = self.model[self._sequence(choice)][self._layer(layer)]
+        self.append(choice, layer, SEAL_TOKENS + RECENT_TOKENS - len(model.tail[0]))
         models = [model for layers in self.model.values() for model in layers]
         room = SEAL_TOKENS + RECENT_TOKENS - num_new
         if not any(len(model.tail[0]) > room for model in models):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sphkv.core.contract import LayerContract, WriteContract
 from sphkv.core.geometry import KVGeometry
-from sphkv.core.tiers import TierTable, default_tiers
+from sphkv.core.tiers import TierTable, coded_tier, ladder
 from sphkv.errors import BudgetError
 from sphkv.store.config import StoreConfig
 from sphkv.store.paging import PositionMode
@@ -121,14 +121,14 @@ def test_whole_contract_layer_by_layer(
     assert [g.num_pages.tolist() for g in store.pages(3, 1)] == [[1, 1]]
 
 
-def test_bigger_models_work_with_default_tiers(codec: Any) -> None:
+def test_bigger_models_work_with_the_whole_ladder(codec: Any) -> None:
     geometry = KVGeometry(num_layers=1, num_kv_heads=2, num_query_heads=2, head_dim=64)
-    store = PageStore(StoreConfig(geometry), type(codec)(head_dim=64))
+    store = PageStore(StoreConfig(geometry, ladder(64)), type(codec)(head_dim=64))
     store.create(0)
     keys, values = type(codec)(head_dim=64).dense(torch.arange(600).reshape(2, 300))
     store.append(0, 0, keys, values)
     (group,) = store.pages(0, 0)
-    assert group.layout.tier == default_tiers()["k3v4"]
+    assert group.layout.tier == coded_tier(3.0, 4)
     assert group.num_pages.tolist() == [2, 2]
     ledger = store.ledger()
     assert ledger.codes == 2 * (256 * 24 + 44 * 128)

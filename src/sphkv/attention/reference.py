@@ -29,7 +29,7 @@ from sphkv.codec.keys import SphericalCode, angle_logits_reference
 from sphkv.codec.states import SphericalCodec
 from sphkv.codec.values import ValueCode, value_contribution
 from sphkv.store.layout import PageView
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.sequence import PageGroup
 
 _CHUNK_STATES = 1 << 15
@@ -41,10 +41,12 @@ class ReferenceBackend(EagerBackend):
     Attributes:
         name: ``"reference"``.
         page_order: None.
+        page_codec: None.
     """
 
     name = "reference"
     page_order: PageOrder | None = None
+    page_codec: PageCodec | None = None
 
     def attend(self, request: DecodeRequest) -> PartialAttention:
         """Attention over all pages and the tail; see ``DecodeBackend.attend``."""

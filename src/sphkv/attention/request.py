@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sphkv.attention.partial import PartialAttention
 from sphkv.codec.states import SphericalCodec
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.store import PageStore
 
 
@@ -226,10 +226,12 @@ class DecodeBackend(Protocol):
     Attributes:
         name: What it is asked for by.
         page_order: How its kernels want pages kept; None for the order of ``store/layout.py``.
+        page_codec: Kernels that encode pages; None leaves it to the codec of a sequence.
     """
 
     name: str
     page_order: PageOrder | None
+    page_codec: PageCodec | None
 
     def attend(self, request: DecodeRequest) -> PartialAttention:
         """Attention of one sequence's queries, one or many, over all pages and the tail.

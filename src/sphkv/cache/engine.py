@@ -239,7 +239,7 @@ class CacheEngine:
         assert self.plan is not None
         order = self.backend.page_order
         config = self.plan.store_config(self.config, batch, is_aligned=order is not None)
-        return PageStore(config, codec, order=order)
+        return PageStore(config, codec, order=order, kernels=self.backend.page_codec)
 
     def _add_row(self, sequence: int) -> CacheSequence:
         assert self.plan is not None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sphkv.cache.config import CacheConfig, ResidencyPlan, allowed_bytes
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
-from sphkv.core.tiers import DENSE_BITS, RUN_TOKENS, TierSpec, TierTable, coded_tier
+from sphkv.core.tiers import RUN_TOKENS, TierSpec, TierTable, ladder, parse_tier, tier_table
 from sphkv.errors import BudgetError
 from sphkv.store.allocator import slab_bytes
 from sphkv.store.layout import PageLayout
@@ -25,15 +25,9 @@ LEAST_UNIFORM_TIER = (4.0, 4)
 # The controller watches the queries of this many tokens before it decides.
 LEAST_DECIDED_TOKENS = 256
 
-_BUDGET_BITS = (
-    *((1.0, 2), (1.5, 2), (2.0, 2), (2.0, 3), (2.5, 3), (3.0, 3)),
-    *((3.0, 4), (4.0, 4), (5.0, 4), (4.0, 8), (6.0, 8)),
-)
-_RETENTION_BITS = (
-    *((1.0, 2), (1.5, 2), (2.0, 2), (2.0, 3), (3.0, 3)),
-    *((3.0, 4), (4.0, 4), (6.0, 8)),
-)
-_DENSE_NAME = "max"
+RETENTION_TIERS = ("k1v2", "k1.5v2", "k2v2", "k2v3", "k3v3", "k3v4", "k4v4", "k6v8")
+"""Coded tiers of the ladder that the controller chooses from."""
+
 # Budgets from this share on seal new states at the finer of two tiers (key and value bits).
 _FINE_SEAL_SHARE = 0.09
 _FINE_SEAL, _COARSE_SEAL = (6.0, 8), (4.0, 4)
@@ -273,24 +267,6 @@ def _page_bytes(config: CacheConfig, plan: ResidencyPlan, tier: str) -> int:
     return slab_bytes(layout, 1)
 
 
-def budget_tiers(head_dim: int, coded: Iterable[TierSpec] | None = None) -> TierTable:
-    """Tiers a budget chooses from: drop, coded ones in order of bytes, and bfloat16.
-
-    Args:
-        head_dim: Elements of one key; tiers that cost the same there are listed once.
-        coded: The coded tiers; a fine ladder from 1 to 6 key bits by default.
-    """
-    if coded is None:
-        coded = [coded_tier(key_bits, value_bits) for key_bits, value_bits in _BUDGET_BITS]
-    dense = TierSpec(_DENSE_NAME, "dense", float(DENSE_BITS), DENSE_BITS, RUN_TOKENS)
-    ladder: list[TierSpec] = []
-    for tier in sorted(coded, key=lambda tier: tier.state_bytes(head_dim)):
-        is_above = not ladder or tier.state_bytes(head_dim) > ladder[-1].state_bytes(head_dim)
-        if is_above and tier.state_bytes(head_dim) < dense.state_bytes(head_dim):
-            ladder.append(tier)
-    return TierTable((TierSpec("drop", "drop", 0.0, 0, 0), *ladder, dense))
-
-
 def retention_tiers(
     head_dim: int, page_tokens: int = 32, table: TierTable | None = None
 ) -> TierTable:
@@ -301,10 +277,10 @@ def retention_tiers(
         page_tokens: States of a coded page.
         table: Tiers to take instead of the default ones.
     """
-    bits = _RETENTION_BITS
+    names: Iterable[str] = RETENTION_TIERS
     if table is not None:
-        bits = tuple((tier.key_bits, tier.value_bits) for tier in table if tier.is_coded)
-    return budget_tiers(head_dim, [coded_tier(k, v, page_tokens=page_tokens) for k, v in bits])
+        names = [tier.name for tier in table if tier.is_coded]
+    return ladder(head_dim, page_tokens=page_tokens, names=names)
 
 
 def choose_seal_tier(tiers: TierTable, budget: ByteBudget, geometry: KVGeometry) -> str:
@@ -324,19 +300,7 @@ def parse_tiers(
     if isinstance(tiers, TierTable):
         return tiers
     if tiers is None:
-        return budget_tiers(head_dim)
+        return ladder(head_dim)
     wanted = [tiers] if isinstance(tiers, TierSpec | str) else list(tiers)
-    parsed = [_parse_tier(tier) if isinstance(tier, str) else tier for tier in wanted]
-    return budget_tiers(head_dim, [tier for tier in parsed if tier is not None and tier.is_coded])
-
-
-def _parse_tier(name: str) -> TierSpec | None:
-    if name == _DENSE_NAME:
-        return None
-    key, _, value = name.removeprefix("k").partition("v")
-    try:
-        return coded_tier(float(key), int(value))
-    except ValueError as error:
-        raise ValueError(
-            f"tier {name!r} is not known: write 'k2v3' (key and value bits) or 'max' ({error})"
-        ) from error
+    parsed = [parse_tier(tier) if isinstance(tier, str) else tier for tier in wanted]
+    return tier_table([tier for tier in parsed if tier.is_coded], head_dim)

@@ -429,7 +429,7 @@ class RetentionResidency:
 def page_costs(config: CacheConfig, plan: ResidencyPlan, store: PageStore) -> PageCosts:
     """Bytes of one page of every tier and shape, counters and table entry included."""
     costs = {}
-    is_aligned = store.allocator.order is not None
+    order = store.allocator.order
     for shape, mode in _MODE_OF_SHAPE.items():
         sizes = [0]
         for tier_id in range(1, len(plan.tiers)):
@@ -438,8 +438,9 @@ def page_costs(config: CacheConfig, plan: ResidencyPlan, store: PageStore) -> Pa
             if tier_id == plan.tiers.dense_id and shape is BlockShape.RUNS:
                 page_mode = PositionMode.CONTIGUOUS
             layout = PageLayout(tier_id, plan.tiers[tier_id], config.geometry.head_dim, page_mode)
-            pages = store.config.max_slab_pages if is_aligned else 1
-            held = -(-slab_bytes(layout, pages, is_aligned=is_aligned) // pages)
+            alignment = 1 if order is None else order.alignment(layout)
+            pages = store.config.max_slab_pages if alignment > 1 else 1
+            held = -(-slab_bytes(layout, pages, alignment=alignment) // pages)
             sizes.append(held + PointerTable.entry_bytes)
         costs[shape] = tuple(sizes)
     return PageCosts(plan.tiers, costs)

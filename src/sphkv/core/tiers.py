@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal
@@ -143,9 +143,10 @@ _FIELD_NAMES = tuple(field.name for field in fields(TierSpec))
 
 @dataclass(frozen=True, slots=True)
 class TierTable:
-    """The ordered tiers of a cache: drop first, dense last, bytes strictly rising.
+    """The ordered tiers of a cache: drop first, dense last, coded ones by rising bytes.
 
-    A tier's id is its place in the table and fits one byte.
+    A tier's id is its place in the table and fits one byte. Bytes depend on the head dimension,
+    so ``check_head_dim`` compares them where the table is used; two tiers may cost the same.
 
     Attributes:
         tiers: The tiers in order.
@@ -164,9 +165,6 @@ class TierTable:
         names = [tier.name for tier in self.tiers]
         if len(set(names)) != len(names):
             raise ValueError(f"tier names must differ, got {names}")
-        bits = [tier.key_bits + tier.value_bits for tier in self.tiers]
-        if any(low >= high for low, high in pairwise(bits)):
-            raise ValueError(f"bits of the tiers must rise strictly, got {bits} for {names}")
 
     def __len__(self) -> int:
         """Number of tiers, drop included."""
@@ -207,11 +205,13 @@ class TierTable:
         return tuple(tier.state_bytes(head_dim) for tier in self.tiers)
 
     def check_head_dim(self, head_dim: int) -> None:
-        """Raise if rounding makes two tiers cost the same at this head dimension."""
+        """Raise if a tier costs less than one below it, or as much as a dense one."""
         sizes = self.state_bytes(head_dim)
-        if any(low >= high for low, high in pairwise(sizes)):
+        if any(low > high for low, high in pairwise(sizes)) or sizes[-2] == sizes[-1]:
+            names = [tier.name for tier in self.tiers]
             raise ValueError(
-                f"state bytes of the tiers must rise strictly, got {sizes} at head_dim {head_dim}"
+                f"state bytes of the tiers must rise, got {sizes} for {names} at head_dim "
+                f"{head_dim}"
             )
 
     def to_json(self) -> str:
@@ -242,18 +242,71 @@ def _tier_from_dict(entry: Any) -> TierSpec:
     return TierSpec(**entry)
 
 
-def coded_tier(key_bits: float, value_bits: int, *, page_tokens: int = 128) -> TierSpec:
+def coded_tier(key_bits: float, value_bits: int, *, page_tokens: int = MAX_PAGE_TOKENS) -> TierSpec:
     """A coded tier named after its bits, such as ``k1.5v2``."""
     return TierSpec(f"k{key_bits:g}v{value_bits}", "coded", key_bits, value_bits, page_tokens)
 
 
-def default_tiers() -> TierTable:
-    """Drop, five coded tiers from 1 to 4 code bits per key element, and bfloat16."""
-    coded = ((1.0, 2), (1.5, 2), (2.0, 3), (3.0, 4), (4.0, 4))
-    return TierTable(
-        (
-            TierSpec("drop", "drop", 0.0, 0, 0),
-            *(coded_tier(key_bits, value_bits) for key_bits, value_bits in coded),
-            TierSpec("max", "dense", float(DENSE_BITS), DENSE_BITS, RUN_TOKENS),
-        )
-    )
+DROP = TierSpec("drop", "drop", 0.0, 0, 0)
+"""The tier that stores nothing."""
+
+DENSE = TierSpec("max", "dense", float(DENSE_BITS), DENSE_BITS, RUN_TOKENS)
+"""bfloat16 keys and values, in pages of one run."""
+
+LADDER = (
+    *("k1v2", "k1.5v2", "k2v2", "k2v3", "k2.5v3", "k2v4", "k3v3", "k3v4"),
+    *("k4v4", "k5v4", "k4v8", "k6v8"),
+)
+"""Names of the coded tiers that caches choose from, by rising bytes (k2v4 and k3v3 cost as
+much)."""
+
+
+def parse_tier(name: str, *, page_tokens: int = MAX_PAGE_TOKENS) -> TierSpec:
+    """A tier from its name: ``"drop"``, ``"max"``, or bits of a key and value like ``"k2v3"``.
+
+    Args:
+        name: The name.
+        page_tokens: States of a page, if it is coded.
+    """
+    for fixed in (DROP, DENSE):
+        if name == fixed.name:
+            return fixed
+    key, _, value = name.removeprefix("k").partition("v")
+    try:
+        return coded_tier(float(key), int(value), page_tokens=page_tokens)
+    except ValueError as error:
+        raise ValueError(
+            f"tier {name!r} is not known: write 'k2v3' (key and value bits) or 'max' ({error})"
+        ) from error
+
+
+def tier_table(coded: Iterable[TierSpec], head_dim: int) -> TierTable:
+    """Drop, coded tiers by rising bytes, and dense.
+
+    Args:
+        coded: The coded tiers; of those that cost the same the order is kept. A tier whose codes
+            have the size of an earlier one's, or that costs as much as bfloat16, is left out.
+        head_dim: Elements of one key.
+    """
+    kept: dict[tuple[int, int], TierSpec] = {}
+    for tier in coded:
+        if tier.state_bytes(head_dim) < DENSE.state_bytes(head_dim):
+            kept.setdefault((tier.key_nibbles(head_dim), tier.value_bits), tier)
+    ordered = sorted(kept.values(), key=lambda tier: tier.state_bytes(head_dim))
+    return TierTable((DROP, *ordered, DENSE))
+
+
+def ladder(
+    head_dim: int, *, page_tokens: int = MAX_PAGE_TOKENS, names: Iterable[str] | None = None
+) -> TierTable:
+    """The usual tiers, or some of them, as a table for one head dimension.
+
+    Args:
+        head_dim: Elements of one key.
+        page_tokens: States of a coded page.
+        names: Coded tiers to choose from, in any order; ``LADDER`` if None. Names outside of it
+            that ``parse_tier`` knows are fine.
+    """
+    wanted = LADDER if names is None else tuple(names)
+    tiers = [parse_tier(name, page_tokens=page_tokens) for name in wanted]
+    return tier_table([tier for tier in tiers if tier.is_coded], head_dim)

@@ -24,7 +24,7 @@ from sphkv.codec.coordinates import (
 from sphkv.codec.states import SphericalCodec
 from sphkv.codec.values import decode_values, encode_values
 from sphkv.core.contract import LayerContract
-from sphkv.core.tiers import DENSE_BITS, VALUE_BITS, TierSpec, TierTable, default_tiers
+from sphkv.core.tiers import DENSE, DENSE_BITS, DROP, VALUE_BITS, TierSpec, TierTable
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import HEADER_BYTES
 from sphkv.store.ledger import ByteLedger
@@ -95,11 +95,10 @@ class SphericalMethod:
     """The product's own path: pages are written to a store and read back from its bytes."""
 
     def __init__(self, calibration: Calibration, tier: TierSpec, *, dense_tokens: int) -> None:
-        drop, *_, dense = default_tiers()
         self.tier = tier
         self.codec = SphericalCodec(calibration)
         config = StoreConfig(
-            calibration.geometry, TierTable((drop, tier, dense)), seal_tier=tier.name
+            calibration.geometry, TierTable((DROP, tier, DENSE)), seal_tier=tier.name
         )
         self.store = PageStore(config, self.codec)
         self._dense_tokens = dense_tokens

@@ -76,15 +76,20 @@ def held_page_bytes(layout: PageLayout) -> int:
     return layout.page_bytes + 2 * torch.int32.itemsize
 
 
-def slab_bytes(layout: PageLayout, num_pages: int, *, is_aligned: bool = False) -> int:
+def slab_bytes(layout: PageLayout, num_pages: int, *, alignment: int = 1) -> int:
     """Bytes of a slab, its reference and state counts included.
 
     Args:
         layout: Layout of its pages.
         num_pages: Pages it can hold.
-        is_aligned: Whether its pages begin at multiples of their size, which costs one more.
+        alignment: Bytes that its first page begins at a multiple of, which costs as many.
     """
-    return num_pages * held_page_bytes(layout) + layout.page_bytes * int(is_aligned)
+    return num_pages * held_page_bytes(layout) + _spare_bytes(alignment)
+
+
+def _spare_bytes(alignment: int) -> int:
+    """Bytes beyond its pages that an aligned slab needs."""
+    return alignment if alignment > 1 else 0
 
 
 class PageAllocator:
@@ -162,7 +167,10 @@ class PageAllocator:
         return delta
 
     def _slab_bytes(self, layout: PageLayout, num_pages: int) -> int:
-        return slab_bytes(layout, num_pages, is_aligned=self.order is not None)
+        return slab_bytes(layout, num_pages, alignment=self._alignment(layout))
+
+    def _alignment(self, layout: PageLayout) -> int:
+        return 1 if self.order is None else self.order.alignment(layout)
 
     def forecast(self, requests: Sequence[Mapping[PoolKey, int]]) -> int:
         """Bytes by which slabs grow if requests come one after another; takes nothing.
@@ -223,9 +231,10 @@ class PageAllocator:
 
     def _new_slab(self, key: PoolKey, num_pages: int) -> Slab:
         layout = self._layout_of(key)
-        size, spare = layout.page_bytes, int(self.order is not None)
-        buffer = torch.empty((num_pages + spare) * size, dtype=torch.uint8, device=self._device)
-        begin = -buffer.data_ptr() % size if spare else 0
+        size, alignment = layout.page_bytes, self._alignment(layout)
+        num_bytes = num_pages * size + _spare_bytes(alignment)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        begin = -buffer.data_ptr() % alignment
         return Slab(
             key,
             layout,

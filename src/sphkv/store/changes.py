@@ -10,7 +10,6 @@ from sphkv.core.contract import LayerContract
 from sphkv.store.encoding import (
     EncodedPages,
     FlatStates,
-    PageEncoder,
     decode_pages,
     encode_pages,
     merge_states,
@@ -59,7 +58,7 @@ def plan_write(
 def _encode(
     pool: PagePool, state: SequenceState, layer: int, flat: FlatStates, batches: list[PageBatch]
 ) -> list[EncodedPages]:
-    encoder = PageEncoder(layer, state.codec, pool.allocator.order)
+    encoder = pool.encoder(layer, state.codec)
     return encode_pages(encoder, flat, batches, pool.layout, pool.config.geometry.num_kv_heads)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a page store is built from."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sphkv.core.geometry import KVGeometry
-from sphkv.core.tiers import TierTable, default_tiers
+from sphkv.core.tiers import TierTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class StoreConfig:
     """
 
     geometry: KVGeometry
-    tiers: TierTable = field(default_factory=default_tiers)
+    tiers: TierTable
     seal_tier: str = "k3v4"
     recent_tokens: int = 32
     max_bytes: int | None = None

@@ -13,7 +13,7 @@ from sphkv.core.contract import StateCodec
 from sphkv.core.geometry import KVGeometry
 from sphkv.store.allocator import PoolKey
 from sphkv.store.layout import PageLayout, PageView, write_dense_pages, write_pages
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.paging import MAX_POSITION, PageBatch, PageRows, StateList
 
 # Pages encoded at once: bounds the float32 copies a codec makes of a long prompt.
@@ -120,17 +120,19 @@ class PageEncoder:
     Attributes:
         layer: Layer of the states.
         codec: Encoder of coded tiers; may be missing if all pages are dense.
-        order: What may encode instead of the codec, and how slabs keep pages.
+        order: How slabs keep pages, if not as ``store/layout.py`` has them.
+        kernels: What may encode instead of the codec.
     """
 
     layer: int
     codec: StateCodec | None
-    order: PageOrder | None
+    order: PageOrder | None = None
+    kernels: PageCodec | None = None
 
     @property
     def most_pages(self) -> int:
         """Pages to be encoded at once."""
-        return _ENCODE_PAGES if self.order is None else _KERNEL_PAGES
+        return _ENCODE_PAGES if self.kernels is None else _KERNEL_PAGES
 
     def encode(
         self,
@@ -150,8 +152,8 @@ class PageEncoder:
         if not layout.tier.is_coded:
             pages = write_dense_pages(layout, *states, rows)
         else:
-            if self.order is not None:
-                found = self.order.encode(layout, self.layer, self.codec, states, rows, head_ids)
+            if self.kernels is not None:
+                found = self.kernels.encode(layout, self.layer, self.codec, states, rows, head_ids)
                 if found is not None:
                     return found
             encoded = _require(self.codec, layout).encode(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a device makes and keeps pages, where its kernels want it another way."""
+"""How a device keeps the bytes of a page, and how its kernels make them."""
 
 from typing import Protocol
 
@@ -11,10 +11,23 @@ from sphkv.store.paging import PageRows
 
 
 class PageOrder(Protocol):
-    """How a device makes and keeps the bytes of its pages; their size stays the same.
+    """A permutation of the bytes of a page, for a kernel that wants them in another order."""
 
-    Pages in such slabs lie whole pages apart from one another, whatever slab they are in.
-    """
+    def alignment(self, layout: PageLayout) -> int:
+        """Bytes that pages of a layout begin at multiples of; 1 if they may lie anywhere."""
+        ...
+
+    def to_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
+        """Bytes to keep for pages ``[rows, page_bytes]`` that ``store/layout.py`` wrote."""
+        ...
+
+    def from_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
+        """Undo ``to_slab``."""
+        ...
+
+
+class PageCodec(Protocol):
+    """Kernels that turn dense states into whole pages."""
 
     def encode(
         self,
@@ -25,16 +38,17 @@ class PageOrder(Protocol):
         rows: PageRows,
         head_ids: Tensor,
     ) -> Tensor | None:
-        """Pages of keys and values ``[rows, tokens, head_dim]``, as ``to_slab`` orders them.
+        """Pages of a coded layout.
 
-        None leaves it to the codec.
+        Args:
+            layout: Their layout.
+            layer: Layer of the states.
+            codec: Encoder of the sequence, whose codebooks are used.
+            states: Keys and values ``[rows, tokens, head_dim]``, zero past the counts.
+            rows: Positions, counts and flags.
+            head_ids: ``[rows]`` int64 KV head of each page.
+
+        Returns:
+            ``[rows, page_bytes]`` uint8 as slabs keep them; None leaves it to the codec.
         """
-        ...
-
-    def to_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
-        """Bytes to keep for pages ``[rows, page_bytes]``."""
-        ...
-
-    def from_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
-        """Undo ``to_slab``."""
         ...

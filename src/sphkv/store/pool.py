@@ -10,12 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sphkv.core.contract import StateCodec
 from sphkv.store.allocator import PageAllocator, PoolKey
 from sphkv.store.config import StoreConfig
-from sphkv.store.encoding import EncodedPages
+from sphkv.store.encoding import EncodedPages, PageEncoder
 from sphkv.store.layout import PageLayout
 from sphkv.store.meter import ByteMeter
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.pointers import PointerTable, page_tag
 
 if TYPE_CHECKING:
@@ -54,13 +55,20 @@ class PagePool:
         config: Sizes, tiers and limit.
         device: Device of the pages.
         allocator: Owner of the slabs.
+        kernels: What encodes pages where it can; else a sequence's codec does.
         meter: Bytes of all live tensors of the store.
         span_pages: What the layers of one pass have in common; empty between passes.
     """
 
-    def __init__(self, config: StoreConfig, order: PageOrder | None = None) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        order: PageOrder | None = None,
+        kernels: PageCodec | None = None,
+    ) -> None:
         """Start without pages."""
         self.config = config
+        self.kernels = kernels
         self.device = torch.device(config.device)
         self.meter = ByteMeter(config.max_bytes)
         self.allocator = PageAllocator(
@@ -79,6 +87,10 @@ class PagePool:
             tier = self.config.tiers[tier_id]
             self._layouts[key] = PageLayout(tier_id, tier, self.config.geometry.head_dim, mode)
         return self._layouts[key]
+
+    def encoder(self, layer: int, codec: StateCodec | None) -> PageEncoder:
+        """What encodes pages of a layer."""
+        return PageEncoder(layer, codec, self.allocator.order, self.kernels)
 
     def check_room(self, requests: Mapping[PoolKey, int]) -> None:
         """Raise if pages could not be had now.

@@ -140,7 +140,7 @@ def plan_spans(
     Returns:
         The new pages of each sequence.
     """
-    encoder = PageEncoder(layer, states[0].codec, pool.allocator.order)
+    encoder = pool.encoder(layer, states[0].codec)
     pending: list[list[EncodedPages]] = [[] for _ in states]
     for plan in plans:
         key = (plan.layout.tier_id, plan.layout.position_mode)

@@ -16,7 +16,7 @@ from sphkv.store.encoding import FlatStates, check_positions, check_states
 from sphkv.store.growing import append_states, make_room, write_prompt
 from sphkv.store.layout import PageView
 from sphkv.store.ledger import ByteLedger, measure_bytes
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.page_list import PageIndex, PageList
 from sphkv.store.persist import FileIdentity, read_sequence, write_sequence
 from sphkv.store.pointers import PointerTable, pool_of_tag
@@ -40,6 +40,7 @@ class PageStore:
         codec: StateCodec | None = None,
         *,
         order: PageOrder | None = None,
+        kernels: PageCodec | None = None,
     ) -> None:
         """Start empty.
 
@@ -47,10 +48,11 @@ class PageStore:
             config: Sizes, tiers and limit.
             codec: Encoder of sequences that bring none of their own.
             order: How slabs keep the bytes of a page, where a kernel wants its own way.
+            kernels: What encodes pages where it can; else the codec of a sequence does.
         """
         self.config = config
         self._codec = codec
-        self._pool = PagePool(config, order)
+        self._pool = PagePool(config, order, kernels)
         self._sequences: dict[int, SequenceState] = {}
 
     @property

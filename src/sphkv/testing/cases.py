@@ -14,10 +14,13 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import LayerContract
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
-from sphkv.core.tiers import RUN_TOKENS, TierTable, default_tiers
+from sphkv.core.tiers import RUN_TOKENS, TierTable, ladder
 from sphkv.store.config import StoreConfig
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.store import PageStore
+
+USUAL_TIERS = ("k1v2", "k1.5v2", "k2v3", "k3v4", "k4v4")
+"""Coded tiers of most cases: few, and far enough apart to differ in every width of a code."""
 
 _QUICK_FIT = CodebookFit(iterations=3, refinements=2, stage_tokens=128)
 
@@ -44,7 +47,7 @@ class CacheCase:
     group_size: int = 3
     num_tokens: int = 300
     tail_tokens: int = 7
-    tiers: TierTable = field(default_factory=default_tiers)
+    tiers: TierTable = field(default_factory=lambda: ladder(64, names=USUAL_TIERS))
     mix: str = "all"
     num_layers: int = 1
     seed: int = 0
@@ -100,6 +103,7 @@ def build_store(
     sequence: int = 0,
     device: str = "cpu",
     order: PageOrder | None = None,
+    kernels: PageCodec | None = None,
 ) -> PageStore:
     """A store with one sequence: pages of mixed tiers, then an open tail."""
     geometry = case.geometry()
@@ -107,7 +111,7 @@ def build_store(
     codec = SphericalCodec(random_calibration(geometry, rope, seed=case.seed))
     seal_tier = case.tiers[len(case.tiers) - 2].name
     config = StoreConfig(geometry, case.tiers, seal_tier=seal_tier, device=device)
-    store = PageStore(config, codec, order=order)
+    store = PageStore(config, codec, order=order, kernels=kernels)
     store.create(sequence)
     for layer in range(geometry.num_layers):
         fill_layer(store, case, layer, rope=rope, sequence=sequence)

@@ -13,7 +13,7 @@ from sphkv.attention.cuda.compiler import ARCHITECTURES
 from sphkv.attention.cuda.decode import MAX_WINDOW
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
-from sphkv.attention.cuda.pages import FragmentOrder, ServedPages, place_pages
+from sphkv.attention.cuda.pages import FragmentCodec, FragmentOrder, ServedPages, place_pages
 from sphkv.attention.cuda.steps import CapturedSteps, why_not_captured
 from sphkv.attention.listing import ListedPages, join_layouts, list_pages
 from sphkv.attention.partial import PartialAttention
@@ -29,7 +29,7 @@ from sphkv.attention.triton.backend import PageList, TritonBackend
 from sphkv.codec.states import SphericalCodec
 from sphkv.errors import CudaUnavailableError
 from sphkv.store.layout import PageLayout
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.store import PageStore
 
 # Queries of one sequence that a launch takes, each as a row of its own.
@@ -42,10 +42,12 @@ class CudaBackend:
     Attributes:
         name: ``"cuda"``.
         page_order: What a store must be given to keep its pages in fragment order.
+        page_codec: Kernels that encode into that order.
     """
 
     name = "cuda"
     page_order: PageOrder | None
+    page_codec: PageCodec | None
 
     def __init__(self, device: torch.device | None = None) -> None:
         """Kernels are loaded when they are first needed.
@@ -58,6 +60,7 @@ class CudaBackend:
             ImportError: Triton is not installed.
         """
         self.page_order = FragmentOrder()
+        self.page_codec = FragmentCodec(self.page_order)
         self._device = device or _current_gpu()
         self._kernels = DecodeKernels(self._device)
         self._rest = TritonBackend()

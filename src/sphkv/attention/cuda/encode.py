@@ -137,7 +137,7 @@ class CudaEncoder:
         rows: PageRows,
         head_ids: Tensor,
     ) -> Tensor:
-        """Pages in fragment order; see ``PageOrder.encode``."""
+        """Pages in fragment order; see ``PageCodec.encode``."""
         keys, values = (part.contiguous() for part in states)
         device, bits = keys.device, layout.tier.value_bits
         key_kernel, value_kernel = self._encode_kernels(layout, device)

@@ -33,7 +33,7 @@ from sphkv.store.paging import PageRows
 
 if TYPE_CHECKING:
     from sphkv.attention.cuda.encode import CudaEncoder
-    from sphkv.attention.triton.encode import PageEncoder
+    from sphkv.attention.triton.encode import TritonEncoder
 
 HOPPER = (9, 0)
 # Page numbers have 32 bits; as many lie below the lowest slab as above it.
@@ -46,10 +46,10 @@ class FragmentOrder:
     """A ``PageOrder`` of the store: fragment order where the kernel serves a layout."""
 
     def __init__(self) -> None:
-        self._encoder: PageEncoder | None = None
         self._cuda: CudaEncoder | None = None
 
-    def _kernels(self) -> CudaEncoder:
+    def kernels(self) -> CudaEncoder:
+        """Kernels that write fragment order on a Hopper GPU."""
         if self._cuda is None:
             # Triton, whose tables it shares, is needed on GPUs only
             from sphkv.attention.cuda.encode import CudaEncoder
@@ -57,39 +57,16 @@ class FragmentOrder:
             self._cuda = CudaEncoder()
         return self._cuda
 
-    def encode(
-        self,
-        layout: PageLayout,
-        layer: int,
-        codec: StateCodec | None,
-        states: tuple[Tensor, Tensor],
-        rows: PageRows,
-        head_ids: Tensor,
-    ) -> Tensor | None:
-        """Fused encoding of states on a GPU, as slabs keep them; the codec encodes others."""
-        if not states[0].is_cuda:
-            return None
-        if (
-            _is_hopper(states[0].device)
-            and isinstance(codec, SphericalCodec)
-            and len(head_ids)
-            and self._kernels().takes(layout, states)
-        ):
-            return self._kernels().encode(layout, layer, codec, states, rows, head_ids)
-        if self._encoder is None:
-            # Triton is needed on GPUs only
-            from sphkv.attention.triton.encode import PageEncoder
-
-            self._encoder = PageEncoder()
-        pages = self._encoder.encode(layout, layer, codec, states, rows, head_ids)
-        return None if pages is None else self.to_slab(layout, pages)
+    def alignment(self, layout: PageLayout) -> int:
+        """The size of a page, so that the kernel finds pages of all slabs by number."""
+        return layout.page_bytes if is_served(layout) else 1
 
     def to_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
         """Bytes to keep for token-transposed pages ``[rows, page_bytes]``."""
         if not is_served(layout):
             return pages
         if pages.is_cuda and _is_hopper(pages.device):
-            found = self._kernels().to_fragments(layout, pages)
+            found = self.kernels().to_fragments(layout, pages)
             if found is not None:
                 return found
         parts = [to_fragment_order(PageView(layout, part)) for part in pages.split(_CHUNK_PAGES)]
@@ -100,6 +77,42 @@ class FragmentOrder:
         if not is_served(layout) or not len(pages):
             return pages
         return torch.cat([_from_fragment_order(layout, part) for part in pages.split(_CHUNK_PAGES)])
+
+
+class FragmentCodec:
+    """A ``PageCodec`` of the store: fused encoding of states on a GPU, in fragment order."""
+
+    def __init__(self, order: FragmentOrder) -> None:
+        """Encode pages as ``order`` keeps them."""
+        self._order = order
+        self._triton: TritonEncoder | None = None
+
+    def encode(
+        self,
+        layout: PageLayout,
+        layer: int,
+        codec: StateCodec | None,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        head_ids: Tensor,
+    ) -> Tensor | None:
+        """Pages of states on a GPU; see ``PageCodec.encode``."""
+        if not states[0].is_cuda:
+            return None
+        if (
+            _is_hopper(states[0].device)
+            and isinstance(codec, SphericalCodec)
+            and len(head_ids)
+            and self._order.kernels().takes(layout, states)
+        ):
+            return self._order.kernels().encode(layout, layer, codec, states, rows, head_ids)
+        if self._triton is None:
+            # Triton is needed on GPUs only
+            from sphkv.attention.triton.encode import TritonEncoder
+
+            self._triton = TritonEncoder()
+        pages = self._triton.encode(layout, layer, codec, states, rows, head_ids)
+        return None if pages is None else self._order.to_slab(layout, pages)
 
 
 def _is_hopper(device: torch.device) -> bool:

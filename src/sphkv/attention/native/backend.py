@@ -19,7 +19,7 @@ from sphkv.attention.request import (
 )
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.native import require_kernels
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.store import PageStore
 
 Precision = Literal["int8", "float32"]
@@ -36,11 +36,13 @@ class NativeBackend(EagerBackend):
     Attributes:
         name: ``"native"``.
         page_order: None: pages as ``store/layout.py`` has them.
+        page_codec: None: the codec encodes, with native kernels of its own.
         variant: Instruction set that runs, such as ``"neon"``; ``"float32"`` is portable.
     """
 
     name = "native"
     page_order: PageOrder | None = None
+    page_codec: PageCodec | None = None
 
     def __init__(
         self,

@@ -32,12 +32,12 @@ from sphkv.attention.request import (
 from sphkv.attention.triton.coded import launch_coded
 from sphkv.attention.triton.combine import combine_parts
 from sphkv.attention.triton.dense import TailList, launch_dense
-from sphkv.attention.triton.encode import TokenOrder
+from sphkv.attention.triton.encode import TritonEncoder
 from sphkv.attention.triton.rows import PartSlots, QueryRows
 from sphkv.attention.triton.tables import EntryTable, EntryTables
 from sphkv.codec.states import SphericalCodec
 from sphkv.store.layout import PageLayout
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.store import PageStore
 
 PRECISIONS = ("tf32", "tf32x3", "ieee")
@@ -75,11 +75,13 @@ class TritonBackend(EagerBackend):
 
     Attributes:
         name: ``"triton"``.
-        page_order: What a store must be given to encode with fused kernels.
+        page_order: None: pages as ``store/layout.py`` has them.
+        page_codec: Fused kernels that encode pages.
     """
 
     name = "triton"
     page_order: PageOrder | None
+    page_codec: PageCodec | None
 
     def __init__(self, *, precision: str = "tf32x3") -> None:
         """Choose the arithmetic.
@@ -95,7 +97,8 @@ class TritonBackend(EagerBackend):
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
         self._precision = precision
-        self.page_order = TokenOrder()
+        self.page_order = None
+        self.page_codec = TritonEncoder()
         self._tables = EntryTables()
         self._listed = PlanCache(_list_sequence)
         self._plans = PlanCache(self._build_plan)

@@ -18,7 +18,7 @@ from sphkv.store.paging import PageRows
 _MAX_HEAD_DIM = 128
 
 
-class PageEncoder:
+class TritonEncoder:
     """Encodes pages with fused kernels where they apply."""
 
     def __init__(self) -> None:
@@ -33,19 +33,7 @@ class PageEncoder:
         rows: PageRows,
         head_ids: Tensor,
     ) -> Tensor | None:
-        """Pages of one layout, or None where the codec must do it.
-
-        Args:
-            layout: Their layout.
-            layer: Layer of the states.
-            codec: Encoder of the sequence.
-            states: Keys and values ``[rows, tokens, head_dim]``, zero past the counts.
-            rows: Positions, counts and flags.
-            head_ids: ``[rows]`` int64 KV head of each page.
-
-        Returns:
-            ``[rows, page_bytes]`` uint8 as ``write_pages`` orders it.
-        """
+        """Pages as ``write_pages`` orders them; see ``PageCodec.encode``."""
         tokens = layout.page_tokens
         if not isinstance(codec, SphericalCodec) or not layout.tier.is_coded:
             return None
@@ -60,16 +48,4 @@ class PageEncoder:
         else:
             dense = values.to(torch.bfloat16).contiguous().view(torch.uint8).flatten(1)
             pages[:, layout.value_offset : layout.position_offset] = dense
-        return pages
-
-
-class TokenOrder(PageEncoder):
-    """A ``PageOrder`` of the store: the usual bytes, encoded by fused kernels."""
-
-    def to_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
-        """The same bytes."""
-        return pages
-
-    def from_slab(self, layout: PageLayout, pages: Tensor) -> Tensor:
-        """The same bytes."""
         return pages

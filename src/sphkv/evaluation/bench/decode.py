@@ -20,7 +20,7 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import EncodedStates, LayerContract
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
-from sphkv.core.tiers import TierSpec, TierTable, default_tiers
+from sphkv.core.tiers import DENSE, DROP, TierSpec, TierTable
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.key_methods import shared_bits, tier_for_bits
 from sphkv.store.config import StoreConfig
@@ -124,9 +124,8 @@ def _calibration(geometry: KVGeometry, rope: RopeSpec) -> Calibration:
 def _build(
     geometry: KVGeometry, rope: RopeSpec, tier: TierSpec, context: int, *, is_replayed: bool
 ) -> PageStore:
-    drop, *_, dense = default_tiers()
     codec = SphericalCodec(_calibration(geometry, rope))
-    config = StoreConfig(geometry, TierTable((drop, tier, dense)), seal_tier=tier.name)
+    config = StoreConfig(geometry, TierTable((DROP, tier, DENSE)), seal_tier=tier.name)
     store = PageStore(config, _ReplayCodec(codec) if is_replayed else codec)
     store.create(0)
     tail = config.recent_tokens

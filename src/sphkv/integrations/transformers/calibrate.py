@@ -12,7 +12,12 @@ from transformers import PreTrainedModel
 from sphkv.codec.calibration import Calibration, CalibrationOptions, Calibrator
 from sphkv.integrations.progress import layer_progress
 from sphkv.integrations.transformers.architecture import describe_model
-from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult, EagerPass, attach
+from sphkv.integrations.transformers.attachment import (
+    AttentionCall,
+    AttentionResult,
+    EagerPass,
+    attach,
+)
 
 
 class _Capture(EagerPass):

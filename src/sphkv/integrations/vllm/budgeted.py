@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sphkv.attention.native.plans import layout_fields
 from sphkv.codec.states import SphericalCodec
-from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierTable, coded_tier, default_tiers
+from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierTable, ladder
 from sphkv.integrations.vllm.blocks import (
     PageKindFields,
     PagePlaces,
@@ -25,19 +25,15 @@ from sphkv.retention.solver import TierChoices, allocate_tiers
 from sphkv.store.layout import PAGE_ALIGNMENT, PageLayout, write_pages
 from sphkv.store.paging import PageRows, PositionMode
 
+_PART_TIERS = ("k1v2", "k1.5v2", "k2v3", "k3v4", "k4v4")
+
 PART_TOKENS = CODED_PAGE_MULTIPLE
 """Tokens of one page, the unit of the decision."""
 
 
-def part_tiers() -> TierTable:
-    """The usual tiers, with pages of one part."""
-    usual = default_tiers()
-    coded = [
-        coded_tier(tier.key_bits, tier.value_bits, page_tokens=PART_TOKENS)
-        for tier in usual
-        if tier.is_coded
-    ]
-    return TierTable((usual[usual.drop_id], *coded, usual[usual.dense_id]))
+def part_tiers(head_dim: int) -> TierTable:
+    """Some tiers of the ladder, with pages of one part."""
+    return ladder(head_dim, page_tokens=PART_TOKENS, names=_PART_TIERS)
 
 
 class BudgetedBlock:
@@ -64,7 +60,7 @@ class BudgetedBlock:
         self.content_bytes = content_bytes
         self.sink_tokens = sink_tokens
         self.sinks = SinkPages(sink_tokens, head_dim)
-        self.tiers = part_tiers()
+        self.tiers = part_tiers(head_dim)
         self._layouts = [
             PageLayout(tier_id, tier, head_dim, PositionMode.CONTIGUOUS)
             for tier_id, tier in enumerate(self.tiers)
