@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from sphkv.attention.api import BACKENDS
 from sphkv.baselines.registry import BASELINES
-from sphkv.cache.plan import budget_tiers, retention_tiers
+from sphkv.cache.plan import retention_tiers
+from sphkv.core.tiers import ladder
 from sphkv.evaluation.runner.methods import AUTO, DENSE, JOINT, UNIFORM, method_names
 from sphkv.evaluation.splits import SPLITS, load_manifest
 
@@ -38,7 +39,7 @@ def list_names(kind: str) -> list[dict[str, object]]:
     if kind == "backends":
         return [{"backend": name} for name in ("auto", *BACKENDS)]
     if kind == "tiers":
-        uniform, retention = budget_tiers(_HEAD_DIM), retention_tiers(_HEAD_DIM)
+        uniform, retention = ladder(_HEAD_DIM), retention_tiers(_HEAD_DIM)
         tables = {"one tier": uniform, "controller": retention}
         return [
             {

@@ -10,12 +10,12 @@ from sphkv.attention.api import get_backend
 from sphkv.baselines.eviction import EvictionCache
 from sphkv.baselines.registry import BASELINES, find, make_baseline
 from sphkv.cache.config import CacheConfig, RetentionConfig
-from sphkv.cache.plan import budget_tiers, choose_seal_tier, retention_tiers
+from sphkv.cache.plan import choose_seal_tier, retention_tiers
 from sphkv.codec.calibration import Calibration
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
-from sphkv.core.tiers import TierTable
+from sphkv.core.tiers import TierTable, ladder
 from sphkv.evaluation.harness.subject import EngineSubject, MethodSubject, Subject, TimedEngine
 from sphkv.evaluation.names import check_name
 from sphkv.evaluation.runner.shared_work import SharedWork
@@ -106,7 +106,7 @@ class MethodFactory:
 
     def tiers(self) -> TierTable:
         """Tiers that one-tier residency chooses from."""
-        return budget_tiers(self._shape.geometry.head_dim)
+        return ladder(self._shape.geometry.head_dim)
 
     def make(
         self,
