@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from sphkv.cache.retained_config import RetainedConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from sphkv.cache.plan import retention_tiers
 from sphkv.cli.main import main
-from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.evaluation.harness.decode import follow_text
@@ -28,6 +27,7 @@ from sphkv.evaluation.retention.probes import Probe, rank_correlation
 from sphkv.evaluation.retention.study import recorded_config, summarise
 from sphkv.evaluation.retention.surprise import head_surprise
 from sphkv.integrations.transformers.listening import listening
+from sphkv.retention.measure import MeasureConfig
 
 
 def tiny_model() -> LlamaForCausalLM:
@@ -97,7 +97,7 @@ def test_sensitivity_needs_some_text():
 def test_a_head_surprises_whose_later_queries_ask_for_what_none_asked_for():
     geometry = KVGeometry(num_layers=1, num_kv_heads=2, num_query_heads=2, head_dim=64)
     ropes = (RopeSpec.from_config({"rope_theta": 10_000.0}, 64),)
-    config = RetainedConfig(geometry, ropes, ByteBudget.parse("50%"))
+    config = MeasureConfig(geometry, ropes, retention_tiers(64))
     generator = torch.Generator().manual_seed(0)
     known, later = 320, 64
     keys, values = (torch.randn(2, known + later, 64, generator=generator) for _ in range(2))
