@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sphkv.errors import BudgetError
 from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.errors import BudgetError
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.errors import TierErrors
 from sphkv.retention.features import expect_surprise, measure_features, window_rows

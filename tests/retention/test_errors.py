@@ -1,17 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error models against what coding really does to a head's output."""
 
+from functools import cache
+
 import pytest
 import torch
-from tests.test_retained import GEOMETRY, OPTIONS, make_codec, make_states
+from torch import Tensor
 
+from sphkv.codec.calibration import Calibrator
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import ladder
-from sphkv.retention.errors import common_error, measure_tier_errors, sample_states, weight_move
+from sphkv.retention.errors import (
+    common_error,
+    key_bounds,
+    measure_tier_errors,
+    sample_states,
+    weight_move,
+)
 from sphkv.retention.features import AttentionRows, measure_features
 from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.scores import state_distortion
 
 TOKENS = 256
+GEOMETRY = KVGeometry(num_layers=1, num_kv_heads=2, num_query_heads=4, head_dim=32)
+ROPE = RopeSpec.from_config({"rope_theta": 10_000.0}, GEOMETRY.head_dim)
+SCALE = GEOMETRY.head_dim**-0.5
+
+
+def make_states() -> tuple[Tensor, Tensor, Tensor]:
+    """Query, keys and values; some tokens draw much more attention than others."""
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.arange(TOKENS)
+    heads = (GEOMETRY.num_query_heads, GEOMETRY.num_kv_heads, GEOMETRY.num_kv_heads)
+    q, k, v = (torch.randn(n, TOKENS, GEOMETRY.head_dim, generator=generator) for n in heads)
+    pull = (torch.rand(heads[1], TOKENS, 1, generator=generator) < 0.1).float()
+    return ROPE.apply(q + 1.0, positions), ROPE.apply(k + 2.0 * pull, positions), v
+
+
+@cache
+def make_codec() -> SphericalCodec:
+    calibrator = Calibrator(GEOMETRY, (ROPE,), model_id="random")
+    query, keys, _ = make_states()
+    calibrator.add_layer(0, keys, query, torch.arange(TOKENS))
+    return SphericalCodec(calibrator.finish())
 
 
 def test_a_sample_leaves_protected_states_out_and_counts_all_others():
@@ -54,11 +87,24 @@ def test_shared_errors_are_told_from_independent_ones():
     assert float(common_error(apart + 0.5, mass)) == pytest.approx(16 * 0.25, rel=0.1)
 
 
+def test_key_bounds_are_what_most_keys_keep():
+    keys = torch.tensor([3.0, 0.0]).expand(1, 20, 2).clone()
+    coded = keys.clone()
+    # a right angle and twice the length; the worst of 20 is left out
+    coded[0, 0] = torch.tensor([0.0, 3.0])
+    coded[0, 1] = torch.tensor([-3.0, 0.0])
+    coded[0, 2] = torch.tensor([6.0, 0.0])
+    coded[0, 3] = torch.tensor([60.0, 0.0])
+    direction, length = key_bounds(keys, coded)
+    assert direction.tolist() == pytest.approx([2**0.5])
+    assert length.tolist() == pytest.approx([3.0])
+
+
 def test_errors_predict_the_move_of_the_output():
-    query, keys, values = make_states(0, TOKENS)
+    query, keys, values = make_states()
     tiers, heads = ladder(64), GEOMETRY.num_kv_heads
     grouped = query.reshape(heads, -1, GEOMETRY.head_dim)
-    weight = (OPTIONS.scale * grouped @ keys.transpose(1, 2)).softmax(-1)
+    weight = (SCALE * grouped @ keys.transpose(1, 2)).softmax(-1)
     count = weight.shape[1]
     rows = AttentionRows(
         weight, torch.full((heads, count), 1 / count), torch.ones(count, TOKENS, dtype=torch.bool)
@@ -66,14 +112,14 @@ def test_errors_predict_the_move_of_the_output():
     features = measure_features(rows, keys, values, sinks=0, recent=0)
     sample = sample_states(features.shift, torch.ones(heads, TOKENS, dtype=torch.bool), 128)
     errors = measure_tier_errors(
-        make_codec(), 0, tiers, (query, keys, values), rows, sample, scale=OPTIONS.scale
+        make_codec(), 0, tiers, (query, keys, values), rows, sample, scale=SCALE
     )
     at = torch.arange(TOKENS).expand(heads, -1)
     # the lowest tiers move weights by more than the first order tells
     for tier_id in (3, 5):
         encoded = make_codec().encode(0, tiers[tier_id], keys, values, at)
         coded_keys, coded_values = make_codec().decode(0, tiers[tier_id], encoded, at)
-        coded = (OPTIONS.scale * grouped @ coded_keys.transpose(1, 2)).softmax(-1)
+        coded = (SCALE * grouped @ coded_keys.transpose(1, 2)).softmax(-1)
         moved = (coded @ coded_values - weight @ values).square().sum(-1).mean(1)
         for head in range(heads):
             loss = state_distortion(features, errors, RetentionPolicy(), head=head)

@@ -51,7 +51,7 @@ class CalibrationOptions:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Calibration:
     """What a codec must know about a model.
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 
@@ -15,12 +17,17 @@ from sphkv.core.contract import EncodedStates
 from sphkv.core.tiers import TierSpec
 
 
+# Codecs of one calibration share the codebooks that were made of it.
+_CODEBOOKS: WeakKeyDictionary[Calibration, dict[tuple[int, int, str], AngleCodebook]]
+_CODEBOOKS = WeakKeyDictionary()
+
+
 class SphericalCodec:
     """Encodes keys with a calibration and values with a rotation; a ``StateCodec``."""
 
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
-        self._codebooks: dict[tuple[int, int, str], AngleCodebook] = {}
+        self._codebooks = _CODEBOOKS.setdefault(calibration, {})
 
     @property
     def num_bytes(self) -> int:

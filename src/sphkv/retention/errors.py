@@ -8,6 +8,7 @@ so states are weighed by the attention they get. Derivation: docs/math/retention
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -212,15 +213,18 @@ def key_bounds(keys: Tensor, coded: Tensor) -> tuple[Tensor, Tensor]:
         coded: The same after coding.
 
     Returns:
-        ``[heads]`` distance of the unit vectors and difference of the norms, each the quantile
-        of ``DRIFT_QUANTILE`` over the samples.
+        ``[heads]`` distance of the unit vectors and difference of the norms, each the
+        ``drift_quantile`` of the samples.
     """
     norm, coded_norm = (x.norm(dim=-1).clamp(min=_TINY) for x in (keys, coded))
     apart = (keys / norm[..., None] - coded / coded_norm[..., None]).norm(dim=-1)
-    return (
-        apart.quantile(DRIFT_QUANTILE, dim=1),
-        (norm - coded_norm).abs().quantile(DRIFT_QUANTILE, dim=1),
-    )
+    return drift_quantile(apart), drift_quantile((norm - coded_norm).abs())
+
+
+def drift_quantile(each: Tensor) -> Tensor:
+    """``[heads]`` least value that at least ``DRIFT_QUANTILE`` of ``[heads, n]`` do not exceed."""
+    rank = math.ceil(DRIFT_QUANTILE * each.shape[1])
+    return each.sort(dim=1).values[:, rank - 1]
 
 
 def weight_move(logit_error: Tensor, weight: Tensor) -> Tensor:

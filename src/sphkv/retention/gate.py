@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sphkv.retention.errors import DRIFT_QUANTILE, TierErrors
+from sphkv.retention.errors import TierErrors, drift_quantile
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,7 @@ def norm_quantile(query: Tensor, num_kv_heads: int) -> Tensor:
     Returns:
         ``[heads]`` float32.
     """
-    norms = query.float().norm(dim=-1).reshape(num_kv_heads, -1)
-    return norms.quantile(DRIFT_QUANTILE, dim=1)
+    return drift_quantile(query.float().norm(dim=-1).reshape(num_kv_heads, -1))
 
 
 class StabilityGate:

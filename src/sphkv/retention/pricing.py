@@ -213,7 +213,8 @@ class LayerPricer:
         if layer.token_weight is not None:
             votes = votes * layer.token_weight
         padded = torch.nn.functional.pad(votes, (0, -votes.shape[1] % granularity))
-        return padded.unflatten(1, (-1, granularity)).sum(2)
+        by_unit: Tensor = padded.unflatten(1, (-1, granularity)).sum(2)
+        return by_unit
 
     def _units(self, rank: Tensor, is_free: Tensor, shape: BlockShape) -> Tensor:
         """Blocks of states or runs, ``[blocks, units]``, padded with -1."""
