@@ -24,10 +24,10 @@ from sphkv.codec.calibration_file import load_calibration
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.harness.states import log_probabilities, read_prompt
+from sphkv.evaluation.harness.subject import MethodSubject
 from sphkv.evaluation.text import read_tokens
 from sphkv.integrations.models import load_model
-from sphkv.integrations.prompt_states import continue_prompt, read_prompt, store_prompt
-from sphkv.integrations.teacher_forcing import log_probabilities
 from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
 from sphkv.retention.gate import GateOptions
 
@@ -52,7 +52,8 @@ def main() -> None:
     config = RetainedConfig(geometry, ropes, ByteBudget.parse(args.budget), gate=GateOptions())
     sequence = RetainedSequence(config, codec, get_backend("auto"))
     began = time.perf_counter()
-    store_prompt(sequence, states)
+    subject = MethodSubject(model, sequence, geometry)
+    subject.store_prompt(states)
     store_s = time.perf_counter() - began
     spent: dict[str, list[float]] = {"settle": [], "demote": [], "gate": []}
 
@@ -72,7 +73,7 @@ def main() -> None:
     store.demote = timed("demote", store.demote)  # type: ignore[method-assign]
     began, over = time.process_time(), 0
     for at in range(args.context, args.context + args.steps):
-        hidden = continue_prompt(model, sequence, ids[:, at : at + 1])
+        hidden = subject.feed(ids[:, at : at + 1]).hidden
         gated(next(log_probabilities(model, hidden))[1][0])
         over = max(over, sequence.resident_bytes() - sequence.limit_bytes())
     total = time.process_time() - began

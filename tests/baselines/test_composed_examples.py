@@ -11,7 +11,7 @@ from sphkv.baselines.diffkv import DiffKV, Thresholds
 from sphkv.baselines.group_layer import GroupLayer, integer_class
 from sphkv.baselines.rdkv import Brain16, LeastCost, RateDistortion
 from sphkv.baselines.settings import MethodShape
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
 
 ONE = KVGeometry(num_layers=1, num_kv_heads=1, num_query_heads=1, head_dim=64)

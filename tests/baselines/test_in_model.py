@@ -11,25 +11,12 @@ from sphkv.baselines.registry import BASELINES, make_baseline
 transformers = pytest.importorskip(
     "transformers", reason="the extra sphkv[transformers] is not installed"
 )
-from sphkv.integrations.prompt_states import (  # noqa: E402
-    PromptStates,
-    continue_prompt,
-    generate_greedily,
-    read_prompt,
-    store_prompt,
-)
+from sphkv.evaluation.harness.states import PromptStates, read_prompt  # noqa: E402
+from sphkv.evaluation.harness.subject import MethodSubject  # noqa: E402
 from sphkv.integrations.transformers.architecture import model_geometry, model_ropes  # noqa: E402
 
 # relative error of the final hidden states: bfloat16, eight, two, and about eight bits
-_BOUNDS = {
-    "dense": 0.01,
-    "retention": 0.01,
-    "system": 0.01,
-    "fp8": 0.03,
-    "int2": 0.3,
-    "bits": 0.12,
-    "both": 0.25,
-}
+_BOUNDS = {"dense": 0.01, "retention": 0.01, "system": 0.01, "fp8": 0.03, "int2": 0.3, "bits": 0.12}
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +48,11 @@ def test_hidden_states_stay_near_dense(name: str, model: Any, prompt: PromptStat
     # with room for all, methods that drop tokens are exact
     budget = {"bits": 0.6, "retention": 2.0}.get(family, 1.0)
     method = make_baseline(name, model_geometry(model), model_ropes(model), budget, num_new=48)
-    store_prompt(method, prompt)
-    hidden = continue_prompt(model, method, prompt.following)
+    subject = MethodSubject(model, method, prompt.geometry)
+    subject.store_prompt(prompt)
+    hidden = subject.feed(prompt.following).hidden
     exact = prompt.hidden[1:]
     error = float((hidden - exact).norm() / exact.norm())
     assert error < _BOUNDS.get(name, _BOUNDS[family])
     assert method.num_tokens() == 560
-    assert len(generate_greedily(model, method, prompt.following[:, :1], 2)) == 2
+    assert subject.feed(prompt.following[:, :1]).hidden.shape == (1, 64)

@@ -36,7 +36,7 @@ from sphkv.baselines.settings import MethodShape
 from sphkv.baselines.snapkv import WindowVotes
 from sphkv.baselines.streaming_llm import SinksAndWindow
 from sphkv.baselines.tova import LastQuery
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
 
 STILL = RopeSpec.unrotated(2)

@@ -2,8 +2,8 @@
 import json
 
 import pytest
-from sphkv.cache.retained_refresh import Refresher
 
+from sphkv.cache.engine import CacheEngine
 from sphkv.cli.main import main
 from sphkv.errors import BudgetError
 from sphkv.evaluation.report.studies import certificate_part
@@ -13,10 +13,9 @@ from sphkv.evaluation.witness.bounds import Witness
 from sphkv.evaluation.witness.failures import FAILURE_CLASSES, diagnose
 from sphkv.evaluation.witness.suite import build_suite
 from sphkv.evaluation.workloads.case import Case
-from sphkv.integrations.prompt_states import store_prompt
 from sphkv.retention.gate import GateOptions
 
-COMMAND = ["certify", "--budget", "90%", "--context", "1700", "--seeds", "2"]
+COMMAND = ["certify", "--budget", "90%", "--context", "1700", "--seeds", "2", "--following", "32"]
 
 
 @pytest.fixture
@@ -56,21 +55,23 @@ def test_joint_is_examined_with_its_safeguards(run):
 
 
 def test_a_budget_that_breaks_while_decoding_is_recorded(run, monkeypatch, capsys):
-    settle, steps = Refresher.settle, iter(range(10_000))
+    begin, passes = CacheEngine.begin, []
 
-    def grow(self):
-        # the third token of the second prompt is one too many
-        if next(steps) == 6:
-            raise BudgetError(96, 0, 1000)
-        settle(self)
+    def grow(self, step):
+        # the first cache watches the drift; the third token of the second one is one too many
+        if self.is_coded:
+            passes.append(self)
+            if len(set(map(id, passes))) == 2 and passes.count(self) == 3:
+                raise BudgetError(96, 0, 1000)
+        begin(self, step)
 
-    monkeypatch.setattr(Refresher, "settle", grow)
+    monkeypatch.setattr(CacheEngine, "begin", grow)
     code, certificate = run("--method", "joint", "--per-witness", "1", "--no-gate")
     assert code == 1
     assert not certificate["is_safe"]
     (budget,) = [w for w in certificate["witnesses"] if w["name"] == "budget"]
     assert (budget["value"], budget["is_held"]) == (1.0, False)
-    assert "the request needs 96 bytes" in budget["exemplar"]
+    assert "the request needs 96 bytes and exceeds the 0 bytes that are free" in budget["exemplar"]
     assert "the budget did not hold: " + budget["exemplar"] in capsys.readouterr().out
     # the others were examined all the same
     assert any(w["name"] == "drift" and w["value"] > 0 for w in certificate["witnesses"])
@@ -85,7 +86,7 @@ def test_a_budget_that_holds_nothing_is_recorded(run, capsys):
     (budget,) = [w for w in certificate["witnesses"] if not w["is_held"]]
     assert budget["name"] == "budget"
     assert budget["value"] == 6
-    assert "what must be kept needs" in budget["exemplar"]
+    assert "tokens, dense, needs" in budget["exemplar"]
     assert "nothing could be stored" in capsys.readouterr().out
     assert "nothing could be stored" in certificate_part(certificate)
 
@@ -140,9 +141,10 @@ def test_the_gate_is_told_every_margin(tiny_model_folder):
         Case("p", "needle", "p", tuple(range(3, 200)), answers=("",), max_new_tokens=3)
     )
     cache = session.factory.controlled("60%", gate=GateOptions())
-    store_prompt(cache, read.states)
+    cache.store_prompt(read.states)
     got = decode_tokens(session.model, cache, read.states.hidden[-1:], 3, StopRule(frozenset()))
     assert len(got.token_ids) == 3
     # three tokens, and the one after them that the limit cut off
-    assert cache.refresher.gate is not None
-    assert cache.refresher.gate.num_steps == 4
+    gate = cache.engine.rows[0].residency.gate
+    assert gate is not None
+    assert gate.num_steps == 4

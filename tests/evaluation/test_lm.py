@@ -2,10 +2,17 @@
 import json
 
 import pytest
+import torch
 
 from sphkv.cli.main import main
 from sphkv.evaluation.demo.text import hidden_facts, make_document
-from sphkv.evaluation.key_methods import comparison_method, shared_bits, tier_for_bits
+from sphkv.evaluation.key_methods import (
+    COORDINATES,
+    CoordinateMethod,
+    comparison_method,
+    shared_bits,
+    tier_for_bits,
+)
 
 
 def test_bits_are_met_from_below():
@@ -29,6 +36,36 @@ def test_comparison_codecs_are_met_from_below():
     assert method.value_codec is None
     with pytest.raises(ValueError, match="per-channel-int needs at least 2 key bits"):
         comparison_method("per-channel-int", 1.5, 16, head_dim=64, dense_tokens=4)
+
+
+@pytest.mark.parametrize("name", COORDINATES)
+def test_coordinates_of_the_paper_pay_for_every_angle(name):
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 400, 16, generator=generator)
+    values = torch.randn(2, 400, 16, generator=generator)
+
+    def method(bits: float, value_bits: float = 16) -> CoordinateMethod:
+        return CoordinateMethod(name, bits, value_bits, calibration_keys=[keys], dense_tokens=4)
+
+    made = method(5.5)
+    # fifteen angles of 4 bits and a float16 radius; five bits each would need 5.6875
+    assert made.angle_bits == 4
+    assert made.key_bits == pytest.approx((15 * 4 + 16) / 16 + shared_bits(16))
+    assert made.table_bytes == 2 * 15 * 16 * 4
+    restored, same = made(0, keys, keys, values)
+    assert torch.equal(same, values)
+    assert torch.equal(restored[:, :4], keys[:, :4])
+    errors = [
+        float((method(bits)(0, keys, keys, values)[0] - keys).norm() / keys.norm())
+        for bits in (3.5, 5.5, 8.0)
+    ]
+    assert errors[0] > errors[1] > errors[2] > 0
+    assert errors[2] < 0.15
+    coded = method(5.5, 5.5)
+    assert coded.value_bits == pytest.approx(4 + 8 / 16 + shared_bits(16))
+    assert not torch.equal(coded(0, keys, keys, values)[1][:, 4:], values[:, 4:])
+    with pytest.raises(ValueError, match=f"{name} needs at least"):
+        method(1.5)
 
 
 def test_document_hides_every_fact_once():

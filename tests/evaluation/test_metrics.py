@@ -19,6 +19,7 @@ from sphkv.evaluation.metrics.stability import (
     length_drift,
     trajectory_sensitivity,
 )
+from sphkv.evaluation.metrics.statistics import bootstrap_interval, mean_interval, paired_interval
 from sphkv.evaluation.metrics.throughput import DecodeTimes, quantile
 from sphkv.evaluation.runner.decoding import StopRule
 
@@ -67,7 +68,8 @@ def test_stability_by_hand():
 
 def test_times_by_hand():
     times = DecodeTimes(2.0, 1.0, (9.0, 0.5, 0.25, 0.25), num_warm=1).to_dict()
-    assert times["tok_s"] == pytest.approx(3.0)
+    # one over the median: a step that something else slowed down does not count
+    assert times["tok_s"] == pytest.approx(4.0)
     assert times["num_measured"] == 3
     assert times["step_p50_s"] == 0.25
     assert times["ttft_s"] == pytest.approx(12.0)
@@ -85,3 +87,22 @@ def test_a_line_end_ends_an_answer_that_has_begun():
     assert not rule.ends(5, [5])
     assert rule.ends(5, [5, 7])
     assert not rule.ends(7, [7])
+
+
+def test_intervals_shrink_with_prompts_and_pairs_cancel_what_is_common():
+    few, many = [0.0, 1.0] * 3, [0.0, 1.0] * 60
+    wide, narrow = mean_interval(few), mean_interval(many)
+    assert wide.mean == narrow.mean == 0.5
+    assert wide.low < narrow.low < 0.5 < narrow.high < wide.high
+    # the standard error of 120 coins is 0.046
+    assert narrow.high - narrow.low == pytest.approx(4 * 0.0456, rel=0.15)
+    assert bootstrap_interval([0.3]) == (0.3, 0.3)
+    hard = {f"p{at}": float(at) for at in range(12)}
+    ours = {name: value + 0.1 + 0.01 * (at % 2) for at, (name, value) in enumerate(hard.items())}
+    found = paired_interval(ours, hard)
+    assert found.mean == pytest.approx(0.105)
+    assert 0.09 < found.low < found.high < 0.12
+    assert found.count == 12
+    assert paired_interval({"a": 2.0, "b": 9.0}, {"a": 1.5, "c": 0.0}).count == 1
+    with pytest.raises(ValueError, match="no prompt in common"):
+        paired_interval({"a": 1.0}, {"b": 1.0})

@@ -5,25 +5,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from sphkv.cache.retained_config import retention_tiers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from sphkv.cache.plan import retention_tiers
 from sphkv.cli.main import main
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
-from sphkv.evaluation.retention.config import StudyConfig
-from sphkv.evaluation.retention.fit import describe_fit, head_sensitivity, regress_weights
-from sphkv.evaluation.retention.probes import ChangedStates, Probe, rank_correlation
-from sphkv.evaluation.retention.study import compare, recorded_config, summarise
-from sphkv.evaluation.retention.surprise import head_surprise
-from sphkv.integrations.prompt_states import (
+from sphkv.evaluation.harness.decode import follow_text
+from sphkv.evaluation.harness.reference import DenseReference
+from sphkv.evaluation.harness.states import (
     LayerStates,
     PromptStates,
-    attending,
-    continue_prompt,
+    hidden_states,
     read_prompt,
 )
-from sphkv.integrations.teacher_forcing import hidden_states
+from sphkv.evaluation.harness.subject import MethodSubject
+from sphkv.evaluation.metrics.divergence import token_divergence
+from sphkv.evaluation.retention.config import StudyConfig
+from sphkv.evaluation.retention.fit import describe_fit, head_sensitivity, regress_weights
+from sphkv.evaluation.retention.probes import Probe, rank_correlation
+from sphkv.evaluation.retention.study import recorded_config, summarise
+from sphkv.evaluation.retention.surprise import head_surprise
+from sphkv.integrations.transformers.listening import listening
 from sphkv.retention.measure import MeasureConfig
 
 
@@ -47,41 +50,21 @@ def tokens(count: int) -> torch.Tensor:
     return torch.randint(0, 97, (1, count), generator=torch.Generator().manual_seed(1))
 
 
-def test_unchanged_states_give_the_dense_model():
+def kl_after(model: LlamaForCausalLM, method: DenseReference, states: PromptStates) -> float:
+    run = follow_text(MethodSubject(model, method, states.geometry), states.following)
+    return float(token_divergence(model, states.hidden[1:], run.hidden).kl.mean())
+
+
+def test_unchanged_states_give_the_dense_model_and_dropped_ones_do_not():
     model = tiny_model()
     states = read_prompt(model, tokens(96), num_following=16)
-    method = ChangedStates(states)
-    hidden = continue_prompt(model, method, states.following)
-    found = compare(model, states.hidden[1:], hidden)
-    assert found["kl"] == pytest.approx(0, abs=1e-5)
-    assert found["is_same_answer"]
-    keys, values, kept = method.layers[0]
-    method.layers[0] = (keys, values, kept & (torch.rand(kept.shape) < 0.3))
-    worse = compare(model, states.hidden[1:], continue_prompt(model, method, states.following))
-    assert worse["kl"] > found["kl"]
-
-
-class Nudged:
-    """Plain attention whose outputs of one head are moved a little at random."""
-
-    name = "nudged"
-
-    def __init__(self, layer: int, head: int, size: float) -> None:
-        self.place, self.size = (layer, head), size
-
-    def attend(self, layer, query, keys, values, options, *, sink_logits=None):
-        group = query.shape[0] // keys.shape[0]
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query[None],
-            keys[None].repeat_interleave(group, 1),
-            values[None].repeat_interleave(group, 1),
-            is_causal=True,
-            scale=options.scale,
-        )[0]
-        if layer == self.place[0]:
-            noise = torch.randn(output.shape[1:], generator=torch.Generator().manual_seed(7))
-            output[self.place[1]] += self.size * noise
-        return output
+    method = DenseReference(states, capacity=16)
+    assert kl_after(model, method, states) == pytest.approx(0, abs=1e-5)
+    method.crop(80)
+    part = states.layers[0]
+    kept = torch.rand(2, 80, generator=torch.Generator().manual_seed(3)) < 0.3
+    method.change(0, part.keys, part.values, kept=kept)
+    assert kl_after(model, method, states) > 1e-5
 
 
 @pytest.mark.parametrize(("layer", "head"), [(0, 1), (1, 3)])
@@ -92,9 +75,17 @@ def test_sensitivity_predicts_the_loss_of_a_small_move(layer, head):
     assert all(parameter.requires_grad for parameter in model.parameters())
     dense = hidden_states(model, ids)
     size = 0.01 * float(dense.std())
-    with torch.no_grad(), attending(model, Nudged(layer, head, size)):  # type: ignore[arg-type]
+
+    def nudge(call):
+        output = call.dense()[0]
+        if call.layer == layer:
+            noise = torch.randn(output.shape[1], 16, generator=torch.Generator().manual_seed(7))
+            output[0, :, head] += size * noise
+        return output, None
+
+    with torch.no_grad(), listening(model, nudge):
         moved = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-    kl = compare(model, dense.double().float(), moved)["kl"]
+    kl = float(token_divergence(model, dense, moved).kl.mean())
     assert kl == pytest.approx(float(found[layer, head]) * size**2 * 16, rel=0.5)
 
 
@@ -106,7 +97,7 @@ def test_sensitivity_needs_some_text():
 def test_a_head_surprises_whose_later_queries_ask_for_what_none_asked_for():
     geometry = KVGeometry(num_layers=1, num_kv_heads=2, num_query_heads=2, head_dim=64)
     ropes = (RopeSpec.from_config({"rope_theta": 10_000.0}, 64),)
-    config = MeasureConfig(geometry, ropes, retention_tiers())
+    config = MeasureConfig(geometry, ropes, retention_tiers(64))
     generator = torch.Generator().manual_seed(0)
     known, later = 320, 64
     keys, values = (torch.randn(2, known + later, 64, generator=generator) for _ in range(2))
@@ -140,7 +131,7 @@ def test_weights_are_found_again_and_ratios_count_alike():
     assert [found["alpha_theta"], found["alpha_value"], found["alpha_drop"]] == pytest.approx(
         weights.tolist(), rel=1e-3
     )
-    # one drop that is nine times as bad and one as predicted: three times
+    # one drop that is nine times as bad and one as foretold: three times
     assert regress_weights(probes(1, 1, 9, 1))["alpha_drop"] == pytest.approx(2.1, rel=1e-3)
     assert regress_weights(probes(1, 1, 1, 9))["alpha_drop"] == pytest.approx(2.1, rel=1e-3)
 
@@ -168,7 +159,7 @@ def test_summary_leaves_a_variant_empty_that_some_prompt_could_not_use():
     def record(variant: str, workload: str, kl: float | None) -> dict[str, object]:
         return {
             "budget": "5%", "variant": variant, "workload": workload, "kl": kl,
-            "same_top1": 0.5, "is_same_answer": True, "bytes": 90, "limit_bytes": 100,
+            "same_top1": 0.5, "is_same_answer": True, "peak_share": 0.9,
         }  # fmt: skip
 
     rows = summarise(

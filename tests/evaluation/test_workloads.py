@@ -11,6 +11,7 @@ from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.evaluation.workloads.needles import hide_needles, make_needles, needle_cases
 from sphkv.evaluation.workloads.qa import (
     answerable_questions,
+    choose_questions,
     fit_prompt,
     made_up_questions,
     qa_cases,
@@ -136,30 +137,20 @@ def test_made_up_questions_can_be_answered():
     for question in made_up_questions(6):
         assert question.answers[0] in question.supporting[1][1]
         assert not any(question.answers[0] in text for _, text in question.distractors)
-    cases = qa_cases(words, data=None, datasets=(), context=900, num_questions=4)
+    cases = qa_cases(words, choose_questions(None, (), 4, ()), context=900)
     assert [case.facets["position"] for case in cases] == ["early", "middle", "late", "early"]
     assert all(700 < case.context <= 900 for case in cases)
 
 
 def test_questions_can_be_named():
     names = ("made-up-3", "made-up-1")
-    cases = qa_cases(
-        words, data=None, datasets=(), context=900, num_questions=9, question_ids=names
-    )
+    cases = qa_cases(words, choose_questions(None, (), 9, names), context=900)
     assert [case.case_id for case in cases] == ["qa-900-made-up-3-early", "qa-900-made-up-1-middle"]
-    (some,) = qa_cases(
-        words, data=None, datasets=(), context=900, num_questions=1, num_distractors=2
-    )
+    some_questions = choose_questions(None, (), 1, ())
+    (some,) = qa_cases(words, some_questions, context=900, num_distractors=2)
     assert some.case_id == "qa-900-made-up-0-early-d2"
     with pytest.raises(ValueError, match="no question 'hotpotqa-2'"):
-        qa_cases(
-            words,
-            data=None,
-            datasets=(),
-            context=900,
-            num_questions=1,
-            question_ids=("hotpotqa-2",),
-        )
+        choose_questions(None, (), 1, ("hotpotqa-2",))
 
 
 def test_questions_that_dense_cannot_answer_are_left_out():

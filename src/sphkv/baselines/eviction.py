@@ -40,7 +40,7 @@ from sphkv.baselines.held_states import (
 from sphkv.baselines.layer_pages import PAGE_TOKENS, LayerPages
 from sphkv.baselines.settings import MethodShape, changed_fields
 from sphkv.cache.method import CacheMethodBase
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 from sphkv.store.ledger import ByteLedger
 
 PROTECTED = float("inf")

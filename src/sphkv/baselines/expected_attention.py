@@ -29,7 +29,7 @@ from sphkv.baselines.eviction import (
     PromptPolicy,
 )
 from sphkv.baselines.settings import MethodShape
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 
 
 @dataclass(frozen=True)

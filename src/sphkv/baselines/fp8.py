@@ -19,8 +19,8 @@ from torch import Tensor
 
 from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.quantised import CodedSettings
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 

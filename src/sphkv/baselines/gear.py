@@ -25,8 +25,8 @@ from sphkv.baselines.coded_layer import PairCodec, PartCodec
 from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
 from sphkv.baselines.outliers import join_outliers, split_outliers
 from sphkv.baselines.quantised import CodedSettings
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 GROUP = 64
 SETTINGS = (

@@ -22,8 +22,8 @@ from sphkv.baselines.coded_layer import Coded, CodedLayer, PairCodec, StateBlock
 from sphkv.baselines.held_states import HeldStates, Tagged
 from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
 from sphkv.baselines.quantised import CodedSettings
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 WIDTHS = ((8, 8), (8, 4), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
 """Bits of keys and of values, the best first."""

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from sphkv.baselines.bit_packing import pack_bits, unpack_bits
 from sphkv.baselines.coded_layer import PairCodec
-from sphkv.baselines.integer_codes import as_float16, check_bits
 from sphkv.baselines.outliers import join_outliers, place, split_outliers
+from sphkv.baselines.per_channel_int import as_float16, check_bits
 from sphkv.baselines.quantised import CodedSettings
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 WIDTHS = ((6, 6), (5, 5), (5, 4), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
 """Bits of keys and of values, the best first."""

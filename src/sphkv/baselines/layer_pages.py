@@ -46,7 +46,6 @@ _DENSE_ID = 1
 # a table that grows by single pages has up to half as many entries again
 _TABLE_GROWTH = 1.5
 _LEAST_ENTRIES = 4
-_ENTRY_BYTES = torch.int64.itemsize + torch.int16.itemsize
 _ALIGNED_SLAB_PAGES = 64
 
 
@@ -222,7 +221,7 @@ class LayerPages:
         if is_aligned:
             size += -(-total // stride) * layout.page_bytes
         entries = max(_LEAST_ENTRIES, int(_TABLE_GROWTH * max(pages, default=0)) + 1)
-        size += PointerTable.initial_bytes(heads) + heads * entries * _ENTRY_BYTES
+        size += PointerTable.bytes_for(heads, entries)
         return size + heads * PAGE_TOKENS * config.geometry.dense_state_bytes
 
 

@@ -26,8 +26,8 @@ from sphkv.baselines.held_states import Tagged
 from sphkv.baselines.kivi import WIDTHS, kivi_codec
 from sphkv.baselines.outliers import index_dtype, place
 from sphkv.baselines.quantised import CodedSettings
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 GROUP = 128
 

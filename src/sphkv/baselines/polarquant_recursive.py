@@ -28,8 +28,8 @@ from sphkv.baselines.integer_codes import as_float16
 from sphkv.baselines.quantised import CodedSettings
 from sphkv.baselines.rotation_lloyd import random_rotation
 from sphkv.baselines.scalar_levels import lloyd_max_levels
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 WIDTHS = ((8, 6), (6, 4), (5, 3), (4, 3), (4, 2), (3, 2), (3, 1), (2, 1))
 """Bits of first-level angles and of the others, the best first; the paper's is (4, 2)."""

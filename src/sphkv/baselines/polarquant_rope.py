@@ -24,8 +24,8 @@ from torch import Tensor
 from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
 from sphkv.baselines.quantised import CodedSettings
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 GROUP = 128
 WIDTHS = ((6, 6, 8), (5, 5, 4), (4, 4, 4), (4, 4, 3), (3, 4, 3), (3, 3, 3), (3, 3, 2), (2, 3, 2))

@@ -29,8 +29,8 @@ from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.integer_codes import TokenIntegers, as_float16
 from sphkv.baselines.quantised import CodedSettings
 from sphkv.baselines.rotation_lloyd import random_rotation
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 BLOCK = 128
 WIDTHS = ((8, 8), (6, 4), (4, 4), (4, 3), (4, 2), (2, 2), (1, 2))

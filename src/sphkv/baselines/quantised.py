@@ -42,8 +42,8 @@ from sphkv.baselines.held_states import (
 )
 from sphkv.baselines.settings import NUM_TRIALS, MethodShape, changed_fields
 from sphkv.cache.method import CacheMethodBase
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 from sphkv.store.ledger import ByteLedger
 
 _PROBE_SEED = 0

@@ -15,8 +15,8 @@ from typing import Literal, cast
 from sphkv.attention.request import DecodeBackend
 from sphkv.baselines.settings import NUM_NEW, Baseline, MethodSettings, MethodShape
 from sphkv.cache.method import Realisation
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 Family = Literal["dense", "retention", "bits", "both", "system"]
 

@@ -13,8 +13,8 @@ from sphkv.attention.api import get_backend
 from sphkv.attention.request import DecodeBackend
 from sphkv.baselines.held_states import HeldStates
 from sphkv.cache.method import CacheMethod, MethodRecord
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 NUM_TRIALS = 6
 """Settings of every method that are tried on the development split."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from sphkv.baselines.eviction import PROTECTED, EvictionCache, LayerPrompt, PromptPolicy, Weights
 from sphkv.baselines.held_states import HeldStates
 from sphkv.baselines.settings import MethodShape
-from sphkv.codec.rope import RopeSpec
+from sphkv.core.rope import RopeSpec
 
 
 @dataclass(frozen=True)

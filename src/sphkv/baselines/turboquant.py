@@ -32,8 +32,8 @@ from sphkv.baselines.quantised import CodedSettings, QuantisedCache
 from sphkv.baselines.rotation_lloyd import random_rotation
 from sphkv.baselines.scalar_levels import NearestLevel, lloyd_max_levels
 from sphkv.baselines.settings import MethodShape, changed_fields
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 WIDTHS = ((8, 8), (6, 6), (5, 5), (5, 4), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (2, 1), (1, 1))
 """Bits of keys and of values, the best first."""

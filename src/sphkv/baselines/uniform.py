@@ -17,8 +17,8 @@ from typing import ClassVar
 from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.integer_codes import TokenIntegers
 from sphkv.baselines.quantised import CodedSettings
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 
 @dataclass(frozen=True)

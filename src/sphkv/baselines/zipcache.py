@@ -28,8 +28,8 @@ from sphkv.baselines.eviction import highest
 from sphkv.baselines.held_states import Tagged
 from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers, as_float16
 from sphkv.baselines.quantised import CodedSettings
-from sphkv.codec.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 SHARES = (0.95, 0.8, 0.6, 0.4, 0.2, 0.05)
 """Shares of salient tokens, the best first."""

@@ -34,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--variants", help="comma-separated; default: the paper's A2")
     parser.add_argument("--budgets", help="comma-separated; default: 20%%,15%%,10%%,7%%,5%%")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a prompt")
-    parser.add_argument("--following", type=int, default=64, help="tokens compared after a text")
+    parser.add_argument("--following", type=int, default=512, help="tokens compared after a text")
     parser.add_argument("--texts", type=int, default=3, help="books")
     parser.add_argument("--questions", type=int, default=4, help="questions")
     parser.add_argument("--policy", help="policy file; default: equal weights")

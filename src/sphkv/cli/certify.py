@@ -40,6 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--per-witness", type=int, default=0, help="most prompts of each witness; 0 takes all"
     )
+    parser.add_argument("--following", type=int, default=512, help="tokens watched for drift")
     parser.add_argument("--seeds", type=int, default=3, help="sampled answers per prompt")
     for name in _BOUNDS:
         kind = int if name in ("lost", "refusal_flips") else float
@@ -66,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         "budget": args.budget,
         "method": args.method,
         "context": args.context,
+        "num_following": args.following,
         "num_seeds": args.seeds,
         "has_gate": not args.no_gate,
         "per_witness": args.per_witness,

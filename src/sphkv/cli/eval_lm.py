@@ -18,11 +18,17 @@ COLUMNS = ("method", "key_bits", "value_bits", "kl", "nll_delta", "same_top1", "
 
 # Each comparison codec at its own bits, and ours at most at the same.
 _COMPARISONS = (
+    ("polar_tree", 2.3),
+    ("hyperspherical", 2.3),
     ("rotation-lloyd", 2.25),
     ("per-channel-int", 3.0),
+    ("polar_tree", 3.3),
+    ("hyperspherical", 3.3),
     ("rotation-lloyd", 3.25),
     ("hadamard-int", 3.5),
     ("per-channel-int", 4.0),
+    ("polar_tree", 4.3),
+    ("hyperspherical", 4.3),
     ("rotation-lloyd", 4.25),
     ("hadamard-int", 4.5),
 )
@@ -39,8 +45,10 @@ def add_parser(workloads: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--key-bits", type=float, default=2.25, help="per element, all included")
     parser.add_argument("--value-bits", type=float, default=16.0, help="16 keeps values")
     parser.add_argument("--method", default="spherical", help="spherical, spherical-default, "
-                        "rotation-lloyd, per-channel-int or hadamard-int")  # fmt: skip
+                        "hyperspherical, polar_tree, rotation-lloyd, per-channel-int or "
+                        "hadamard-int")  # fmt: skip
     parser.add_argument("--calibration-text", help="text to calibrate on; default: the context")
+    parser.add_argument("--calibration-tokens", type=int, default=4096, help="tokens of it")
     parser.add_argument("--calibration", help="calibration file instead of a text")
     parser.add_argument("--offset", type=int, default=0, help="characters of the text to skip")
     parser.add_argument(
@@ -66,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         method=args.method,
         calibration_text=args.calibration_text,
         calibration=args.calibration,
+        calibration_tokens=args.calibration_tokens,
         offset=args.offset,
     )
     points = _comparison_points(config) if args.compare else [config]
@@ -87,5 +96,7 @@ def _comparison_points(config: LMConfig) -> list[LMConfig]:
     points = []
     for method, bits in _COMPARISONS:
         points.append(replace(config, method=method, key_bits=bits))
-        points.append(replace(config, method="spherical", key_bits=bits))
+        ours = replace(config, method="spherical", key_bits=bits)
+        if ours not in points:
+            points.append(ours)
     return points

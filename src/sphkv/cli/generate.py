@@ -41,7 +41,7 @@ def add_prompt_flags(parser: argparse.ArgumentParser, *, is_required: bool = Tru
     parser.add_argument("--budget", help='"25%%" of dense bytes (default), "512B/token" or bytes')
     parser.add_argument("--tier", help="a tier such as k2v3, instead of a budget")
     parser.add_argument("--calibration", help="calibration file; default: calibrate on the prompt")
-    parser.add_argument("--backend", default="auto", help="auto, native or reference")
+    parser.add_argument("--backend", default="auto", help="auto, or a name of sphkv ls backends")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,6 +70,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2))
         return 0
     print(result["text"])
-    columns = ("tier", "backend", "tokens", "b_kv", "dense_b_kv", "tokens_per_s")
+    columns = ("residency", "tier", "backend", "tokens", "b_kv", "dense_b_kv", "tokens_per_s")
     print(format_table(columns, [result]), file=sys.stderr)
     return 0

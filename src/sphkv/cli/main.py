@@ -13,6 +13,7 @@ from sphkv.cli import (
     bench,
     calibrate,
     certify,
+    compare,
     demo,
     eval_lm,
     eval_needle,
@@ -21,9 +22,11 @@ from sphkv.cli import (
     frontier,
     generate,
     inspect,
+    ls,
     plan,
     report,
     sweep,
+    validate,
 )
 
 EXIT_OK = 0
@@ -50,13 +53,16 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_parser(commands)
     calibrate.add_parser(commands)
     certify.add_parser(commands)
+    compare.add_parser(commands)
     demo.add_parser(commands)
     frontier.add_parser(commands)
     generate.add_parser(commands)
     inspect.add_parser(commands)
+    ls.add_parser(commands)
     plan.add_parser(commands)
     report.add_parser(commands)
     sweep.add_parser(commands)
+    validate.add_parser(commands)
     return parser
 
 

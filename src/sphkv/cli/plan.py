@@ -45,11 +45,11 @@ def run(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens,
         page_tokens=args.page_tokens,
     )
-    record, sequence = plan_retention(config)
+    record, decision = plan_retention(config)
     if args.out:
         write_json(args.out, record)
     if args.png or args.html:
-        image = draw_plan(record, sequence)
+        image = draw_plan(record, decision)
         if args.png:
             write_bytes(args.png, image)
         if args.html:

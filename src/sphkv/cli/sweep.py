@@ -7,7 +7,10 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sphkv.evaluation.sweep.config import SweepConfig
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,19 +29,30 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Measure what is missing."""
-    out = Path(args.out)
-    if not out.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {out.parent} to write {out.name} to")
     # imported late, so that `sphkv --help` needs no torch
     from sphkv.core.configs import resolve_config
-    from sphkv.evaluation.records import RecordFile
     from sphkv.evaluation.sweep.config import SweepConfig
-    from sphkv.evaluation.sweep.grid import SweepRunner
 
     flags: dict[str, Any] = {
         name: value for name in ("data", "model") if (value := getattr(args, name)) is not None
     }
-    config = resolve_config(SweepConfig, path=Path(args.config), flags=flags)
+    check_folder(Path(args.out))
+    measure(resolve_config(SweepConfig, path=Path(args.config), flags=flags), Path(args.out))
+    return 0
+
+
+def check_folder(out: Path) -> None:
+    """Fail before long work if a record file could not be written."""
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {out.parent} to write {out.name} to")
+
+
+def measure(config: SweepConfig, out: Path) -> None:
+    """Measure the points of a grid that a record file lacks, and say how it goes."""
+    from sphkv.evaluation.records import RecordFile
+    from sphkv.evaluation.sweep.grid import SweepRunner
+
+    check_folder(out)
     began = time.perf_counter()
 
     def tell(line: str) -> None:
@@ -50,4 +64,3 @@ def run(args: argparse.Namespace) -> int:
         f"{summary.num_measured} points measured ({summary.num_refused} refused), "
         f"{summary.num_known} known before, {summary.seconds:.0f} s: {out}"
     )
-    return 0

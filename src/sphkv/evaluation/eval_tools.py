@@ -12,6 +12,7 @@ import torch
 
 from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.harness.states import PromptStates, read_prompt
 from sphkv.evaluation.runner.methods import DENSE
 from sphkv.evaluation.runner.rollout import Episode, run_episode, summarise_episodes
 from sphkv.evaluation.runner.session import Session
@@ -23,7 +24,6 @@ from sphkv.evaluation.workloads.tools import (
     made_up_tool_tasks,
     read_tool_tasks,
 )
-from sphkv.integrations.prompt_states import PromptStates, read_prompt, store_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,10 @@ def run_tools(config: ToolsConfig, tell: Callable[[str], None]) -> dict[str, Any
             (DENSE, "100%", dense),
             (config.method, config.budget, ours),
         ):
-            end = states.num_tokens + EPISODE_TOKENS
-            method = session.factory.make(name, budget, context=end)
-            store_prompt(method, states)
+            method = session.factory.make(
+                name, budget, context=states.num_tokens, num_new=EPISODE_TOKENS
+            )
+            method.store_prompt(states)
             episodes.append(
                 run_episode(
                     session.model,

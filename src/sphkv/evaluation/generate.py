@@ -13,11 +13,10 @@ from torch import Tensor
 
 from sphkv.evaluation.environment import describe_environment
 from sphkv.integrations.models import load_model
-from sphkv.integrations.transformers.cache import CacheOptions, SphericalCache
-from sphkv.integrations.transformers.retained import (
-    DEFAULT_BUDGET,
-    RetainedCache,
+from sphkv.integrations.transformers.cache import (
+    CacheOptions,
     RetentionOptions,
+    SphericalCache,
 )
 from sphkv.retention.gate import GateOptions
 
@@ -63,12 +62,11 @@ class GenerateConfig:
         if self.budget is not None and self.tier is not None:
             raise ValueError(f"give budget {self.budget!r} or tier {self.tier!r}, not both")
         if self.policy is not None and not self.is_retained:
-            raise ValueError(f"policy {self.policy!r} is for a retained cache only")
+            raise ValueError(f"policy {self.policy!r} needs the controller: retain")
         if self.is_gated and not self.is_retained:
-            raise ValueError("a gate is for a retained cache only")
-        for name in ("tier", "save_cache"):
-            if self.is_retained and getattr(self, name) is not None:
-                raise ValueError(f"a retained cache has no {name}: got {getattr(self, name)!r}")
+            raise ValueError("a gate needs the controller: retain")
+        if self.is_retained and self.tier is not None:
+            raise ValueError(f"the controller decides under a budget, got tier {self.tier!r}")
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must not be negative, got {self.max_new_tokens}")
 
@@ -106,24 +104,25 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
             do_sample=False,
         )
         seconds = time.perf_counter() - began
-        if config.save_cache and isinstance(cache, SphericalCache):
+        if config.save_cache:
             cache.save(config.save_cache)
         return _describe(
             cache, str(tokenizer.decode(output[0, ids.shape[1] :])), seconds, output, ids
         )
 
 
-def _make_cache(config: GenerateConfig, model: Any) -> SphericalCache | RetainedCache:
+def _make_cache(config: GenerateConfig, model: Any) -> SphericalCache:
+    retention: RetentionOptions | None = None
     if config.is_retained:
         gate = GateOptions() if config.is_gated else None
-        retention = RetentionOptions(policy=config.policy, gate=gate, backend=config.backend)
-        budget = DEFAULT_BUDGET if config.budget is None else config.budget
-        return RetainedCache.for_model(
-            model, budget, calibration=config.calibration, options=retention
-        )
-    options = CacheOptions(backend=config.backend)
+        retention = RetentionOptions(policy=config.policy, gate=gate)
     return SphericalCache.for_model(
-        model, config.budget, tiers=config.tier, calibration=config.calibration, options=options
+        model,
+        config.budget,
+        retention=retention,
+        tiers=config.tier,
+        calibration=config.calibration,
+        options=CacheOptions(backend=config.backend),
     )
 
 
@@ -138,12 +137,13 @@ def _prompt_ids(config: GenerateConfig, tokenizer: Any, text: str) -> Tensor:
 
 
 def _describe(
-    cache: SphericalCache | RetainedCache, text: str, seconds: float, output: Tensor, ids: Tensor
+    cache: SphericalCache, text: str, seconds: float, output: Tensor, ids: Tensor
 ) -> dict[str, Any]:
     ledger, tokens = cache.ledger(), cache.get_seq_length()
     return {
         "text": text,
-        "tier": cache.tier.name if isinstance(cache, SphericalCache) else "retained",
+        "residency": cache.residency,
+        "tier": None if cache.tier is None else cache.tier.name,
         "backend": cache.backend_name,
         "tokens": tokens,
         "b_kv": ledger.b_kv(tokens),

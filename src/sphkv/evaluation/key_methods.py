@@ -14,7 +14,15 @@ from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
 from sphkv.baselines.rotatekv import RotatedIntegers
 from sphkv.baselines.rotation_lloyd import RotationLloyd
 from sphkv.codec.calibration import Calibration
+from sphkv.codec.coordinates import (
+    HypersphericalMap,
+    PolarTreeMap,
+    encode_angles,
+    fit_angle_codebook,
+    split_radius,
+)
 from sphkv.codec.states import SphericalCodec
+from sphkv.codec.values import decode_values, encode_values
 from sphkv.core.contract import LayerContract
 from sphkv.core.tiers import DENSE, DENSE_BITS, DROP, VALUE_BITS, TierSpec, TierTable
 from sphkv.store.config import StoreConfig
@@ -22,11 +30,19 @@ from sphkv.store.layout import HEADER_BYTES
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.store import PageStore
 
-METHODS = ("spherical", "spherical-default", "rotation-lloyd", "per-channel-int", "hadamard-int")
+COORDINATES = ("hyperspherical", "polar_tree")
+"""The paper's own angles, coded one by one after the rotary embedding."""
+
+METHODS = (
+    "spherical", "spherical-default", *COORDINATES, "rotation-lloyd", "per-channel-int",
+    "hadamard-int",
+)  # fmt: skip
 
 _PAGE_TOKENS = 128
 # page id and tier tag of the pointer table, reference and state count of the slab
-_POINTER_BYTES = 8 + 1 + 4 + 4
+_POINTER_BYTES = 8 + 2 + 4 + 4
+_RADIUS_BITS = 16
+_MOST_ANGLE_BITS = 8
 _MOST_KEY_BITS = 6.0
 _FLOAT16_BITS = 16
 _GROUP = 32
@@ -130,6 +146,80 @@ class SphericalMethod:
     def ledger(self) -> ByteLedger:
         """Bytes of the store after a pass."""
         return self.store.ledger()
+
+
+class CoordinateMethod:
+    """Keys as a radius and one code for each angle of a coordinate map; format-only.
+
+    Levels of each angle of each head are fitted to keys of a calibration text. Values are coded
+    as the product codes them.
+
+    Attributes:
+        angle_bits: Bits of each angle.
+        key_bits: Bits per key element: angles, a float16 radius, page header and pointers.
+        value_bits: Bits per value element, metadata included.
+        table_bytes: Bytes of the levels, which all sequences share; not part of the bits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        key_bits: float,
+        value_bits: float,
+        *,
+        calibration_keys: Sequence[Tensor],
+        dense_tokens: int,
+    ) -> None:
+        """Fit the levels at the bits nearest from below.
+
+        Args:
+            name: One of ``COORDINATES``.
+            key_bits: Bits per key element at most, all metadata included.
+            value_bits: Bits per value element at most; 16 keeps values.
+            calibration_keys: ``[kv_heads, tokens, head_dim]`` post-RoPE keys of every layer.
+            dense_tokens: Leading tokens left alone, and left out of the fit.
+
+        Raises:
+            ValueError: Even one bit per angle needs more.
+        """
+        head_dim = calibration_keys[0].shape[-1]
+        self._map = HypersphericalMap() if name == "hyperspherical" else PolarTreeMap()
+        num_angles, shared = self._map.num_angles(head_dim), shared_bits(head_dim)
+
+        def bits_at(width: int) -> float:
+            return (num_angles * width + _RADIUS_BITS) / head_dim + shared
+
+        fitting = [w for w in range(1, _MOST_ANGLE_BITS + 1) if bits_at(w) <= key_bits + 1e-9]
+        if not fitting:
+            raise ValueError(f"{name} needs at least {bits_at(1):.3g} key bits, got {key_bits:g}")
+        self.angle_bits = fitting[-1]
+        self.key_bits = bits_at(self.angle_bits)
+        self._value_width = tier_for_bits(DENSE_BITS, value_bits, head_dim).value_bits
+        is_exact = self._value_width == DENSE_BITS
+        scale = 8 / head_dim + shared
+        self.value_bits = float(DENSE_BITS) if is_exact else self._value_width + scale
+        self._dense_tokens = dense_tokens
+        self._codebooks = [
+            fit_angle_codebook(self._map, keys[:, dense_tokens:].float(), bits=self.angle_bits)
+            for keys in calibration_keys
+        ]
+        self.table_bytes = sum(book.levels.nbytes for book in self._codebooks)
+
+    def __call__(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values as they would come back from their codes."""
+        book, kept = self._codebooks[layer], self._dense_tokens
+        radius, _ = split_radius(keys)
+        codes = encode_angles(self._map, keys, book)
+        unit = self._map.from_angles(book.look_up(book.levels, codes))
+        new_keys = unit * radius.half().float()[..., None]
+        new_keys[:, :kept] = keys[:, :kept]
+        if self._value_width == DENSE_BITS:
+            return new_keys, values
+        new_values = decode_values(encode_values(values.float(), bits=self._value_width))
+        new_values[:, :kept] = values[:, :kept]
+        return new_keys, new_values
 
 
 class _KeyCodec(Protocol):

@@ -5,31 +5,32 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sphkv.codec.calibration import Calibration, default_calibration
-from sphkv.codec.calibration_file import load_calibration
+from sphkv.codec.calibration import default_calibration
 from sphkv.core.tiers import DENSE_BITS
 from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.harness.states import hidden_states, read_prompt
 from sphkv.evaluation.key_methods import (
+    COORDINATES,
     METHODS,
+    CoordinateMethod,
     SphericalMethod,
     StateMethod,
     comparison_method,
     tier_for_bits,
 )
+from sphkv.evaluation.metrics.divergence import token_divergence
+from sphkv.evaluation.names import check_name
+from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.text import read_tokens
-from sphkv.integrations.models import load_model
-from sphkv.integrations.teacher_forcing import (
-    hidden_states,
-    log_probabilities,
-    transformed_states,
-)
-from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
-from sphkv.integrations.transformers.calibrate import calibrate_model
+from sphkv.evaluation.workloads.case import check_context
+from sphkv.integrations.transformers.listening import transformed_states
 
 CALIBRATION_TOKENS = 4096
 SELF_CALIBRATION_TOKENS = 1024
@@ -67,8 +68,7 @@ class LMConfig:
 
     def __post_init__(self) -> None:
         """Reject what cannot be measured."""
-        if self.method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        check_name("method", self.method, METHODS)
         if self.context < 2:
             raise ValueError(f"context must be at least 2 tokens, got {self.context}")
         for name in ("key_bits", "value_bits"):
@@ -84,46 +84,50 @@ class LMConfig:
 
 
 class LMRunner:
-    """Loads a model and a text once and measures any number of settings on them."""
+    """A text read once, and any number of codecs measured on it."""
 
     def __init__(self, config: LMConfig) -> None:
-        self._model, self._tokenizer = load_model(config.model, torch.float32)
-        self._geometry = model_geometry(self._model)
-        self._ropes = model_ropes(self._model)
-        self._calibration: Calibration | None = None
-        limit = getattr(self._model.config, "max_position_embeddings", None)
-        if limit is not None and config.context > limit:
-            raise ValueError(f"context {config.context} is longer than the model's {limit}")
-        self._base = config
-        self.input_ids = read_tokens(
-            self._tokenizer, config.text, config.context, offset=config.offset
+        given = (config.calibration_text, config.calibration)
+        text, file = (None if path is None else Path(path) for path in given)
+        self._session = Session(
+            config.model,
+            calibration_text=text,
+            calibration_tokens=config.calibration_tokens,
+            calibration_file=file,
         )
-        self._dense = hidden_states(self._model, self.input_ids)
+        check_context(config.context, self._session.shape.max_tokens, extra=0)
+        self.input_ids = read_tokens(
+            self._session.tokenizer, config.text, config.context, offset=config.offset
+        )
+        if text is None and file is None:
+            self._session.calibrate_on(self.input_ids[:, :SELF_CALIBRATION_TOKENS])
+        self._dense = hidden_states(self._session.model, self.input_ids)
 
-    def calibration(self, config: LMConfig) -> Calibration:
-        """The calibration a config asks for; made once."""
-        if self._calibration is not None:
-            return self._calibration
-        if config.calibration is not None:
-            found = load_calibration(config.calibration, geometry=self._geometry, ropes=self._ropes)
-        elif config.calibration_text is not None:
-            ids = read_tokens(self._tokenizer, config.calibration_text, config.calibration_tokens)
-            found = calibrate_model(self._model, ids, model_id=config.model)
-        else:
-            ids = self.input_ids[:, :SELF_CALIBRATION_TOKENS]
-            found = calibrate_model(self._model, ids, model_id=config.model, source="prompt")
-        self._calibration = found
-        return found
+    @cached_property
+    def _calibration_keys(self) -> list[Tensor]:
+        """Keys of every layer of the text that codebooks are fitted on."""
+        ids = torch.tensor([self._session.calibration_ids])
+        states = read_prompt(self._session.model, ids)
+        return [part.keys for part in states.layers]
 
     def _method(self, config: LMConfig) -> StateMethod:
-        head_dim = self._geometry.head_dim
+        shape = self._session.shape
+        head_dim = shape.geometry.head_dim
         if config.method in ("spherical", "spherical-default"):
             tier = tier_for_bits(config.key_bits, config.value_bits, head_dim)
             if config.method == "spherical":
-                calibration = self.calibration(config)
+                calibration = self._session.calibration
             else:
-                calibration = default_calibration(self._geometry, self._ropes)
+                calibration = default_calibration(shape.geometry, shape.ropes)
             return SphericalMethod(calibration, tier, dense_tokens=config.dense_tokens)
+        if config.method in COORDINATES:
+            return CoordinateMethod(
+                config.method,
+                config.key_bits,
+                config.value_bits,
+                calibration_keys=self._calibration_keys,
+                dense_tokens=config.dense_tokens,
+            )
         return comparison_method(
             config.method,
             config.key_bits,
@@ -142,11 +146,12 @@ class LMRunner:
         began = time.perf_counter()
         method = self._method(config)
         calibrated = time.perf_counter()
-        with transformed_states(self._model, method):
-            coded = hidden_states(self._model, self.input_ids)
-        quality = self._compare(coded)
+        model = self._session.model
+        with transformed_states(model, method):
+            coded = hidden_states(model, self.input_ids)
+        found = token_divergence(model, self._dense, coded, self.input_ids[0, 1:]).summary()
         record: dict[str, Any] = {
-            **quality,
+            **{name: found[name] for name in ("kl", "kl_without_worst", "nll_delta", "same_top1")},
             "method": config.method,
             "key_bits": method.key_bits,
             "value_bits": method.value_bits,
@@ -158,28 +163,12 @@ class LMRunner:
             "config": asdict(config),
             "environment": describe_environment(),
         }
+        if isinstance(method, CoordinateMethod):
+            record["angle_bits"], record["table_bytes"] = method.angle_bits, method.table_bytes
         if isinstance(method, SphericalMethod):
             ledger = method.ledger()
             record["b_kv"] = ledger.b_kv(config.context)
             record["ledger"] = ledger.to_dict()
             record["tier"] = method.tier.name
-            record["dense_b_kv"] = self._geometry.dense_bytes_per_token
+            record["dense_b_kv"] = self._session.shape.geometry.dense_bytes_per_token
         return record
-
-    def _compare(self, coded: Tensor) -> dict[str, float]:
-        """KL, loss difference and top-1 agreement over all positions."""
-        kl = nll = same = 0.0
-        tokens = self.input_ids.shape[1]
-        following = self.input_ids[0, 1:]
-        pairs = zip(
-            log_probabilities(self._model, self._dense),
-            log_probabilities(self._model, coded),
-            strict=True,
-        )
-        for (rows, dense), (_, ours) in pairs:
-            kl += float((dense.exp() * (dense - ours)).sum(-1).double().sum())
-            same += float((dense.argmax(-1) == ours.argmax(-1)).sum())
-            target = following[rows]
-            pick = (torch.arange(len(target)), target)
-            nll += float((dense[pick] - ours[pick]).double().sum())
-        return {"kl": kl / tokens, "nll_delta": nll / (tokens - 1), "same_top1": same / tokens}

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-FORMAT = "sphkv-records-1"
+from sphkv.evaluation.schema import FORMAT
+
 TIMES = "times"
 
 
@@ -122,7 +123,9 @@ def read_lines(text: str, path: Path) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number}, is no record: {error}") from error
         if line["kind"] == "run" and line.get("format") != FORMAT:
-            raise ValueError(f"{path}, line {number}, has format {line.get('format')!r}")
+            raise ValueError(
+                f"{path}, line {number}, has format {line.get('format')!r}, not {FORMAT!r}"
+            )
         if key in seen:
             raise ValueError(f"{path}, line {number}: {key[0]} {key[1]} is there twice")
         seen.add(key)

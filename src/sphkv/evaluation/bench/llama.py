@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sphkv.cache.plan import PROMPT_CALIBRATION
+from sphkv.cache.config import PROMPT_CALIBRATION
 from sphkv.codec.calibration import Calibration
 from sphkv.evaluation.environment import describe_environment
 from sphkv.integrations.models import load_model

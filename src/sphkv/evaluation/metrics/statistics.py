@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from sphkv.evaluation.metrics.throughput import quantile
 
@@ -33,6 +34,54 @@ def bootstrap_interval(
     means = [statistics.fmean(draw.choices(values, k=len(values))) for _ in range(draws)]
     tail = (1.0 - level) / 2
     return quantile(means, tail), quantile(means, 1.0 - tail)
+
+
+@dataclass(frozen=True, slots=True)
+class MeanInterval:
+    """A mean over prompts and where it may lie.
+
+    Attributes:
+        mean: The mean.
+        low: Lower end of its 95% interval.
+        high: Upper end.
+        count: Prompts.
+    """
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        """The mean and its interval, to three digits."""
+        return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+def mean_interval(values: Sequence[float], *, seed: int = 0) -> MeanInterval:
+    """The mean of some prompts with its bootstrap interval."""
+    low, high = bootstrap_interval(values, seed=seed)
+    return MeanInterval(statistics.fmean(values), low, high, len(values))
+
+
+def paired_interval(
+    first: Mapping[str, float], second: Mapping[str, float], *, seed: int = 0
+) -> MeanInterval:
+    """Mean difference of two methods over the prompts that both have, with its interval.
+
+    Prompts are drawn as pairs, so that what makes a prompt hard for both does not widen it.
+
+    Args:
+        first: Figure of each prompt by its name.
+        second: The same of the method that is taken off.
+        seed: Of the resampling.
+
+    Raises:
+        ValueError: They have no prompt in common.
+    """
+    common = [name for name in first if name in second]
+    if not common:
+        raise ValueError("the two methods have no prompt in common")
+    return mean_interval([first[name] - second[name] for name in common], seed=seed)
 
 
 def paired_sign_flip(differences: Sequence[float], *, seed: int = 0) -> float:

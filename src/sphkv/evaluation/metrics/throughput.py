@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from typing import Any
+
+from sphkv.evaluation.schema import Times
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +32,23 @@ class DecodeTimes:
         """Steps after the warm-up."""
         return self.step_s[self.num_warm :]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Times:
         """Plain data; speeds are None when no step was left to measure."""
         steps = self.measured
-        decode_s = sum(steps)
         inside = self.attend_s[self.num_warm :]
         first = self.step_s[0] if self.step_s else 0.0
+        # the median, because another process may slow a step down
+        middle = statistics.median(steps) if steps else None
         return {
             "t_prefill_s": self.prefill_s,
             "t_allocate_write_s": self.store_s,
             "t_decode_s": sum(self.step_s),
             "ttft_s": self.prefill_s + self.store_s + first,
             "num_measured": len(steps),
-            "decode_s": decode_s,
+            "decode_s": sum(steps),
             "attend_s": sum(inside) if inside else None,
-            "tok_s": len(steps) / decode_s if decode_s > 0 else None,
-            "step_p50_s": statistics.median(steps) if steps else None,
+            "tok_s": 1.0 / middle if middle else None,
+            "step_p50_s": middle,
             "step_p95_s": quantile(steps, 0.95) if steps else None,
         }
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from sphkv.evaluation.frontier.envelope import PanelFrontier, frontier_rows, winner
 from sphkv.evaluation.frontier.points import OperatingPoint, record_quality
+from sphkv.evaluation.metrics.divergence import DRIFT_EDGES
 from sphkv.evaluation.report.charts import Mark, Series, number_text, scatter, stacked_bars
-from sphkv.evaluation.runner.drift import DRIFT_EDGES
 
 Record = Mapping[str, Any]
 

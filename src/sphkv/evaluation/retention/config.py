@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sphkv.core.budget import ByteBudget
+from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
 from sphkv.retention.policy import BlockShape, ControlOptions
 
 BUDGETS = ("20%", "15%", "10%", "7%", "5%")
@@ -47,7 +48,7 @@ class StudyConfig:
     variants: tuple[str, ...] = DEFAULT_VARIANTS
     budgets: tuple[str, ...] = BUDGETS
     context: int = 2048
-    num_following: int = 64
+    num_following: int = FOLLOWING_TOKENS
     num_texts: int = 3
     num_questions: int = 4
     policy: str | None = None

@@ -8,12 +8,12 @@ import html
 import io
 from typing import Any
 
-from sphkv.cache.retained import RetainedSequence
+from sphkv.evaluation.harness.subject import Decision
 
 _COLUMNS = 400
 
 
-def draw_plan(record: dict[str, Any], sequence: RetainedSequence) -> bytes:
+def draw_plan(record: dict[str, Any], decision: Decision) -> bytes:
     """PNG of a plan.
 
     Raises:
@@ -23,8 +23,7 @@ def draw_plan(record: dict[str, Any], sequence: RetainedSequence) -> bytes:
     from matplotlib.colors import BoundaryNorm, ListedColormap
     from matplotlib.figure import Figure
 
-    contract = sequence.contract
-    assert contract is not None
+    contract = decision.contract
     names = list(record["tiers"])
     palette = ListedColormap(_colours(len(names)))
     figure = Figure(figsize=(10, 7), layout="constrained")
@@ -50,7 +49,7 @@ def draw_plan(record: dict[str, Any], sequence: RetainedSequence) -> bytes:
         rows, aspect="auto", interpolation="nearest", cmap=palette, norm=norm,
         extent=(0, tokens, rows.shape[0], 0),
     )  # fmt: skip
-    for start, stop in sequence.config.segments.retrieved:
+    for start, stop in decision.segments.retrieved:
         tier_map.axvline(start, color="black", linewidth=1)
         tier_map.axvline(stop, color="black", linewidth=1)
     tier_map.set_xlabel("token; lines bound the retrieved passages")

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sphkv.attention.request import AttentionOptions
-from sphkv.cache.retained_config import retention_tiers
+from sphkv.cache.plan import retention_tiers
 from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.harness.states import PromptStates, read_prompt
 from sphkv.evaluation.retention.config import StudyConfig
 from sphkv.evaluation.retention.probes import Probe, measure_probes, rank_correlation
 from sphkv.evaluation.retention.study import (
@@ -30,7 +30,7 @@ from sphkv.evaluation.retention.study import (
 )
 from sphkv.evaluation.retention.surprise import head_surprise
 from sphkv.evaluation.text import read_tokens
-from sphkv.integrations.prompt_states import PromptStates, attending, read_prompt
+from sphkv.integrations.transformers.listening import listening
 from sphkv.retention.measure import MeasureConfig
 from sphkv.retention.policy import RetentionPolicy, save_policy
 
@@ -43,36 +43,6 @@ _STRETCHES = 6
 _LATER_TOKENS = 128
 _GAUSS_NEWTON_STEPS = 100
 _DAMPING = 1e-3
-
-
-class _GradientProbe:
-    """Plain causal attention whose outputs can be differentiated with respect to."""
-
-    name = "gradient-probe"
-
-    def __init__(self) -> None:
-        self.moves: dict[int, Tensor] = {}
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        options: AttentionOptions,
-        *,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
-        group = query.shape[0] // keys.shape[0]
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query[None],
-            keys[None].repeat_interleave(group, 1),
-            values[None].repeat_interleave(group, 1),
-            is_causal=True,
-            scale=options.scale,
-        )[0]
-        self.moves[layer] = torch.zeros_like(output, requires_grad=True)
-        return output + self.moves[layer]
 
 
 def head_sensitivity(model: Any, input_ids: Tensor, *, seed: int = 0) -> Tensor:
@@ -90,16 +60,19 @@ def head_sensitivity(model: Any, input_ids: Tensor, *, seed: int = 0) -> Tensor:
         raise ValueError(
             f"sensitivity needs more than {2 * _SKIPPED_TOKENS} tokens, got {input_ids.shape[1]}"
         )
-    probe = _GradientProbe()
-    positions = torch.arange(input_ids.shape[1])[None]
+    moves: dict[int, Tensor] = {}
+
+    def attend(call: Any) -> tuple[Tensor, None]:
+        output = call.dense()[0]  # [1, tokens, heads, head_dim]
+        moves[call.layer] = torch.zeros_like(output[0].transpose(0, 1), requires_grad=True)
+        return output + moves[call.layer].transpose(0, 1)[None], None
+
     wanted = [parameter.requires_grad for parameter in model.parameters()]
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     try:
-        with torch.enable_grad(), attending(model, probe):  # type: ignore[arg-type]
-            hidden = model.base_model(
-                input_ids=input_ids, position_ids=positions, use_cache=False
-            ).last_hidden_state[0]
+        with torch.enable_grad(), listening(model, attend):
+            hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[0]
             logits = model.get_output_embeddings()(hidden[_SKIPPED_TOKENS:]).float()
             log_p = torch.log_softmax(logits, -1)
             drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
@@ -108,8 +81,8 @@ def head_sensitivity(model: Any, input_ids: Tensor, *, seed: int = 0) -> Tensor:
         for parameter, needs in zip(model.parameters(), wanted, strict=True):
             parameter.requires_grad_(needs)
     rows = []
-    for layer in range(len(probe.moves)):
-        gradient = probe.moves[layer].grad
+    for layer in range(len(moves)):
+        gradient = moves[layer].grad
         assert gradient is not None
         # the last tokens have too few successors to move
         part = gradient[:, _SKIPPED_TOKENS:-_SKIPPED_TOKENS]
@@ -132,15 +105,16 @@ def fit_on_books(
     runner = StudyRunner(config, report)
     books = calibration_books(config.data)
     texts = [
-        read_tokens(runner.tokenizer, str(book), text_tokens, offset=_TEXT_OFFSET) for book in books
+        read_tokens(runner.session.tokenizer, str(book), text_tokens, offset=_TEXT_OFFSET)
+        for book in books
     ]
     ids = read_tokens(
-        runner.tokenizer,
+        runner.session.tokenizer,
         str(books[-1]),
         config.context + config.num_following,
         offset=_PROMPT_OFFSET,
     )
-    prompt = read_prompt(runner.model, ids, num_following=config.num_following)
+    prompt = read_prompt(runner.session.model, ids, num_following=config.num_following)
     stretches = [ids for book in books for ids in _stretches(runner, book, text_tokens)]
     policy, record = fit_policy(runner, texts, stretches, prompt, report)
     save_policy(policy, policy_out)
@@ -151,7 +125,9 @@ def _stretches(runner: StudyRunner, book: Path, num_tokens: int) -> list[Tensor]
     """Evenly spaced stretches of a book: a prompt and what comes later."""
     gap = len(book.read_text(encoding="utf-8")) // (_STRETCHES + 1)
     return [
-        read_tokens(runner.tokenizer, str(book), num_tokens + _LATER_TOKENS, offset=at * gap)
+        read_tokens(
+            runner.session.tokenizer, str(book), num_tokens + _LATER_TOKENS, offset=at * gap
+        )
         for at in range(1, _STRETCHES + 1)
     ]
 
@@ -176,14 +152,19 @@ def fit_policy(
         The policy, and a record with the calibration curve and rank correlations.
     """
     found = torch.stack(
-        [head_sensitivity(runner.model, ids, seed=at) for at, ids in enumerate(texts)]
+        [head_sensitivity(runner.session.model, ids, seed=at) for at, ids in enumerate(texts)]
     )
     model_id = runner.config.model
-    policy = replace(runner.policy, sensitivity=_rows(found.mean(0)), model_id=model_id)
+    policy = replace(runner.session.policy, sensitivity=_rows(found.mean(0)), model_id=model_id)
     report("sensitivities measured")
-    measured = MeasureConfig(runner.geometry, runner.ropes, retention_tiers(), policy=policy)
+    shape = runner.session.shape
+    measured = MeasureConfig(
+        shape.geometry, shape.ropes, retention_tiers(shape.geometry.head_dim), policy=policy
+    )
     surprise = head_surprise(
-        measured, (read_prompt(runner.model, ids) for ids in stretches), num_later=_LATER_TOKENS
+        measured,
+        (read_prompt(runner.session.model, ids) for ids in stretches),
+        num_later=_LATER_TOKENS,
     )
     policy = replace(policy, surprise=_rows(surprise))
     report("surprise measured")

@@ -7,22 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from sphkv.attention.reference import ReferenceBackend
-from sphkv.cache.retained import RetainedSequence
-from sphkv.cache.retained_config import RetainedConfig, retention_tiers
-from sphkv.codec.calibration import CalibrationOptions, Calibrator
-from sphkv.codec.calibration_file import load_calibration
-from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
+from sphkv.core.tiers import RUN_TOKENS
 from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.harness.states import read_prompt
+from sphkv.evaluation.harness.subject import Decision, Subject
 from sphkv.evaluation.retention.prompts import passage_segments
-from sphkv.integrations.models import load_model
-from sphkv.integrations.prompt_states import PromptStates, read_prompt, store_prompt
-from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
+from sphkv.evaluation.runner.session import Session
 from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
-from sphkv.retention.policy import ControlOptions, RetentionPolicy, load_policy
 
 _CALIBRATION_TOKENS = 1024
 
@@ -55,75 +47,56 @@ class PlanConfig:
             raise ValueError(f"max_tokens must be positive, got {self.max_tokens}")
 
 
-def plan_retention(config: PlanConfig) -> tuple[dict[str, Any], RetainedSequence]:
+def plan_retention(config: PlanConfig) -> tuple[dict[str, Any], Decision]:
     """Store a prompt under a budget and say what was kept.
 
     Returns:
         A record with ``bytes``, ``limit_bytes`` and counts by tier, segment and head, and the
-        sequence itself.
+        decision itself.
 
     Raises:
         BudgetError: What must stay dense does not fit; says how many bytes are missing.
     """
-    budget = ByteBudget.parse(config.budget)
+    ByteBudget.parse(config.budget)
     file = Path(config.prompt_file)
     if not file.is_file():
         raise FileNotFoundError(f"no prompt file at {file}")
-    model, tokenizer = load_model(config.model, torch.float32)
-    loaded: Any = tokenizer
-    ids = loaded(file.read_text(encoding="utf-8"), return_tensors="pt").input_ids
-    ids = ids[:, : config.max_tokens]
-    states = read_prompt(model, ids)
-    retained = RetainedConfig(
-        model_geometry(model),
-        model_ropes(model),
-        budget,
-        tiers=retention_tiers(config.page_tokens),
-        policy=RetentionPolicy() if config.policy is None else load_policy(config.policy),
-        options=ControlOptions(),
-        segments=passage_segments(tokenizer, ids[0].tolist()),
+    session = Session(
+        config.model,
+        calibration_file=None if config.calibration is None else Path(config.calibration),
+        policy=None if config.policy is None else Path(config.policy),
     )
-    codec = _codec(config, retained, states)
-    sequence = RetainedSequence(retained, codec, ReferenceBackend())
-    store_prompt(sequence, states)
-    return describe_plan(sequence, config), sequence
-
-
-def _codec(config: PlanConfig, retained: RetainedConfig, states: PromptStates) -> SphericalCodec:
-    if config.calibration is not None:
-        return SphericalCodec(
-            load_calibration(config.calibration, geometry=retained.geometry, ropes=retained.ropes)
-        )
-    calibrator = Calibrator(
-        retained.geometry,
-        retained.ropes,
-        model_id=config.model,
-        source="prompt",
-        options=CalibrationOptions(max_tokens=_CALIBRATION_TOKENS),
+    text = file.read_text(encoding="utf-8")
+    ids = session.tokenizer(text, return_tensors="pt").input_ids[:, : config.max_tokens]
+    if config.calibration is None:
+        session.calibrate_on(ids[:, :_CALIBRATION_TOKENS])
+    subject = session.factory.controlled(
+        config.budget,
+        segments=passage_segments(session.tokenizer, ids[0].tolist()),
+        page_tokens=config.page_tokens,
     )
-    for layer, part in enumerate(states.layers):
-        calibrator.add_layer(layer, part.keys, part.query, torch.arange(states.num_tokens))
-    return SphericalCodec(calibrator.finish())
+    subject.store_prompt(read_prompt(session.model, ids))
+    decision = subject.decision()
+    assert decision is not None
+    return describe_plan(subject, decision, config), decision
 
 
-def describe_plan(sequence: RetainedSequence, config: PlanConfig) -> dict[str, Any]:
+def describe_plan(subject: Subject, decision: Decision, config: PlanConfig) -> dict[str, Any]:
     """Bytes and counts of a stored prompt."""
-    contract, tiers = sequence.contract, sequence.config.tiers
-    assert contract is not None
-    geometry = sequence.config.geometry
+    contract, tiers, geometry = decision.contract, decision.tiers, subject.geometry
     names = [tier.name for tier in tiers]
     each = state_bytes_of(contract.tier_id, tiers.state_bytes(geometry.head_dim))
     counts = contract.state_counts(len(tiers))
     spread = head_spread(each)
-    labels = sequence.config.segments.label(contract.num_tokens, recent_tokens=16)
-    ledger = sequence.ledger()
+    labels = decision.segments.label(contract.num_tokens, recent_tokens=RUN_TOKENS)
+    ledger = subject.ledger()
     bytes_by_tier = {
         name: int(counts[..., tier].sum()) * tiers[tier].state_bytes(geometry.head_dim)
         for tier, name in enumerate(names)
     }
     return {
-        "bytes": sequence.resident_bytes(),
-        "limit_bytes": sequence.limit_bytes(),
+        "bytes": subject.resident_bytes(),
+        "limit_bytes": subject.limit_bytes(contract.num_tokens),
         "dense_bytes": geometry.dense_bytes_per_token * contract.num_tokens,
         "num_tokens": contract.num_tokens,
         "ledger": ledger.to_dict(),

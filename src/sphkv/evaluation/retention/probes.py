@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sphkv.attention.request import AttentionOptions
-from sphkv.cache.retained_config import retention_tiers
+from sphkv.cache.plan import retention_tiers
 from sphkv.core.tiers import TierTable
-from sphkv.integrations.prompt_states import PromptStates, continue_prompt
+from sphkv.evaluation.harness.decode import follow_text
+from sphkv.evaluation.harness.reference import DenseReference
+from sphkv.evaluation.harness.states import PromptStates
+from sphkv.evaluation.harness.subject import MethodSubject
+from sphkv.evaluation.metrics.divergence import token_divergence
 from sphkv.retention.features import drop_losses
 from sphkv.retention.measure import LayerInput, MeasureConfig, measure_layer
 from sphkv.retention.policy import RetentionPolicy
-from sphkv.store.ledger import ByteLedger
 
 if TYPE_CHECKING:
     from sphkv.evaluation.retention.study import StudyRunner
@@ -46,66 +48,6 @@ class Probe:
     kl: float
 
 
-class ChangedStates:
-    """Dense states of which some are changed or gone; a ``CacheMethod`` for measurements."""
-
-    name = "changed"
-
-    def __init__(self, states: PromptStates) -> None:
-        self._tokens = states.num_tokens
-        self.layers = [
-            (part.keys, part.values, torch.ones(part.keys.shape[:2], dtype=torch.bool))
-            for part in states.layers
-        ]
-
-    def num_tokens(self, layer: int = 0) -> int:
-        """Tokens of the prompt; what follows is not kept."""
-        return self._tokens
-
-    def prefill(
-        self, layer: int, keys: Tensor, values: Tensor, *, query: Tensor | None = None
-    ) -> None:
-        """Replace a layer."""
-        self.layers[layer] = (keys, values, torch.ones(keys.shape[:2], dtype=torch.bool))
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        options: AttentionOptions,
-        *,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
-        """Attend densely to what is kept."""
-        old_keys, old_values, kept = self.layers[layer]
-        count, group = query.shape[1], query.shape[0] // keys.shape[0]
-        causal = torch.ones(count, count, dtype=torch.bool).tril()
-        mask = torch.cat(
-            [kept[:, None].expand(-1, count, -1), causal.expand(keys.shape[0], -1, -1)], 2
-        )
-        return torch.nn.functional.scaled_dot_product_attention(
-            query,
-            torch.cat([old_keys, keys], 1).repeat_interleave(group, 0),
-            torch.cat([old_values, values], 1).repeat_interleave(group, 0),
-            attn_mask=mask.repeat_interleave(group, 0),
-            scale=options.scale,
-        )
-
-    def crop(self, num_tokens: int) -> None:
-        """Nothing that follows the prompt is kept."""
-
-    def resident_bytes(self) -> int:
-        """Bytes of the dense states."""
-        return sum(keys.nbytes + values.nbytes for keys, values, _ in self.layers)
-
-    def ledger(self) -> ByteLedger:
-        """All bytes are keys and values."""
-        half = self.resident_bytes() // 2
-        return ByteLedger(half, 0, half, 0, 0, 0, 0, 0, 0)
-
-
 def measure_probes(
     runner: StudyRunner,
     policy: RetentionPolicy,
@@ -113,7 +55,10 @@ def measure_probes(
     report: Callable[[str], None],
 ) -> list[Probe]:
     """Change a few layers at a time by every tier and by dropping tokens, and measure KL."""
-    config = MeasureConfig(runner.geometry, runner.ropes, retention_tiers(), policy=policy)
+    shape = runner.session.shape
+    config = MeasureConfig(
+        shape.geometry, shape.ropes, retention_tiers(shape.geometry.head_dim), policy=policy
+    )
     tiers = config.tiers
     layers = [
         measure_layer(config, runner.codec, layer, (part.query, part.keys, part.values))
@@ -131,11 +76,11 @@ def measure_probes(
     return probes
 
 
-def _kl(runner: StudyRunner, prompt: PromptStates, method: ChangedStates) -> float:
-    from sphkv.evaluation.retention.study import compare
-
-    hidden = continue_prompt(runner.model, method, prompt.following)
-    return max(float(compare(runner.model, prompt.hidden[1:], hidden)["kl"]), 1e-12)
+def _kl(runner: StudyRunner, prompt: PromptStates, method: DenseReference) -> float:
+    subject = MethodSubject(runner.session.model, method, prompt.geometry)
+    run = follow_text(subject, prompt.following)
+    found = token_divergence(runner.session.model, prompt.hidden[1:], run.hidden)
+    return max(float(found.kl.mean()), 1e-12)
 
 
 def _tier_probe(
@@ -147,7 +92,7 @@ def _tier_probe(
     tier: int,
 ) -> Probe:
     """Code all states of some layers at one tier, but those that a cache never codes."""
-    method = ChangedStates(prompt)
+    method = DenseReference(prompt, capacity=prompt.following.shape[1])
     angle = value = votes = age = 0.0
     tokens = prompt.num_tokens
     spec = tiers[tier]
@@ -157,7 +102,7 @@ def _tier_probe(
         encoded = runner.codec.encode(layer, spec, part.keys, part.values, at)
         keys, values = runner.codec.decode(layer, spec, encoded, at)
         kept = found.protected[..., None]
-        method.prefill(
+        method.change(
             layer, torch.where(kept, part.keys, keys), torch.where(kept, part.values, values)
         )
         f, e = found.features, found.errors
@@ -188,7 +133,7 @@ def _drop_probe(
     number: int,
 ) -> Probe:
     """Drop a third of the older tokens: the least pulling, the oldest, or an arbitrary one."""
-    method = ChangedStates(prompt)
+    method = DenseReference(prompt, capacity=prompt.following.shape[1])
     tokens = prompt.num_tokens
     middle = torch.arange(16, tokens - 64)
     drop = votes = age = 0.0
@@ -210,7 +155,7 @@ def _drop_probe(
                 drop += float(found.features.surprise[head, gone].sum())
             votes += float(found.features.mass[head, gone].sum())
             age += float((1 / (tokens - gone).float()).sum())
-        method.layers[layer] = (part.keys, part.values, kept)
+        method.change(layer, part.keys, part.values, kept=kept)
     kl = _kl(runner, prompt, method)
     label = ("least pulling", "oldest", "arbitrary")[number]
     name = f"{label} third dropped in layers {chosen[0]}..{chosen[-1]}"

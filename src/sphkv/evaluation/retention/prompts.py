@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of a retention study: books, and questions whose evidence lies in the middle."""
+"""Prompts of a retention study: books, and questions whose evidence lies among many passages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
+from sphkv.evaluation.harness.states import PromptStates
 from sphkv.evaluation.retention.config import StudyConfig
-from sphkv.evaluation.text import read_tokens
-from sphkv.evaluation.workloads.qa import fit_prompt, read_questions
-from sphkv.integrations.prompt_states import PromptStates, read_prompt
+from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.workloads.lm import lm_cases
+from sphkv.evaluation.workloads.qa import DATASETS, choose_questions, qa_cases
 from sphkv.retention.protection import SegmentSpans, find_segments
 
-_OFFSET = 40_000
 _ANSWER_TOKENS = 16
 
 
@@ -26,59 +26,61 @@ class StudyPrompt:
     Attributes:
         name: Label in records.
         workload: ``"lm"`` or ``"qa"``.
-        states: What the dense model computed, and the tokens it is compared on.
+        states: What the dense model computed.
+        following: ``[1, tokens]`` that are fed after it: of the book, or the dense model's answer.
+        reference: ``[tokens, width]`` hidden states of the dense model after each of them.
         segments: Retrieved passages.
     """
 
     name: str
     workload: str
     states: PromptStates
+    following: Tensor
+    reference: Tensor
     segments: SegmentSpans
 
 
-def lm_prompts(model: Any, tokenizer: Any, data: Path, config: StudyConfig) -> list[StudyPrompt]:
-    """Stretches of books, followed by what the books say next; the last names come first.
-
-    Weights and tiers were chosen on the first ones.
-    """
+def lm_prompts(session: Session, config: StudyConfig) -> list[StudyPrompt]:
+    """Stretches of books, followed by what the books say next."""
+    cases = lm_cases(
+        session.tokenizer,
+        data=Path(config.data),
+        context=config.context,
+        num_following=config.num_following,
+        num_prompts=config.num_texts,
+    )
     prompts = []
-    books = sorted((data / "pg19").glob("*.txt"), reverse=True)[: config.num_texts]
-    for book in books:
-        ids = read_tokens(
-            tokenizer, str(book), config.context + config.num_following, offset=_OFFSET
+    for case in cases:
+        read = session.reader.read(case)
+        following = read.states.following
+        prompts.append(
+            StudyPrompt(case.case_id, "lm", read.states, following, read.reference, SegmentSpans())
         )
-        states = read_prompt(model, ids, num_following=config.num_following)
-        prompts.append(StudyPrompt(book.stem, "lm", states, SegmentSpans()))
     return prompts
 
 
-def qa_prompts(model: Any, tokenizer: Any, data: Path, config: StudyConfig) -> list[StudyPrompt]:
-    """Questions over passages, followed by the dense model's own greedy answer."""
+def qa_prompts(session: Session, config: StudyConfig) -> list[StudyPrompt]:
+    """Questions over passages, followed by the dense model's own greedy answer.
+
+    A question to which the dense model says nothing is left out.
+    """
+    if config.num_questions == 0:
+        return []
+    cases = qa_cases(
+        session.tokenizer,
+        choose_questions(Path(config.data), DATASETS, config.num_questions, ()),
+        context=config.context,
+        max_new_tokens=_ANSWER_TOKENS,
+    )
     prompts = []
-    half = -(-config.num_questions // 2)
-    questions = [
-        question
-        for pair in zip(
-            read_questions(data, "hotpotqa", half),
-            read_questions(data, "2wikimqa", half),
-            strict=True,
-        )
-        for question in pair
-    ][: config.num_questions]
-    for question in questions:
-        ids, _ = fit_prompt(tokenizer, question, "middle", context=config.context)
-        prompt = torch.tensor([ids])
-        with torch.no_grad():
-            whole = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=_ANSWER_TOKENS,
-                min_new_tokens=4,
-                do_sample=False,
-            )
-        states = read_prompt(model, whole, num_following=whole.shape[1] - len(ids))
+    for case in cases:
+        read = session.reader.read(case)
+        if not read.answer_ids:
+            continue
+        following = read.states.input_ids.new_tensor([read.answer_ids])
+        segments = passage_segments(session.tokenizer, list(case.prompt_ids))
         prompts.append(
-            StudyPrompt(question.question_id, "qa", states, passage_segments(tokenizer, ids))
+            StudyPrompt(case.case_id, "qa", read.states, following, read.reference[1:], segments)
         )
     return prompts
 

@@ -10,27 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from sphkv.attention.api import get_backend
-from sphkv.cache.retained import RetainedSequence
-from sphkv.cache.retained_config import RetainedConfig, retention_tiers
-from sphkv.codec.calibration import Calibration
-from sphkv.codec.calibration_file import load_calibration
+from sphkv.baselines.attention_scores import SharedAttention
 from sphkv.codec.states import SphericalCodec
-from sphkv.core.budget import ByteBudget
+from sphkv.core.tiers import RUN_TOKENS
 from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.harness.decode import follow_text
+from sphkv.evaluation.harness.subject import Subject
+from sphkv.evaluation.metrics.divergence import token_divergence
 from sphkv.evaluation.retention.config import VARIANT_OPTIONS, StudyConfig
 from sphkv.evaluation.retention.prompts import StudyPrompt, lm_prompts, qa_prompts
-from sphkv.integrations.models import load_model
-from sphkv.integrations.prompt_states import continue_prompt, store_prompt
-from sphkv.integrations.teacher_forcing import log_probabilities
-from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
-from sphkv.integrations.transformers.calibrate import calibrate_model
+from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.runner.shared_work import SharedWork
 from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
-from sphkv.retention.measure import PromptWork
-from sphkv.retention.policy import RetentionPolicy, load_policy
+
+_CALIBRATION_TOKENS = 4096
 
 
 def calibration_books(data: str) -> list[Path]:
@@ -42,55 +37,50 @@ def calibration_books(data: str) -> list[Path]:
 
 
 class StudyRunner:
-    """A model, its codebooks and prompts read once, and any number of settings on them."""
+    """Any number of settings of the controller on prompts that are read once.
+
+    Attributes:
+        config: What is compared.
+        session: The model.
+        codec: Its codebooks.
+    """
 
     def __init__(self, config: StudyConfig, report: Callable[[str], None] = lambda _: None) -> None:
         self.config = config
         self._report = report
-        self._backend = get_backend("auto")
-        self._measured: dict[str, PromptWork] = {}
-        self.model, self.tokenizer = load_model(config.model, torch.float32)
-        self.geometry = model_geometry(self.model)
-        self.ropes = model_ropes(self.model)
-        self.policy = RetentionPolicy() if config.policy is None else load_policy(config.policy)
-        self.codec = SphericalCodec(self._calibration())
-
-    def _calibration(self) -> Calibration:
-        config = self.config
-        if config.calibration is not None:
-            return load_calibration(config.calibration, geometry=self.geometry, ropes=self.ropes)
-        book = calibration_books(config.data)[0]
-        ids = self.tokenizer(book.read_text(encoding="utf-8")[5000:45000], return_tensors="pt")
-        self._report("calibrating")
-        return calibrate_model(self.model, ids.input_ids[:, :4096], model_id=config.model)
+        self._work: dict[str, SharedWork] = {}
+        given = None if config.calibration is None else Path(config.calibration)
+        self.session = Session(
+            config.model,
+            calibration_text=calibration_books(config.data)[0] if given is None else None,
+            calibration_tokens=_CALIBRATION_TOKENS,
+            calibration_file=given,
+            policy=None if config.policy is None else Path(config.policy),
+        )
+        self.codec = SphericalCodec(self.session.calibration)
 
     def prompts(self) -> list[StudyPrompt]:
         """Language-model prompts, then questions."""
-        config = self.config
-        found = lm_prompts(self.model, self.tokenizer, Path(config.data), config)
+        found = lm_prompts(self.session, self.config)
         self._report(f"{len(found)} texts read")
-        found += qa_prompts(self.model, self.tokenizer, Path(config.data), config)
+        found += qa_prompts(self.session, self.config)
         self._report(f"{len(found)} prompts read")
         return found
 
-    def sequence(self, prompt: StudyPrompt, variant: str, budget: str) -> RetainedSequence:
-        """An empty sequence of a variant."""
-        config = RetainedConfig(
-            self.geometry,
-            self.ropes,
-            ByteBudget.parse(budget),
-            tiers=retention_tiers(self.config.page_tokens),
-            policy=self.policy,
+    def _make(self, prompt: StudyPrompt, variant: str, budget: str) -> Subject:
+        work = self._work.setdefault(prompt.name, SharedWork(SharedAttention(0)))
+        return self.session.factory.controlled(
+            budget,
             options=VARIANT_OPTIONS[variant],
             segments=prompt.segments,
+            page_tokens=self.config.page_tokens,
+            work=work,
         )
-        measured = self._measured.setdefault(prompt.name, PromptWork())
-        return RetainedSequence(config, self.codec, self._backend, measured=measured)
 
     def measure(self, prompt: StudyPrompt, variant: str, budget: str) -> dict[str, Any]:
         """One prompt at one setting; ``kl`` is None where the variant cannot meet the budget."""
         began = time.perf_counter()
-        sequence = self.sequence(prompt, variant, budget)
+        subject = self._make(prompt, variant, budget)
         record: dict[str, Any] = {
             "variant": variant,
             "budget": budget,
@@ -99,30 +89,33 @@ class StudyRunner:
             "kl": None,
         }
         try:
-            store_prompt(sequence, prompt.states)
+            subject.store_prompt(prompt.states)
+            stored = time.perf_counter()
+            record["stored_bytes"] = subject.resident_bytes()
+            record |= self._spread(subject)
+            run = follow_text(subject, prompt.following)
         except BudgetError as error:
-            return {**record, "missing_bytes": error.missing}
-        stored = time.perf_counter()
-        record["limit_bytes"] = sequence.limit_bytes()
-        record["bytes"] = sequence.resident_bytes()
-        record |= self._spread(sequence, prompt)
-        # one chunk follows; what would happen to its own states afterwards is not compared
-        sequence.is_frozen = True
-        hidden = continue_prompt(self.model, sequence, prompt.states.following)
-        record |= compare(self.model, prompt.states.hidden[1:], hidden)
-        record["store_s"] = stored - began
-        record["decode_s"] = time.perf_counter() - stored
-        return record
+            return {**record, "missing_bytes": error.missing, "reason": str(error)}
+        found = token_divergence(self.session.model, prompt.reference, run.hidden)
+        return {
+            **record,
+            "kl": float(found.kl.mean()),
+            "same_top1": float(found.is_same.double().mean()),
+            "is_same_answer": bool(found.is_same.all()),
+            "peak_share": run.trace.highest(lambda step: step.peak / step.limit, 0.0),
+            "num_tokens": len(found.kl),
+            "store_s": stored - began,
+            "decode_s": time.perf_counter() - stored,
+        }
 
-    def _spread(self, sequence: RetainedSequence, prompt: StudyPrompt) -> dict[str, Any]:
-        assert sequence.contract is not None
-        tiers = sequence.config.tiers
-        each = state_bytes_of(sequence.contract.tier_id, tiers.state_bytes(self.geometry.head_dim))
-        counts = torch.bincount(
-            sequence.contract.tier_id.flatten().long(), minlength=len(tiers)
-        ).tolist()
+    def _spread(self, subject: Subject) -> dict[str, Any]:
+        decision = subject.decision()
+        assert decision is not None
+        contract, tiers = decision.contract, decision.tiers
+        each = state_bytes_of(contract.tier_id, tiers.state_bytes(subject.geometry.head_dim))
+        counts = torch.bincount(contract.tier_id.flatten().long(), minlength=len(tiers)).tolist()
         spread = head_spread(each)
-        segments = prompt.segments.label(each.shape[1], recent_tokens=16)
+        segments = decision.segments.label(each.shape[1], recent_tokens=RUN_TOKENS)
         return {
             "tiers": dict(zip((tier.name for tier in tiers), counts, strict=True)),
             "head_entropy": spread.entropy,
@@ -139,12 +132,12 @@ class StudyRunner:
                 for variant in self.config.variants:
                     records.append(self.measure(prompt, variant, budget))
                 self._report(f"{prompt.name} {budget} done")
-            self._measured.clear()
+            self._work.clear()
         return {
             "config": recorded_config(self.config),
-            "policy": asdict(replace(self.policy, sensitivity=None, surprise=None)),
-            "is_fitted": self.policy.sensitivity is not None,
-            "backend": self._backend.name,
+            "policy": asdict(replace(self.session.policy, sensitivity=None, surprise=None)),
+            "is_fitted": self.session.policy.sensitivity is not None,
+            "backend": self.session.factory.backend_name,
             "environment": describe_environment(),
             "records": records,
             "table": summarise(records),
@@ -157,17 +150,6 @@ def recorded_config(config: StudyConfig) -> dict[str, Any]:
     for key in ("data", "policy", "calibration"):
         record[key] = record[key] and Path(record[key]).name
     return record
-
-
-def compare(model: Any, dense: Tensor, ours: Tensor) -> dict[str, Any]:
-    """KL to the dense model, equal first choices, and whether all are equal."""
-    kl = same = 0.0
-    pairs = zip(log_probabilities(model, dense), log_probabilities(model, ours), strict=True)
-    for (_, p), (_, q) in pairs:
-        kl += float((p.exp() * (p - q)).sum(-1).double().sum())
-        same += float((p.argmax(-1) == q.argmax(-1)).sum())
-    count = dense.shape[0]
-    return {"kl": kl / count, "same_top1": same / count, "is_same_answer": same == count}
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -186,11 +168,7 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 row["answers"] = _mean(done, "is_same_answer") if is_whole else None
         done = [record for record in group if record["kl"] is not None]
         row["note"] = "" if len(done) == len(group) else "does not fit"
-        row["used"] = (
-            sum(record["bytes"] / record["limit_bytes"] for record in done) / len(done)
-            if done
-            else None
-        )
+        row["used"] = max(record["peak_share"] for record in done) if done else None
         rows.append(row)
     return rows
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sphkv.core.tiers import RUN_TOKENS
-from sphkv.integrations.prompt_states import LayerStates, PromptStates
+from sphkv.evaluation.harness.states import LayerStates, PromptStates
 from sphkv.retention.features import (
     drop_losses,
     measure_features,

@@ -12,29 +12,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from sphkv.cache.method import CacheMethod
-from sphkv.core.geometry import KVGeometry
+from sphkv.evaluation.harness.decode import ByteTrace, follow_text
+from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.metrics.answers import (
     begins_with_answer,
     best_f1,
     exact_match,
     token_f1,
 )
+from sphkv.evaluation.metrics.divergence import answer_divergence, token_divergence
 from sphkv.evaluation.metrics.stability import Reply, reply_failures
 from sphkv.evaluation.metrics.throughput import DecodeTimes
 from sphkv.evaluation.ranges import gpu_range
-from sphkv.evaluation.runner.decoding import AttendClock, decode_tokens, stop_rule, stop_timing
-from sphkv.evaluation.runner.drift import answer_drift, token_drift
+from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
 from sphkv.evaluation.runner.mechanism import describe_allocation, describe_margins
-from sphkv.evaluation.runner.methods import decode_bytes, realisation_of, setting_of
+from sphkv.evaluation.runner.methods import decode_bytes
 from sphkv.evaluation.runner.reading import ReadCase
 from sphkv.evaluation.runner.rollout import episode_quality, run_episode
-from sphkv.integrations.prompt_states import (
-    PromptStates,
-    continue_prompt,
-    store_prompt,
+from sphkv.evaluation.schema import (
+    AnswerQuality,
+    EpisodeQuality,
+    Memory,
+    Result,
+    TextQuality,
 )
 
 
@@ -59,10 +59,20 @@ class DecodeWindow:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Continued:
+    """What came after a prompt."""
+
+    quality: TextQuality | AnswerQuality | EpisodeQuality
+    step_s: Sequence[float]
+    attend_s: Sequence[float]
+    trace: ByteTrace
+
+
 def measure_case(
-    model: Any, tokenizer: Any, read: ReadCase, method: CacheMethod, window: DecodeWindow
-) -> dict[str, Any]:
-    """Store a read prompt in an empty method and measure what follows.
+    model: Any, tokenizer: Any, read: ReadCase, subject: Subject, window: DecodeWindow
+) -> Result:
+    """Store a read prompt in an empty cache and measure what follows.
 
     Returns:
         ``quality``, ``memory`` and ``times``; everything that varies from run to run is in the
@@ -71,70 +81,59 @@ def measure_case(
     reused_s = read.work.reused_s
     began = time.perf_counter()
     with gpu_range("allocate and write"):
-        store_prompt(method, read.states)
+        subject.store_prompt(read.states)
     # what an earlier cache found out is charged as if it had been found out again
     store_s = time.perf_counter() - began + read.work.reused_s - reused_s
-    stored_bytes = method.resident_bytes()
+    stored_bytes = subject.resident_bytes()
     if read.case.following_ids:
-        quality, steps, inside = _follow_text(model, read, method, window)
+        done = _follow_text(model, read, subject, window)
     elif read.case.task is not None:
         assert read.episode is not None
         last = read.states.hidden[-1:]
-        episode = run_episode(model, tokenizer, read.case.task, method, last)
+        episode = run_episode(model, tokenizer, read.case.task, subject, last)
         quality = episode_quality(episode, read.episode)
-        steps, inside = episode.step_s, episode.attend_s
+        done = _Continued(quality, episode.step_s, episode.attend_s, episode.trace)
     else:
-        quality, steps, inside = _answer(model, tokenizer, read, method, window)
-    allocation = describe_allocation(method) if read.case.following_ids else None
-    times = DecodeTimes(read.prefill_s, store_s, tuple(steps), window.num_warm, tuple(inside))
-    return {
-        "quality": quality,
-        "memory": _memory(method, geometry_of(read.states), stored_bytes),
-        **({} if allocation is None else {"allocation": allocation}),
+        done = _answer(model, tokenizer, read, subject, window)
+    times = DecodeTimes(
+        read.prefill_s, store_s, tuple(done.step_s), window.num_warm, tuple(done.attend_s)
+    )
+    result: Result = {
+        "quality": done.quality,
+        "memory": describe_memory(subject, stored_bytes, done.trace),
         "times": times.to_dict(),
     }
+    allocation = describe_allocation(subject) if read.case.following_ids else None
+    if allocation is not None:
+        result["allocation"] = allocation
+    return result
 
 
-def _follow_text(
-    model: Any, read: ReadCase, method: CacheMethod, window: DecodeWindow
-) -> tuple[dict[str, Any], Sequence[float], Sequence[float]]:
-    """Teacher forcing: single steps first, which are timed, then the rest at once."""
+def _follow_text(model: Any, read: ReadCase, subject: Subject, window: DecodeWindow) -> _Continued:
+    """Teacher forcing: single steps first, which are timed, then the rest."""
     ids = read.states.following
-    num_steps = min(ids.shape[1], window.num_warm + window.num_measured)
-    rows, seconds, inside = [], [], []
-    clock = AttendClock(method)
-    for at in range(num_steps):
-        began, before = time.perf_counter(), clock.seconds
-        with gpu_range("decode step"):
-            rows.append(continue_prompt(model, clock, ids[:, at : at + 1]))
-        seconds.append(time.perf_counter() - began)
-        inside.append(clock.seconds - before)
-    if num_steps < ids.shape[1]:
-        stop_timing(method)
-        rows.append(continue_prompt(model, method, ids[:, num_steps:]))
-    hidden = torch.cat(rows)
-    drift = token_drift(model, read.reference, hidden, ids[0, 1:])
-    quality: dict[str, Any] = drift.summary()
-    quality["kl_counts"] = drift.counts()
-    quality["by_margin"] = describe_margins(drift, method)
-    return quality, seconds, inside
+    run = follow_text(subject, ids, num_timed=window.num_warm + window.num_measured)
+    found = token_divergence(model, read.reference, run.hidden, ids[0, 1:])
+    quality: TextQuality = {**found.summary(), "by_margin": describe_margins(found, subject)}
+    return _Continued(quality, run.step_s, run.attend_s, run.trace)
 
 
 def _answer(
-    model: Any, tokenizer: Any, read: ReadCase, method: CacheMethod, window: DecodeWindow
-) -> tuple[dict[str, Any], Sequence[float], Sequence[float]]:
+    model: Any, tokenizer: Any, read: ReadCase, subject: Subject, window: DecodeWindow
+) -> _Continued:
     """The method's own greedy answer, scored against the truth and the exact model's answer."""
     case = read.case
     stops = stop_rule(tokenizer, at_line_end=case.stops_at_newline)
     got = decode_tokens(
-        model, method, read.states.hidden[-1:], case.max_new_tokens, stops,
+        model, subject, read.states.hidden[-1:], case.max_new_tokens, stops,
         num_timed=window.num_warm + window.num_measured,
     )  # fmt: skip
     text = tokenizer.decode(got.token_ids, skip_special_tokens=True).strip()
     exact = tokenizer.decode(read.answer_ids, skip_special_tokens=True).strip()
     ours = Reply(text, got.token_ids, got.is_ended)
     dense = Reply(exact, read.answer_ids, len(read.answer_ids) < case.max_new_tokens)
-    quality = {
+    answers = (got.hidden, got.token_ids, read.reference, read.answer_ids)
+    quality: AnswerQuality = {
         "answer": text,
         "reference_answer": exact,
         "f1": best_f1(text, case.answers),
@@ -147,34 +146,42 @@ def _answer(
         "length_drift": len(got.token_ids) - len(read.answer_ids),
         "is_ended": float(got.is_ended),
         "failures": list(reply_failures(ours, dense)),
-        "kl": answer_drift(model, got, read.reference, read.answer_ids),
+        "kl": answer_divergence(model, *answers),
     }
-    return quality, got.step_s, got.attend_s
+    return _Continued(quality, got.step_s, got.attend_s, got.trace)
 
 
-def geometry_of(states: PromptStates) -> KVGeometry:
-    """Shape of the cache that a prompt's states fill."""
-    first = states.layers[0]
-    return KVGeometry(
-        num_layers=len(states.layers),
-        num_kv_heads=first.keys.shape[0],
-        num_query_heads=first.query.shape[0],
-        head_dim=first.keys.shape[2],
-    )
+def describe_memory(subject: Subject, stored_bytes: int, trace: ByteTrace) -> Memory:
+    """``M_KV`` by kind and the figures the paper derives from it, at the highest moment.
 
-
-def _memory(method: CacheMethod, geometry: KVGeometry, stored_bytes: int) -> dict[str, Any]:
-    """``M_KV`` by kind and the figures the paper derives from it."""
-    ledger, tokens = method.ledger(), method.num_tokens()
+    Args:
+        subject: The cache after its last pass.
+        stored_bytes: Resident bytes after the prompt was stored.
+        trace: Bytes of every pass since.
+    """
+    ledger, tokens = subject.ledger(), subject.num_tokens()
+    dense = subject.geometry.dense_bytes_per_token * tokens
+    after = [step.after / step.num_tokens for step in trace.steps] or [stored_bytes / tokens]
+    told = subject.describe()
     return {
         "active_tokens": tokens,
         "ledger": ledger.to_dict(),
-        "b_kv": ledger.b_kv(tokens),
+        "b_kv": trace.highest(lambda s: s.peak / (s.num_before + 1), stored_bytes / tokens),
+        "b_kv_mean": sum(after) / len(after),
+        "b_kv_tables": subject.table_bytes() / tokens,
         "eta_meta": ledger.eta_meta,
         "stored_bytes": stored_bytes,
-        "peak_bytes": max(stored_bytes, method.resident_bytes()),
-        "b_hbm": decode_bytes(method, geometry),
+        "peak_bytes": int(trace.highest(lambda s: s.peak, stored_bytes)),
+        "peak_share": trace.highest(
+            lambda s: s.peak / s.limit, stored_bytes / subject.limit_bytes(tokens)
+        ),
+        "dense_share": trace.highest(lambda s: s.peak / s.dense, stored_bytes / dense),
+        "table_bytes": subject.table_bytes(),
+        "b_hbm": decode_bytes(subject),
         "b_hbm_source": "counted",
-        "realisation": realisation_of(method),
-        "setting": setting_of(method),
+        "setting": told["setting"],
+        "residency": told["residency"],
+        "tiers": told["tiers"],
+        "realisation": told["realisation"],
+        "steps": trace.columns(),
     }

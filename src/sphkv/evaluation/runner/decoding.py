@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sphkv.baselines.quantised import QuantisedCache
-from sphkv.cache.method import CacheMethod
-from sphkv.cache.retained import RetainedSequence
-from sphkv.evaluation.ranges import gpu_range
-from sphkv.integrations.prompt_states import continue_prompt
-from sphkv.integrations.teacher_forcing import log_probabilities
+from sphkv.evaluation.harness.decode import ByteTrace, Decoder
+from sphkv.evaluation.harness.states import log_probabilities
+from sphkv.evaluation.harness.subject import Subject
 
 TEMPERATURE = 0.7
 """At which answers over seeds are drawn."""
@@ -33,6 +29,7 @@ class DecodedAnswer:
         step_s: Seconds of each forward pass that was timed.
         attend_s: Of these, seconds inside the cache method.
         is_ended: Whether the model ended it, and not the limit.
+        trace: Bytes of every pass.
     """
 
     token_ids: tuple[int, ...]
@@ -40,31 +37,7 @@ class DecodedAnswer:
     step_s: tuple[float, ...]
     attend_s: tuple[float, ...]
     is_ended: bool
-
-
-class AttendClock:
-    """Stands for a method and adds up the seconds inside its ``attend``.
-
-    Attributes:
-        seconds: The sum so far.
-    """
-
-    def __init__(self, method: CacheMethod) -> None:
-        """Nothing was timed yet."""
-        self._method = method
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the method's own."""
-        return getattr(self._method, name)
-
-    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the method does."""
-        began = time.perf_counter()
-        with gpu_range("cache attend"):
-            output = self._method.attend(*args, **kwargs)
-        self.seconds += time.perf_counter() - began
-        return output
+    trace: ByteTrace
 
 
 def most_likely(row: Tensor) -> Tensor:
@@ -86,7 +59,7 @@ def drawn(seed: int) -> Callable[[Tensor], Tensor]:
 
 def decode_tokens(
     model: Any,
-    method: CacheMethod,
+    subject: Subject,
     last: Tensor,
     limit: int,
     stops: StopRule,
@@ -98,7 +71,7 @@ def decode_tokens(
 
     Args:
         model: The model.
-        method: Holds the prompt.
+        subject: Holds the prompt.
         last: ``[1, width]`` final hidden state of the prompt's last token.
         limit: Most tokens.
         stops: What ends the answer.
@@ -109,31 +82,24 @@ def decode_tokens(
     rows = [last]
     seconds: list[float] = []
     inside: list[float] = []
-    clock = AttendClock(method)
+    decoder = Decoder(subject)
     while True:
         row = next(log_probabilities(model, rows[-1]))[1][0]
-        _tell_gate(method, row)
         token = int(choose(row).argmax())
         is_ended = stops.ends(token, ids)
         if is_ended or len(ids) == limit:
             break
         ids.append(token)
-        feed = torch.tensor([[token]], device=last.device)
         if len(seconds) == num_timed:
-            stop_timing(method)
-        began, before = time.perf_counter(), clock.seconds
-        with gpu_range("decode step"):
-            rows.append(continue_prompt(model, clock, feed)[-1:])
+            subject.stop_timing()
+        done = decoder.feed(torch.tensor([[token]], device=last.device))
+        rows.append(done.hidden[-1:])
         if num_timed is None or len(seconds) < num_timed:
-            seconds.append(time.perf_counter() - began)
-            inside.append(clock.seconds - before)
-    return DecodedAnswer(tuple(ids), torch.cat(rows), tuple(seconds), tuple(inside), is_ended)
-
-
-def _tell_gate(method: CacheMethod, row: Tensor) -> None:
-    """A controller's gate opens and closes by the margin of the step that is to be decided."""
-    if isinstance(method, RetainedSequence):
-        method.refresher.observe_logits(row)
+            seconds.append(done.seconds)
+            inside.append(done.attend_s)
+    return DecodedAnswer(
+        tuple(ids), torch.cat(rows), tuple(seconds), tuple(inside), is_ended, decoder.trace
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +130,3 @@ def stop_rule(tokenizer: Any, *, at_line_end: bool) -> StopRule:
         if len(ids) == 1:
             lines.add(int(ids[0]))
     return StopRule(frozenset(ends), frozenset(lines))
-
-
-def stop_timing(method: CacheMethod) -> None:
-    """Once no step is timed any more, a method need not rebuild what it rebuilt before."""
-    if isinstance(method, QuantisedCache):
-        method.keep_rebuilt()

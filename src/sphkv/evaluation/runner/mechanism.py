@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from sphkv.cache.method import CacheMethod
-from sphkv.cache.retained import RetainedSequence
 from sphkv.core.tiers import RUN_TOKENS
-from sphkv.evaluation.runner.drift import TokenDrift
+from sphkv.evaluation.harness.subject import Subject
+from sphkv.evaluation.metrics.divergence import TokenDivergence
+from sphkv.evaluation.schema import MarginCounts
 from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
 
 MARGIN_EDGES = (0.1, 0.3, 1.0, 3.0)
@@ -20,25 +20,26 @@ _COLUMNS = 96
 _FIRST = ord("a")
 
 
-def describe_allocation(method: CacheMethod) -> dict[str, Any] | None:
+def describe_allocation(subject: Subject) -> dict[str, Any] | None:
     """Where the controller spent its bytes; None of a method that has no controller.
 
     ``map`` has one text per layer and head: the tier, by its place in ``tiers`` as a letter, of
     evenly spaced tokens of the prompt.
     """
-    if not isinstance(method, RetainedSequence) or method.contract is None:
+    decision = subject.decision()
+    if decision is None:
         return None
-    contract, config = method.contract, method.config
+    contract, tiers = decision.contract, decision.tiers
     tier_id = contract.tier_id.flatten(0, 1)
     at = torch.linspace(0, contract.num_tokens - 1, _COLUMNS).round().long()
-    each = state_bytes_of(contract.tier_id, config.tiers.state_bytes(config.geometry.head_dim))
+    each = state_bytes_of(contract.tier_id, tiers.state_bytes(subject.geometry.head_dim))
     spread = head_spread(each)
-    labels = config.segments.label(contract.num_tokens, recent_tokens=RUN_TOKENS)
+    labels = decision.segments.label(contract.num_tokens, recent_tokens=RUN_TOKENS)
     return {
-        "tiers": [tier.name for tier in config.tiers],
+        "tiers": [tier.name for tier in tiers],
         "map": ["".join(chr(_FIRST + tier) for tier in row) for row in tier_id[:, at].tolist()],
         "num_tokens": contract.num_tokens,
-        "states": contract.state_counts(len(config.tiers)).sum((0, 1)).tolist(),
+        "states": contract.state_counts(len(tiers)).sum((0, 1)).tolist(),
         "head_bytes_per_token": [round(size, 3) for size in spread.bytes_per_token],
         "head_entropy": spread.entropy,
         "head_gini": spread.gini,
@@ -46,20 +47,21 @@ def describe_allocation(method: CacheMethod) -> dict[str, Any] | None:
     }
 
 
-def describe_margins(drift: TokenDrift, method: CacheMethod) -> dict[str, Any]:
+def describe_margins(found: TokenDivergence, subject: Subject) -> MarginCounts:
     """How often the best token changed, by how sure the exact model was of it.
 
     Args:
-        drift: The method against the exact model.
-        method: A controller also tells the drift it predicts, to be set against its margins.
+        found: The method against the exact model.
+        subject: A controller also tells the drift it predicts, to be set against its margins.
     """
-    bins = torch.bucketize(drift.margin, torch.tensor(MARGIN_EDGES, device=drift.margin.device))
+    bins = torch.bucketize(found.margin, torch.tensor(MARGIN_EDGES, device=found.margin.device))
     num_bins = len(MARGIN_EDGES) + 1
-    found: dict[str, Any] = {
+    counts: MarginCounts = {
         "tokens": torch.bincount(bins, minlength=num_bins).tolist(),
-        "tipped": torch.bincount(bins[~drift.is_same], minlength=num_bins).tolist(),
+        "tipped": torch.bincount(bins[~found.is_same], minlength=num_bins).tolist(),
     }
-    if isinstance(method, RetainedSequence):
-        found["drift"] = method.refresher.drift
-        found["margins"] = [round(margin, 4) for margin in drift.own_margin.tolist()]
-    return found
+    decision = subject.decision()
+    if decision is not None:
+        counts["drift"] = decision.drift
+        counts["margins"] = [round(margin, 4) for margin in found.own_margin.tolist()]
+    return counts

@@ -4,32 +4,55 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sphkv.attention.api import get_backend
 from sphkv.baselines.eviction import EvictionCache
-from sphkv.baselines.registry import make_baseline
-from sphkv.cache.method import CacheMethod
-from sphkv.cache.plan import CacheConfig, budget_tiers, plan_cache
-from sphkv.cache.retained import RetainedSequence
-from sphkv.cache.retained_config import RetainedConfig
-from sphkv.cache.sequence import SphericalSequence
+from sphkv.baselines.registry import BASELINES, find, make_baseline
+from sphkv.cache.config import CacheConfig, RetentionConfig
+from sphkv.cache.plan import choose_seal_tier, retention_tiers
 from sphkv.codec.calibration import Calibration
-from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
-from sphkv.core.tiers import TierTable
+from sphkv.core.tiers import TierTable, ladder
+from sphkv.evaluation.harness.subject import EngineSubject, MethodSubject, Subject, TimedEngine
+from sphkv.evaluation.names import check_name
 from sphkv.evaluation.runner.shared_work import SharedWork
 from sphkv.retention.gate import GateOptions
-from sphkv.retention.policy import RetentionPolicy
-from sphkv.retention.protection import ProtectionRule
-from sphkv.store.store import PageStore
+from sphkv.retention.policy import ControlOptions, RetentionPolicy
+from sphkv.retention.protection import ProtectionRule, SegmentSpans
 
 DENSE = "dense"
+AUTO = "auto"
 UNIFORM = "spherical"
 JOINT = "joint"
-OUR_METHODS = (UNIFORM, JOINT)
+OUR_METHODS = (AUTO, UNIFORM, JOINT)
+_DENSE_TIER = "max"
 _REBUILT_BYTES = 4
+_TRIAL = "@"
+
+
+def method_names() -> tuple[str, ...]:
+    """Every method that can be measured: dense, ours, then the baselines."""
+    return (DENSE, *OUR_METHODS, *(name for name in BASELINES if name != DENSE))
+
+
+def check_method(name: str) -> str:
+    """A method's name, or a baseline's with the number of one of its settings: ``snapkv@2``.
+
+    Raises:
+        ValueError: There is no such method or setting.
+    """
+    base, mark, number = name.partition(_TRIAL)
+    check_name("method", base, method_names())
+    if mark:
+        if base == DENSE or base in OUR_METHODS:
+            raise ValueError(f"{base} has no settings to choose from, got {name!r}")
+        count = len(find(base).settings().trials())
+        if not number.isdigit() or int(number) >= count:
+            raise ValueError(f"{base} has settings 0 to {count - 1}, got {name!r}")
+    return name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,10 +73,11 @@ class ModelShape:
 
 
 class MethodFactory:
-    """Makes fresh caches for one model."""
+    """Makes fresh caches inside one model."""
 
     def __init__(
         self,
+        model: Any,
         shape: ModelShape,
         calibration: Calibration,
         *,
@@ -63,14 +87,16 @@ class MethodFactory:
         """Take what our methods use.
 
         Args:
-            shape: The model's.
+            model: The model.
+            shape: Its shape.
             calibration: Codebooks of the angle codes.
             backend: Name of a decode backend, or ``"auto"``.
             policy: The controller's weights; equal weights if None.
         """
         self._policy = policy or RetentionPolicy()
+        self._model = model
         self._shape = shape
-        self._codec = SphericalCodec(calibration)
+        self._calibration = calibration
         self._backend = get_backend(backend)
 
     @property
@@ -79,46 +105,60 @@ class MethodFactory:
         return self._backend.name
 
     def tiers(self) -> TierTable:
-        """Tiers that our methods choose from."""
-        return budget_tiers(self._shape.geometry.head_dim)
+        """Tiers that one-tier residency chooses from."""
+        return ladder(self._shape.geometry.head_dim)
 
     def make(
-        self, name: str, budget: str, *, context: int, work: SharedWork | None = None
-    ) -> CacheMethod:
+        self,
+        name: str,
+        budget: str,
+        *,
+        context: int,
+        num_new: int = 0,
+        work: SharedWork | None = None,
+    ) -> Subject:
         """An empty cache.
 
         Args:
-            name: ``dense``, one of ours, or a baseline of the registry.
+            name: ``dense``, one of ours, or a baseline as ``check_method`` reads it.
             budget: Byte budget, such as ``"20%"``; ``dense`` ignores it.
-            context: Tokens at which the budget must hold.
+            context: Tokens of the prompt.
+            num_new: Tokens that will follow it.
             work: What caches of the same prompt share; None shares nothing.
 
         Raises:
             ValueError: There is no such method, or the budget is too small for it.
         """
+        check_method(name)
         if name == DENSE:
-            return self._uniform("100%", context, tier="max")
+            return self._ours(DENSE, self._config(None), work)
         if name == UNIFORM:
-            return self._uniform(budget, context, tier=None)
+            return self._ours(UNIFORM, self._config(budget, context=context + num_new), work)
+        if name == AUTO:
+            retention = self._retention(budget)
+            return self._ours(AUTO, self._config(budget, retention=retention), work)
         if name == JOINT:
             return self.controlled(budget, work=work)
-        method = make_registered(name, self._shape, ByteBudget.parse(budget), num_tokens=context)
+        return self._baseline(name, ByteBudget.parse(budget), context, num_new, work)
+
+    def _baseline(
+        self, name: str, budget: ByteBudget, context: int, num_new: int, work: SharedWork | None
+    ) -> Subject:
+        base, mark, number = name.partition(_TRIAL)
+        geometry = self._shape.geometry
+        share = budget.resolve(geometry, context) / (geometry.dense_bytes_per_token * context)
+        method = make_baseline(
+            base,
+            geometry,
+            self._shape.ropes,
+            share,
+            num_tokens=context,
+            num_new=num_new,
+            settings=find(base).settings().trials()[int(number)] if mark else None,
+        )
         if work is not None and isinstance(method, EvictionCache):
             method.shared = work.scores
-        return method
-
-    def _config(self, tier: str) -> CacheConfig:
-        shape = self._shape
-        tiers = budget_tiers(shape.geometry.head_dim)
-        return CacheConfig(shape.geometry, shape.ropes, shape.windows, tiers, tier)
-
-    def _uniform(self, budget: str, context: int, *, tier: str | None) -> CacheMethod:
-        config = self._config("max")
-        if tier is None:
-            config = plan_cache(config, ByteBudget.parse(budget), context)
-        store = PageStore(config.store_config(1), self._codec)
-        store.create(0)
-        return SphericalSequence(config, store, 0, self._backend)
+        return MethodSubject(self._model, method, geometry, budget=budget, name=name)
 
     def controlled(
         self,
@@ -126,58 +166,80 @@ class MethodFactory:
         *,
         protection: ProtectionRule | None = None,
         gate: GateOptions | None = None,
+        options: ControlOptions | None = None,
+        segments: SegmentSpans | None = None,
+        page_tokens: int = 32,
         work: SharedWork | None = None,
-    ) -> RetainedSequence:
-        """The controller's choice of what to keep at which tier.
+    ) -> Subject:
+        """The controller's choice of what to keep at which tier, whatever the budget.
 
         Args:
             budget: Byte budget.
             protection: States that stay dense; the usual ones if None.
             gate: Stability gate; None for none.
+            options: Variant and solver; the usual ones if None.
+            segments: Passages of the prompt; none if None.
+            page_tokens: States of a coded page.
             work: As ``make``; needs the usual protection.
         """
-        shape = self._shape
-        config = RetainedConfig(
-            shape.geometry,
-            shape.ropes,
-            ByteBudget.parse(budget),
-            policy=self._policy,
+        retention = self._retention(
+            budget,
+            page_tokens=page_tokens,
             protection=protection or ProtectionRule(),
             gate=gate,
+            options=options or ControlOptions(),
+            segments=segments or SegmentSpans(),
         )
-        measured = None if work is None else work.layers
-        return RetainedSequence(config, self._codec, self._backend, measured=measured)
+        config = self._config(budget, retention=retention, is_forced=True)
+        return self._ours(JOINT, config, work)
+
+    def _retention(self, budget: str, *, page_tokens: int = 32, **parts: Any) -> RetentionConfig:
+        geometry = self._shape.geometry
+        tiers = retention_tiers(geometry.head_dim, page_tokens)
+        seal = choose_seal_tier(tiers, ByteBudget.parse(budget), geometry)
+        return RetentionConfig(tiers, seal, policy=self._policy, **parts)
+
+    def _config(
+        self,
+        budget: str | None,
+        *,
+        context: int | None = None,
+        retention: RetentionConfig | None = None,
+        is_forced: bool = False,
+    ) -> CacheConfig:
+        shape = self._shape
+        return CacheConfig(
+            shape.geometry,
+            shape.ropes,
+            shape.windows,
+            self.tiers(),
+            _DENSE_TIER if budget is None else None,
+            budget=None if budget is None else ByteBudget.parse(budget),
+            retention=retention,
+            is_retention_forced=is_forced,
+            context=context or shape.max_tokens,
+        )
+
+    def _ours(self, name: str, config: CacheConfig, work: SharedWork | None) -> Subject:
+        is_coded = config.budget is not None
+        engine = TimedEngine(
+            config,
+            calibration=self._calibration if is_coded else None,
+            backend=self._backend,
+            work=None if work is None else work.layers,
+        )
+        return EngineSubject(self._model, engine, name)
 
 
-def make_registered(
-    name: str, shape: ModelShape, budget: ByteBudget, *, num_tokens: int
-) -> CacheMethod:
-    """A baseline of ``sphkv.baselines`` for a prompt of so many tokens."""
-    geometry = shape.geometry
-    share = budget.resolve(geometry, num_tokens) / (geometry.dense_bytes_per_token * num_tokens)
-    return make_baseline(name, geometry, shape.ropes, share, num_tokens=num_tokens)
-
-
-def realisation_of(method: CacheMethod) -> str:
-    """``kernel-realized`` if decode reads what is stored, ``format-only`` if it rebuilds it."""
-    stated = getattr(method, "realisation", None)
-    return "kernel-realized" if stated is None else str(stated)
-
-
-def setting_of(method: CacheMethod) -> str:
-    """The setting a method chose under its budget: a tier, bits, or nothing."""
-    return str(getattr(method, "setting", "") or getattr(method, "tier_name", ""))
-
-
-def decode_bytes(method: CacheMethod, geometry: KVGeometry) -> int:
+def decode_bytes(subject: Subject) -> int:
     """Bytes that one decode step moves, counted and not profiled.
 
     Everything stored is read once. A method that rebuilds its states also writes and reads them
     in float32.
     """
-    ledger = method.ledger()
+    ledger, geometry = subject.ledger(), subject.geometry
     moved = ledger.total - ledger.frag
-    if realisation_of(method) == "format-only":
+    if subject.describe()["realisation"] == "format-only":
         rebuilt = 2 * _REBUILT_BYTES * geometry.head_dim * geometry.num_kv_heads
-        moved += 2 * rebuilt * geometry.num_layers * method.num_tokens()
+        moved += 2 * rebuilt * geometry.num_layers * subject.num_tokens()
     return moved

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from sphkv.baselines.attention_scores import SharedAttention
+from sphkv.evaluation.harness.reference import DenseReference
+from sphkv.evaluation.harness.states import LayerStates, PromptStates, read_prompt
+from sphkv.evaluation.harness.subject import MethodSubject
 from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
-from sphkv.evaluation.runner.dense_reference import DenseReference
 from sphkv.evaluation.runner.rollout import Episode, run_episode
 from sphkv.evaluation.runner.shared_work import SharedWork
 from sphkv.evaluation.workloads.case import Case
-from sphkv.integrations.prompt_states import LayerStates, PromptStates, continue_prompt, read_prompt
+from sphkv.integrations.transformers.architecture import model_geometry
 
 _GPU_TOKENS = 2048
 
@@ -55,6 +57,7 @@ class PromptReader:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._model = model
+        self._geometry = model_geometry(model)
         self._tokenizer = tokenizer
         self._group = ""
         self._shared: PromptStates | None = None
@@ -84,7 +87,7 @@ class PromptReader:
         seconds = time.perf_counter() - began + extra
         work = SharedWork(self._attention)
         if case.task is not None:
-            exact = DenseReference(states, capacity=case.max_new_tokens)
+            exact = exact_subject(self._model, states, case.max_new_tokens)
             last = states.hidden[-1:]
             episode = run_episode(self._model, self._tokenizer, case.task, exact, last)
             states = _on_cpu(states)
@@ -104,13 +107,16 @@ class PromptReader:
         exact = DenseReference(first, capacity=ids.shape[1] - _GPU_TOKENS)
         rest = ids[:, _GPU_TOKENS:prompt]
         for part in rest.split(_GPU_TOKENS, 1):
-            hidden = continue_prompt(self._model, exact, part)
+            hidden = self._go_on(exact, part)
         states = exact.extended(first, rest, hidden)
         if num_following == 0:
             return states
-        after = continue_prompt(self._model, exact, ids[:, prompt:])
+        after = self._go_on(exact, ids[:, prompt:])
         whole = torch.cat([states.hidden, after])
         return PromptStates(ids[:, :prompt], ids[:, prompt:], states.layers, whole)
+
+    def _go_on(self, exact: DenseReference, input_ids: Tensor) -> Tensor:
+        return MethodSubject(self._model, exact, self._geometry).feed(input_ids).hidden
 
     def _read_shared(self, case: Case) -> tuple[PromptStates, float]:
         """The whole prompt's states, and the seconds the document took if it was read before."""
@@ -125,11 +131,11 @@ class PromptReader:
         assert self._shared is not None
         rest = ids[:, case.num_shared :]
         exact = DenseReference(self._shared, capacity=rest.shape[1])
-        hidden = continue_prompt(self._model, exact, rest)
+        hidden = self._go_on(exact, rest)
         return exact.extended(self._shared, rest, hidden), self._shared_s if known else 0.0
 
     def _exact_answer(self, states: PromptStates, case: Case) -> tuple[Tensor, tuple[int, ...]]:
-        exact = DenseReference(states, capacity=case.max_new_tokens)
+        exact = exact_subject(self._model, states, case.max_new_tokens)
         steps = decode_tokens(
             self._model,
             exact,
@@ -138,6 +144,11 @@ class PromptReader:
             stop_rule(self._tokenizer, at_line_end=case.stops_at_newline),
         )
         return steps.hidden, steps.token_ids
+
+
+def exact_subject(model: Any, states: PromptStates, capacity: int) -> MethodSubject:
+    """The exact model after a prompt, with room for so many tokens."""
+    return MethodSubject(model, DenseReference(states, capacity=capacity), states.geometry)
 
 
 def _on_cpu(states: PromptStates) -> PromptStates:

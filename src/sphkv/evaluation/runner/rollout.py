@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sphkv.cache.method import CacheMethod
+from sphkv.evaluation.harness.decode import ByteTrace, Decoder
+from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.metrics.stability import (
     Failure,
     count_failures,
@@ -21,9 +22,9 @@ from sphkv.evaluation.metrics.stability import (
     length_drift,
 )
 from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
+from sphkv.evaluation.schema import EpisodeQuality
 from sphkv.evaluation.workloads.toolbench import ApiTask
 from sphkv.evaluation.workloads.tools import MAX_STEPS, ToolTask
-from sphkv.integrations.prompt_states import continue_prompt
 
 _MOST_REPLY = 150
 
@@ -41,6 +42,7 @@ class Episode:
         is_looping: Whether a statement ran in circles.
         step_s: Seconds of each step of the model.
         attend_s: Of these, seconds inside the cache method.
+        trace: Bytes of every pass.
     """
 
     actions: tuple[str, ...]
@@ -51,13 +53,14 @@ class Episode:
     is_looping: bool
     step_s: tuple[float, ...] = ()
     attend_s: tuple[float, ...] = ()
+    trace: ByteTrace = field(default_factory=ByteTrace)
 
 
 def run_episode(
     model: Any,
     tokenizer: Any,
     task: ToolTask | ApiTask,
-    method: CacheMethod,
+    subject: Subject,
     last: Tensor,
     *,
     max_new_tokens: int = 48,
@@ -68,8 +71,8 @@ def run_episode(
     Args:
         model: The model.
         tokenizer: Its tokenizer.
-        task: The task, whose prompt the method holds.
-        method: The cache; grows with the episode.
+        task: The task, whose prompt the subject holds.
+        subject: The cache; grows with the episode.
         last: ``[1, width]`` final hidden state of the prompt's last token.
         max_new_tokens: Most tokens of a statement.
         max_steps: Most statements.
@@ -79,12 +82,14 @@ def run_episode(
     solved, valid, tokens, ended, looping = False, 0, 0, True, False
     steps: list[float] = []
     inside: list[float] = []
+    trace = ByteTrace()
     for _ in range(max_steps):
-        got = decode_tokens(model, method, last, max_new_tokens, stops)
+        got = decode_tokens(model, subject, last, max_new_tokens, stops)
         text = str(tokenizer.decode(got.token_ids, skip_special_tokens=True)).strip()
         actions.append(text)
         tokens += len(got.token_ids)
         steps += got.step_s
+        trace.steps += got.trace.steps
         inside += got.attend_s
         ended &= got.is_ended
         looping |= is_looping(got.token_ids)
@@ -96,9 +101,12 @@ def run_episode(
         said = ("\nResult: ", reply.text, task.again)
         before, body, after = (tokenizer(t, add_special_tokens=False).input_ids for t in said)
         ids = [*before, *body[:_MOST_REPLY], *after]
-        last = continue_prompt(model, method, torch.tensor([ids], device=last.device))[-1:]
+        reply_ids = torch.tensor([ids], device=last.device)
+        decoder = Decoder(subject)
+        last = decoder.feed_text(reply_ids)[-1:]
+        trace.steps += decoder.trace.steps
     return Episode(
-        tuple(actions), solved, valid, tokens, ended, looping, tuple(steps), tuple(inside)
+        tuple(actions), solved, valid, tokens, ended, looping, tuple(steps), tuple(inside), trace
     )
 
 
@@ -134,7 +142,7 @@ def summarise_episodes(ours: Sequence[Episode], dense: Sequence[Episode]) -> dic
     }
 
 
-def episode_quality(ours: Episode, dense: Episode) -> dict[str, Any]:
+def episode_quality(ours: Episode, dense: Episode) -> EpisodeQuality:
     """One episode beside dense's, as a sweep records it."""
     return {
         "success": float(ours.is_solved),

@@ -6,17 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sphkv.cache.method import CacheMethod
+from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.metrics.answers import begins_with_answer, best_f1
 from sphkv.evaluation.metrics.stability import trajectory_sensitivity
 from sphkv.evaluation.runner.decoding import decode_tokens, drawn, stop_rule
-from sphkv.evaluation.runner.dense_reference import DenseReference
-from sphkv.evaluation.runner.reading import ReadCase
-from sphkv.integrations.prompt_states import store_prompt
+from sphkv.evaluation.runner.reading import ReadCase, exact_subject
 
 
 def sampled_quality(
-    model: Any, tokenizer: Any, read: ReadCase, make: Callable[[], CacheMethod], seeds: range
+    model: Any, tokenizer: Any, read: ReadCase, make: Callable[[], Subject], seeds: range
 ) -> dict[str, Any]:
     """Scores of sampled answers and ``S_traj``, the same random numbers for both caches.
 
@@ -30,7 +28,7 @@ def sampled_quality(
     case = read.case
     stops = stop_rule(tokenizer, at_line_end=case.stops_at_newline)
 
-    def score(cache: CacheMethod, seed: int) -> float:
+    def score(cache: Subject, seed: int) -> float:
         last = read.states.hidden[-1:]
         got = decode_tokens(model, cache, last, case.max_new_tokens, stops, choose=drawn(seed))
         text = tokenizer.decode(got.token_ids, skip_special_tokens=True).strip()
@@ -40,10 +38,10 @@ def sampled_quality(
     ours, dense = [], []
     for seed in seeds:
         cache = make()
-        store_prompt(cache, read.states)
+        cache.store_prompt(read.states)
         ours.append(score(cache, seed))
         if seed not in read.work.sampled:
-            exact = DenseReference(read.states, capacity=case.max_new_tokens)
+            exact = exact_subject(model, read.states, case.max_new_tokens)
             read.work.sampled[seed] = score(exact, seed)
         dense.append(read.work.sampled[seed])
     return {

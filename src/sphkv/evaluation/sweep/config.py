@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from sphkv.core.budget import ByteBudget
+from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
+from sphkv.evaluation.names import check_name
 from sphkv.evaluation.runner.continuation import DecodeWindow
-from sphkv.evaluation.runner.methods import DENSE
+from sphkv.evaluation.runner.methods import DENSE, check_method
+from sphkv.evaluation.splits import Split, open_split
 from sphkv.evaluation.workloads.case import Case, check_context
 from sphkv.evaluation.workloads.lm import lm_cases
 from sphkv.evaluation.workloads.needles import needle_cases
@@ -20,6 +23,7 @@ from sphkv.evaluation.workloads.qa_documents import shared_cases
 from sphkv.evaluation.workloads.tool_cases import ToolSource, tool_cases
 
 DENSE_BUDGET = "100%"
+_MOST_ANSWER = 32
 
 AnswerPrompt = Callable[[tuple[int, ...], int], str]
 """From a prompt and a number of tokens to the dense model's answer."""
@@ -44,7 +48,7 @@ class LMWorkload:
     """
 
     context: int
-    num_following: int = 64
+    num_following: int = FOLLOWING_TOKENS
     num_prompts: int = 1
     stride: int = 0
 
@@ -118,10 +122,11 @@ class QAWorkload:
     ) -> list[Case]:
         """Its prompts; questions do not depend on the seed."""
         check_context(self.context, limit, extra=self.max_new_tokens)
+        chosen = choose_questions(data, self.datasets, self.num_questions, self.question_ids)
         if self.per_document > 1:
             return shared_cases(
                 tokenizer,
-                choose_questions(data, self.datasets, self.num_questions, self.question_ids),
+                chosen,
                 per_document=self.per_document,
                 context=self.context,
                 num_distractors=self.num_distractors,
@@ -129,13 +134,11 @@ class QAWorkload:
             )
         return qa_cases(
             tokenizer,
-            data=data,
-            datasets=self.datasets,
+            chosen,
             context=self.context,
-            num_questions=self.num_questions,
-            question_ids=self.question_ids,
             num_distractors=self.num_distractors,
             max_new_tokens=self.max_new_tokens,
+            split="" if data is None else "development",
         )
 
 
@@ -208,6 +211,62 @@ class ToolsWorkload:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitWorkload:
+    """Stretches, needles or questions that the manifest lists for a split.
+
+    Attributes:
+        length: Tokens of a prompt; of stretches one of the manifest's.
+        split: ``development`` or ``test``.
+        purpose: What the data is for; must be the split's name.
+        log: File that counts uses of test data.
+        workload: ``lm``, ``needle`` or ``qa``.
+        count: Only the first so many prompts; 0 for all.
+        num_following: Tokens after a stretch.
+    """
+
+    length: int
+    split: str = "development"
+    purpose: str = "development"
+    log: Path | None = None
+    workload: str = "lm"
+    count: int = 0
+    num_following: int = FOLLOWING_TOKENS
+
+    def __post_init__(self) -> None:
+        """Reject a workload that the manifest does not have."""
+        _check_positive(self, "length", "num_following")
+        check_name("workload", self.workload, ("lm", "needle", "qa"))
+        if self.count < 0:
+            raise ValueError(f"count must not be negative, got {self.count}")
+
+    def cases(
+        self, tokenizer: Any, data: Path | None, *, seed: int, limit: int | None
+    ) -> list[Case]:
+        """Its prompts; nothing depends on the seed."""
+        if data is None:
+            raise ValueError(f"the {self.split} split lies in a data folder; none was given")
+        extra = self.num_following if self.workload == "lm" else _MOST_ANSWER
+        check_context(self.length, limit, extra=extra)
+        note = f"{self.workload} {self.length}"
+        split = open_split(self.split, data, purpose=self.purpose, log=self.log, note=note)
+        most = self.count or None
+        if self.workload == "lm":
+            return split.stretches(
+                tokenizer, length=self.length, num_following=self.num_following, count=most
+            )
+        if self.workload == "needle":
+            return split.needles(tokenizer, length=self.length, count=most)
+        return self._questions(tokenizer, split, most)
+
+    def _questions(self, tokenizer: Any, split: Split, most: int | None) -> list[Case]:
+        pools = [split.question_ids(dataset) for dataset in DATASETS]
+        names = tuple(name for turn in zip(*pools, strict=True) for name in turn)[:most]
+        is_test = split.name == "test"
+        chosen = choose_questions(split.data, DATASETS, len(names), names, is_test=is_test)
+        return qa_cases(tokenizer, chosen, context=self.length, split=split.name)
+
+
+@dataclass(frozen=True, slots=True)
 class SweepConfig:
     """A grid of points.
 
@@ -221,6 +280,7 @@ class SweepConfig:
         qa: W2 parts.
         needle: Needle parts.
         tools: W3 parts.
+        split: Parts that the manifest lists.
         window: How decoding is timed.
         seed: Draws what is drawn.
         num_seeds: Answers drawn beside the greedy one, for ``S_traj``; 0 for none, else at least 2.
@@ -242,6 +302,7 @@ class SweepConfig:
     qa: tuple[QAWorkload, ...] = ()
     needle: tuple[NeedleWorkload, ...] = ()
     tools: tuple[ToolsWorkload, ...] = ()
+    split: tuple[SplitWorkload, ...] = ()
     window: DecodeWindow = field(default_factory=DecodeWindow)
     seed: int = 0
     num_seeds: int = 0
@@ -256,8 +317,10 @@ class SweepConfig:
         """Reject an empty grid, a method or budget named twice, and budgets that do not parse."""
         if not self.methods or not self.budgets:
             raise ValueError("a sweep needs at least one method and one budget")
-        if not (self.lm or self.qa or self.needle or self.tools):
-            raise ValueError("a sweep needs at least one of lm, qa, needle and tools")
+        if not (self.lm or self.qa or self.needle or self.tools or self.split):
+            raise ValueError("a sweep needs at least one of lm, qa, needle, tools and split")
+        for method in self.methods:
+            check_method(method)
         if self.num_seeds < 0 or self.num_seeds == 1:
             raise ValueError(f"num_seeds must be 0 or at least 2, got {self.num_seeds}")
         own = [(f"method_budgets of {name}", v) for name, v in self.method_budgets.items()]
@@ -286,8 +349,8 @@ class SweepConfig:
         Raises:
             ValueError: A context is longer than the model's, or two cases have the same name.
         """
-        parts: list[LMWorkload | QAWorkload | NeedleWorkload | ToolsWorkload] = []
-        parts += [*self.lm, *self.needle, *self.qa, *self.tools]
+        parts: list[LMWorkload | QAWorkload | NeedleWorkload | ToolsWorkload | SplitWorkload] = []
+        parts += [*self.lm, *self.needle, *self.qa, *self.tools, *self.split]
         documents = []
         for part in parts:
             cases = part.cases(tokenizer, self.data, seed=self.seed, limit=limit)

@@ -6,7 +6,6 @@ Prompts are the outer loop, because reading one costs more than measuring a poin
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -16,19 +15,21 @@ from typing import Any, Protocol
 
 import torch
 
-from sphkv.cache.method import CacheMethod
 from sphkv.core.configs import config_to_dict
 from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.frontier.points import QUALITY_FIELD
+from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.records import content_id, write_text
 from sphkv.evaluation.runner.continuation import measure_case
 from sphkv.evaluation.runner.methods import JOINT
 from sphkv.evaluation.runner.reading import ReadCase
 from sphkv.evaluation.runner.sampling import sampled_quality
 from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.schema import Identity, Setup
+from sphkv.evaluation.splits import check_calibration
 from sphkv.evaluation.sweep.config import QAWorkload, SweepConfig
-from sphkv.evaluation.workloads.case import Case
+from sphkv.evaluation.workloads.case import Case, token_hash
 
 Tell = Callable[[str], None]
 
@@ -132,7 +133,7 @@ class SweepRunner:
             write_text(file, json.dumps(found.question_ids) + "\n")
         return found
 
-    def _setup(self) -> dict[str, Any]:
+    def _setup(self) -> Setup:
         """The hardware and runtime table and the replication checklist of every record."""
         config, geometry = self._config, self._session.shape.geometry
         tiers = self._session.factory.tiers()
@@ -188,14 +189,16 @@ class SweepRunner:
                 progress.step(case.context, record)
         return SweepSummary(measured, refused, num_all - measured, time.perf_counter() - began)
 
-    def _identity(self, case: Case, method: str, budget: str) -> dict[str, Any]:
+    def _identity(self, case: Case, method: str, budget: str) -> Identity:
         """What makes a point this point and no other."""
         config = self._config
         return {
             "model": config.model,
             "workload": case.workload,
             "case": case.case_id,
-            "prompt": hashlib.sha256(repr(case.prompt_ids).encode()).hexdigest()[:16],
+            "split": case.split,
+            "prompt": token_hash(case.prompt_ids),
+            "following": token_hash(case.following_ids) if case.following_ids else "",
             "context": case.context,
             "num_following": len(case.following_ids),
             "max_new_tokens": case.max_new_tokens,
@@ -206,7 +209,7 @@ class SweepRunner:
             "budget": budget,
             # another policy makes another point, of the controller only
             "policy": self._session.policy_id if method == JOINT else "",
-            **({"num_seeds": config.num_seeds} if config.num_seeds else {}),
+            "num_seeds": config.num_seeds,
         }
 
     def _id(self, case: Case, method: str, budget: str) -> str:
@@ -225,11 +228,13 @@ class SweepRunner:
             "memory": None,
             "times": None,
         }
-        end = case.context + max(len(case.following_ids), case.max_new_tokens)
+        num_new = max(len(case.following_ids), case.max_new_tokens)
         session, config = self._session, self._config
 
-        def make() -> CacheMethod:
-            return session.factory.make(method, budget, context=end, work=read.work)
+        def make() -> Subject:
+            return session.factory.make(
+                method, budget, context=case.context, num_new=num_new, work=read.work
+            )
 
         try:
             cache = make()
@@ -255,7 +260,7 @@ def _find_text(config: SweepConfig) -> Path:
         places.insert(0, config.data / config.calibration_text)
     for place in places:
         if place.is_file():
-            return place
+            return check_calibration(place)
     raise FileNotFoundError(f"no calibration text at {' or '.join(str(p) for p in places)}")
 
 

@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sphkv.cache.method import CacheMethod
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
+from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS, follow_text
+from sphkv.evaluation.harness.subject import Subject
+from sphkv.evaluation.metrics.divergence import token_divergence
 from sphkv.evaluation.metrics.stability import Reply
 from sphkv.evaluation.records import content_id
 from sphkv.evaluation.runner.decoding import (
@@ -22,10 +24,8 @@ from sphkv.evaluation.runner.decoding import (
     drawn,
     stop_rule,
 )
-from sphkv.evaluation.runner.dense_reference import DenseReference
-from sphkv.evaluation.runner.drift import token_drift
-from sphkv.evaluation.runner.methods import JOINT, realisation_of, setting_of
-from sphkv.evaluation.runner.reading import ReadCase
+from sphkv.evaluation.runner.methods import JOINT
+from sphkv.evaluation.runner.reading import ReadCase, exact_subject
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.witness.bounds import (
     AnswerPair,
@@ -42,7 +42,6 @@ from sphkv.evaluation.witness.failures import diagnose
 from sphkv.evaluation.witness.suite import WitnessPrompt, build_suite, first_of_each
 from sphkv.evaluation.workloads.case import check_context
 from sphkv.evaluation.workloads.lm import lm_cases
-from sphkv.integrations.prompt_states import continue_prompt, store_prompt
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule
 
@@ -83,7 +82,7 @@ class CertifyConfig:
     suffix_tokens: int = 2 * RUN_TOKENS
     has_gate: bool = True
     per_witness: int = 0
-    num_following: int = 64
+    num_following: int = FOLLOWING_TOKENS
     num_seeds: int = 3
     seed: int = 0
     bounds: WitnessBounds = field(default_factory=WitnessBounds)
@@ -184,11 +183,10 @@ class _Examiner:
                 ours, dense = self._samples(prompt, read)
                 self._scores[0][pair.case_id], self._scores[1][pair.case_id] = ours, dense
 
-    def _stored(self, read: ReadCase, extra: int) -> CacheMethod:
+    def _stored(self, read: ReadCase, extra: int) -> Subject:
         config = self._config
-        end = read.case.context + extra
         factory = self._session.factory
-        method: CacheMethod
+        method: Subject
         if config.method == JOINT:
             method = factory.controlled(
                 config.budget,
@@ -197,15 +195,21 @@ class _Examiner:
                 work=read.work,
             )
         else:
-            method = factory.make(config.method, config.budget, context=end, work=read.work)
-        store_prompt(method, read.states)
+            method = factory.make(
+                config.method,
+                config.budget,
+                context=read.case.context,
+                num_new=extra,
+                work=read.work,
+            )
+        method.store_prompt(read.states)
         ledger, tokens = method.ledger(), method.num_tokens()
         self.memory = {
             "b_kv": ledger.b_kv(tokens),
             "eta_meta": ledger.eta_meta,
             "ledger": ledger.to_dict(),
-            "realisation": realisation_of(method),
-            "setting": setting_of(method),
+            "table_bytes": method.table_bytes(),
+            **method.describe(),
         }
         return method
 
@@ -222,10 +226,13 @@ class _Examiner:
         read = session.reader.read(case)
         with self._budgeted(case.case_id):
             method = self._stored(read, config.num_following)
-            hidden = continue_prompt(session.model, method, read.states.following)
-            self._divergences = token_drift(session.model, read.reference, hidden).kl.tolist()
-            mean = sum(self._divergences) / len(self._divergences)
-            self._tell(f"drift: {mean:.4f} nats per token")
+            run = follow_text(method, read.states.following)
+            found = token_divergence(session.model, read.reference, run.hidden)
+            self._divergences = found.kl.tolist()
+            peak = run.trace.highest(lambda step: step.peak / step.limit, 0.0)
+            assert self.memory is not None
+            self.memory["peak_share"] = peak
+            self._tell(f"drift: {float(found.kl.mean()):.4f} nats per token, peak {peak:.3f}")
 
     def _answers(self, prompt: WitnessPrompt, read: ReadCase) -> AnswerPair:
         """Greedy answers of dense and of the method."""
@@ -254,14 +261,14 @@ class _Examiner:
         for number in range(self._config.num_seeds):
             caches = (
                 self._stored(read, case.max_new_tokens),
-                DenseReference(read.states, capacity=case.max_new_tokens),
+                exact_subject(self._session.model, read.states, case.max_new_tokens),
             )
             for held, cache in zip(scores, caches, strict=True):
                 got = self._sample(cache, read, self._config.seed + number)
                 held.append(float(prompt.judge(self._text(got.token_ids))))
         return scores
 
-    def _sample(self, cache: CacheMethod, read: ReadCase, seed: int) -> DecodedAnswer:
+    def _sample(self, cache: Subject, read: ReadCase, seed: int) -> DecodedAnswer:
         session = self._session
         stops = stop_rule(session.tokenizer, at_line_end=read.case.stops_at_newline)
         last = read.states.hidden[-1:]

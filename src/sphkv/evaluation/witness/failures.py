@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sphkv.evaluation.metrics.divergence import answer_divergence
 from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
-from sphkv.evaluation.runner.drift import answer_drift
 from sphkv.evaluation.runner.reading import ReadCase
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.witness.suite import WitnessPrompt
-from sphkv.integrations.prompt_states import store_prompt
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule
 
@@ -179,11 +178,12 @@ def _examine(
     gate: GateOptions | None,
 ) -> FailureFigures:
     cache = session.factory.controlled(budget, protection=protection, gate=gate)
-    store_prompt(cache, read.states)
+    cache.store_prompt(read.states)
     case, tokenizer = prompt.case, session.tokenizer
     geometry = session.shape.geometry
-    assert cache.contract is not None
-    held = int(cache.contract.protected.sum())
+    decision = cache.decision()
+    assert decision is not None
+    held = int(decision.contract.protected.sum())
     got = decode_tokens(
         session.model,
         cache,
@@ -196,7 +196,9 @@ def _examine(
         for ids in (read.answer_ids, got.token_ids)
     )
     return FailureFigures(
-        drift=answer_drift(session.model, got, read.reference, read.answer_ids),
+        drift=answer_divergence(
+            session.model, got.hidden, got.token_ids, read.reference, read.answer_ids
+        ),
         is_lost=prompt.judge(dense) != prompt.judge(ours_text)
         if prompt.kind == "refusal"
         else prompt.judge(dense) and not prompt.judge(ours_text),

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ class Case:
         stops_at_newline: Whether a line ends the answer.
         facets: What the case stands for, such as its depth; goes into the record.
         task: Task of an episode; for tools only.
+        split: ``development`` or ``test``; empty for made-up text.
     """
 
     case_id: str
@@ -44,6 +46,7 @@ class Case:
     stops_at_newline: bool = True
     facets: Mapping[str, Any] = field(default_factory=dict)
     task: ToolTask | ApiTask | None = None
+    split: str = ""
 
     def __post_init__(self) -> None:
         """Reject a case that asks for nothing."""
@@ -78,3 +81,8 @@ def check_context(context: int, limit: int | None, *, extra: int) -> None:
         raise ValueError(
             f"context {context} and {extra} tokens after it are more than the model's {limit}"
         )
+
+
+def token_hash(ids: Sequence[int]) -> str:
+    """Sixteen hexadecimal digits that name token ids."""
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]

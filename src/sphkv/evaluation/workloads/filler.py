@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from sphkv.evaluation.splits import load_manifest
 from sphkv.evaluation.workloads.hub import hub_name, hub_texts
 
 _PLACES = (
@@ -56,15 +57,27 @@ def made_up_text(num_characters: int, seed: int) -> str:
 
 
 def book_files(data: Path) -> list[Path]:
-    """Books of a data folder in order of their names.
+    """Books of a data folder in order of their names, but those of the test split.
 
     Raises:
         FileNotFoundError: There are none.
     """
     files = sorted((data / "pg19").glob("*.txt"))
+    files = [file for file in files if load_manifest().split_of(file.stem) != "test"]
     if not files:
         raise FileNotFoundError(f"no books in {data / 'pg19'}")
     return files
+
+
+def num_fillers(data: Path) -> int:
+    """Texts of a data folder or a dataset."""
+    name = hub_name(data)
+    return len(book_files(data)) if name is None else len(hub_texts(name))
+
+
+def filler_split(data: Path | None) -> str:
+    """Split that texts of a folder belong to; empty for made-up text and other datasets."""
+    return "development" if data is not None and hub_name(data) is None else ""
 
 
 def filler_text(data: Path | None, index: int, *, num_characters: int, skip: int = 0) -> str:

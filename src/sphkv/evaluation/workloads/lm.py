@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from sphkv.evaluation.workloads.case import Case
-from sphkv.evaluation.workloads.filler import filler_name, filler_text
+from sphkv.evaluation.workloads.filler import (
+    filler_name,
+    filler_split,
+    filler_text,
+    num_fillers,
+)
 
 # more than any tokenizer packs into a token on average
 _MOST_CHARACTERS = 8
@@ -37,7 +42,7 @@ def lm_cases(
     """
     if num_following < 2:
         raise ValueError(f"num_following must be at least 2, got {num_following}")
-    from_text = 8 if data is not None else num_prompts
+    from_text = num_fillers(data) if data is not None else num_prompts
     cases = []
     for index in range(num_prompts):
         book, round_ = index % from_text, index // from_text
@@ -59,6 +64,7 @@ def lm_cases(
                 prompt_ids=tuple(ids[:context]),
                 following_ids=tuple(ids[context:]),
                 facets={"text": filler_name(data, book), "skip": skip},
+                split=filler_split(data),
             )
         )
     return cases

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sphkv.evaluation.workloads.case import Case
-from sphkv.evaluation.workloads.filler import filler_name, filler_text
+from sphkv.evaluation.workloads.filler import filler_name, filler_split, filler_text
 
 _CITIES = (
     "Valmora", "Brindle", "Castrel", "Dunhaven", "Elsmere", "Farrow", "Gildern", "Harwick",
@@ -117,6 +117,7 @@ def needle_cases(
                     answers=(needle.answer,),
                     max_new_tokens=max_new_tokens,
                     facets={"depth": needle.depth, "num_needles": len(needles)},
+                    split=filler_split(data),
                 )
             )
     return cases

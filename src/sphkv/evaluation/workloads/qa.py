@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from sphkv.evaluation.metrics.answers import best_f1
+from sphkv.evaluation.splits import SplitError, load_manifest
 from sphkv.evaluation.workloads.case import Case
 from sphkv.evaluation.workloads.filler import made_up_text
 from sphkv.evaluation.workloads.hub import refuse_hub
@@ -139,13 +140,40 @@ def fit_prompt(
     return best, low
 
 
+def _check_development(most: int) -> None:
+    """Refuse questions of the test split to who did not open it."""
+    stop = load_manifest().questions["development"][1]
+    if most > stop:
+        raise SplitError(
+            f"question {most - 1} belongs to the test split; development ends at {stop}"
+        )
+
+
 def choose_questions(
-    data: Path | None, datasets: tuple[str, ...], count: int, question_ids: tuple[str, ...]
+    data: Path | None,
+    datasets: tuple[str, ...],
+    count: int,
+    question_ids: tuple[str, ...],
+    *,
+    is_test: bool = False,
 ) -> list[Question]:
-    """The named questions, or the first ones of each dataset in turn."""
+    """The named questions, or the first ones of each dataset in turn.
+
+    Args:
+        data: Data folder; None makes questions up.
+        datasets: Names of ``DATASETS``.
+        count: Over all datasets.
+        question_ids: These questions instead.
+        is_test: Whether the test split was opened for them.
+
+    Raises:
+        SplitError: A question of the test split is among them, which was not opened.
+    """
     if question_ids:
         wanted = [name.rpartition("-") for name in question_ids]
         most = 1 + max(int(number) for _, _, number in wanted)
+        if data is not None and not is_test:
+            _check_development(most)
         names = sorted({dataset for dataset, _, _ in wanted})
         found = made_up_questions(most) if data is None else []
         if data is not None:
@@ -158,6 +186,7 @@ def choose_questions(
     if data is None:
         return made_up_questions(count)
     each = -(-count // len(datasets))
+    _check_development(each)
     pools = [read_questions(data, dataset, each) for dataset in datasets]
     return [pools[index % len(pools)][index // len(pools)] for index in range(count)]
 
@@ -205,30 +234,25 @@ def answerable_questions(
 
 def qa_cases(
     tokenizer: Any,
+    questions: Sequence[Question],
     *,
-    data: Path | None,
-    datasets: tuple[str, ...],
     context: int,
-    num_questions: int,
-    question_ids: tuple[str, ...] = (),
     num_distractors: int | None = None,
     max_new_tokens: int = 32,
+    split: str = "",
 ) -> list[Case]:
-    """Questions of each dataset in turn, answer positions in turn.
+    """Questions over passages, answer positions in turn.
 
     Args:
         tokenizer: Of the model.
-        data: Folder with ``longbench/*.jsonl``; None makes questions up.
-        datasets: Names of ``DATASETS``.
+        questions: As ``choose_questions`` gives them.
         context: Most tokens of a prompt.
-        num_questions: Over all datasets.
-        question_ids: These questions instead, such as ``hotpotqa-3``.
         num_distractors: Exactly so many; None fills the context.
         max_new_tokens: Most tokens of an answer.
+        split: Split of the questions, for the record.
     """
     cases = []
-    chosen = choose_questions(data, datasets, num_questions, question_ids)
-    for index, question in enumerate(chosen):
+    for index, question in enumerate(questions):
         position = ANSWER_POSITIONS[index % len(ANSWER_POSITIONS)]
         ids, used = fit_prompt(
             tokenizer, question, position, context=context, num_distractors=num_distractors
@@ -245,6 +269,7 @@ def qa_cases(
                 answers=question.answers,
                 max_new_tokens=max_new_tokens,
                 facets={"position": position, "num_distractors": used},
+                split=split,
             )
         )
     return cases

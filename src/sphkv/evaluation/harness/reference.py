@@ -12,12 +12,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sphkv.attention.request import AttentionOptions
-from sphkv.integrations.prompt_states import LayerStates, PromptStates
+from sphkv.cache.method import CacheMethodBase
+from sphkv.evaluation.harness.states import LayerStates, PromptStates
 from sphkv.store.ledger import ByteLedger
 
 
-class DenseReference:
+class DenseReference(CacheMethodBase):
     """A ``CacheMethod`` that stores everything exactly and remembers the queries it saw.
+
+    Single layers can be changed, to see what a change alone does to the model.
 
     Attributes:
         name: Label in reports.
@@ -36,6 +39,7 @@ class DenseReference:
         self._queries: list[list[Tensor]] = [[] for _ in states.layers]
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
+        self._gone: dict[int, Tensor] = {}
         for part in states.layers:
             heads, tokens, dim = part.keys.shape
             for held, given in ((self._keys, part.keys), (self._values, part.values)):
@@ -52,6 +56,23 @@ class DenseReference:
     ) -> None:
         """The prompt was given at the start."""
         raise ValueError(f"layer {layer} of the reference holds its prompt already")
+
+    def change(
+        self, layer: int, keys: Tensor, values: Tensor, *, kept: Tensor | None = None
+    ) -> None:
+        """Put other states in the place of a layer's prompt.
+
+        Args:
+            layer: The layer.
+            keys: ``[kv_heads, tokens, head_dim]`` of the whole prompt.
+            values: ``[kv_heads, tokens, head_dim]``.
+            kept: ``[kv_heads, tokens]`` bool; other states are not seen. None keeps all.
+        """
+        tokens = keys.shape[1]
+        self._keys[layer][:, :tokens] = keys
+        self._values[layer][:, :tokens] = values
+        if kept is not None:
+            self._gone[layer] = ~kept
 
     def attend(
         self,
@@ -72,15 +93,30 @@ class DenseReference:
         self._values[layer][:, begin:end] = values
         self._queries[layer].append(query)
         self._length[layer] = end
-        seen = torch.ones(new, end, dtype=torch.bool, device=query.device).tril(begin)
         return scaled_dot_product_attention(
             query[None].float(),
             self._keys[layer][None, :, :end].float(),
             self._values[layer][None, :, :end].float(),
-            attn_mask=seen,
+            attn_mask=self._seen(layer, query, begin),
             scale=options.scale,
             enable_gqa=True,
         )[0]
+
+    def _seen(self, layer: int, query: Tensor, begin: int) -> Tensor:
+        """What the queries may see: ``[tokens, states]``, or by query head if states are gone."""
+        heads, new = query.shape[:2]
+        seen = torch.ones(new, begin + new, dtype=torch.bool, device=query.device).tril(begin)
+        gone = self._gone.get(layer)
+        if gone is None:
+            return seen
+        seen = seen.expand(heads, -1, -1).clone()
+        hidden = gone.repeat_interleave(heads // gone.shape[0], 0)  # [query_heads, prompt]
+        seen[:, :, : gone.shape[1]] &= ~hidden[:, None]
+        return seen
+
+    def tokens_until_change(self) -> int:
+        """Nothing stored ever changes, so all that is left may come at once."""
+        return max(1, self._keys[0].shape[1] - self._length[0])
 
     def crop(self, num_tokens: int) -> None:
         """Forget the tokens from ``num_tokens`` on, but not their queries."""

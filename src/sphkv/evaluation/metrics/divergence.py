@@ -11,15 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sphkv.evaluation.runner.decoding import DecodedAnswer
-from sphkv.integrations.teacher_forcing import log_probabilities
+from sphkv.evaluation.harness.states import log_probabilities
+from sphkv.evaluation.schema import DistanceBins, KLSummary
+
+KL_TOLERANCE = 0.05
+"""Nats per token that a text may diverge and still count as continued like dense."""
+
+NLL_TOLERANCE = 0.01
+"""Nats per token that the loss may rise."""
+
+DISTANCE_EDGES = (32, 128, 512, 2048)
+"""Last distance from the prompt, in tokens, of every bin."""
 
 DRIFT_EDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Nats between which tokens are counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenDrift:
+class TokenDivergence:
     """Two runs over the same tokens.
 
     Attributes:
@@ -38,17 +47,34 @@ class TokenDrift:
     nll: Tensor
     dense_nll: Tensor
 
-    def summary(self) -> dict[str, float]:
-        """Means, and the tail of the divergence."""
-        count = max(1, len(self.nll))
+    def summary(self) -> KLSummary:
+        """Means, tails and both verdicts."""
+        count, rows = max(1, len(self.nll)), len(self.kl)
+        nll, dense = float(self.nll.sum()) / count, float(self.dense_nll.sum()) / count
+        mean, worst = float(self.kl.mean()), float(self.kl.max())
         return {
-            "kl": float(self.kl.mean()),
+            "kl": mean,
+            "kl_without_worst": (float(self.kl.sum()) - worst) / max(1, rows - 1),
             "kl_p95": float(self.kl.quantile(0.95)),
-            "kl_max": float(self.kl.max()),
-            "nll": float(self.nll.sum()) / count,
-            "nll_dense": float(self.dense_nll.sum()) / count,
+            "kl_max": worst,
+            "kl_by_distance": self.by_distance(),
+            "kl_counts": self.counts(),
+            "nll": nll,
+            "nll_dense": dense,
+            "nll_delta": nll - dense,
             "same_top1": float(self.is_same.double().mean()),
-            "num_tokens": float(len(self.kl)),
+            "num_tokens": rows,
+            "verdicts": {"kl": mean <= KL_TOLERANCE, "nll": nll - dense <= NLL_TOLERANCE},
+        }
+
+    def by_distance(self) -> DistanceBins:
+        """Mean divergence by distance from the prompt; what lies farther is in no bin."""
+        starts = (0, *DISTANCE_EDGES[:-1])
+        bins = [self.kl[a:b] for a, b in zip(starts, DISTANCE_EDGES, strict=True)]
+        return {
+            "edges": list(DISTANCE_EDGES),
+            "tokens": [len(part) for part in bins],
+            "kl": [float(part.mean()) if len(part) else None for part in bins],
         }
 
     def counts(self) -> list[int]:
@@ -58,9 +84,9 @@ class TokenDrift:
         return [int(count) for count in found]
 
 
-def token_drift(
+def token_divergence(
     model: Any, reference: Tensor, hidden: Tensor, targets: Tensor | None = None
-) -> TokenDrift:
+) -> TokenDivergence:
     """Compare two runs; the vocabulary is gone through once.
 
     Args:
@@ -86,21 +112,26 @@ def token_drift(
                 -dense[pick].double(),
             )
         )
-    return TokenDrift(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return TokenDivergence(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def answer_drift(
-    model: Any, got: DecodedAnswer, reference: Tensor, answer_ids: Sequence[int]
+def answer_divergence(
+    model: Any,
+    hidden: Tensor,
+    token_ids: Sequence[int],
+    reference: Tensor,
+    reference_ids: Sequence[int],
 ) -> float:
     """Mean divergence in nats while an answer follows the exact model's, first parting included.
 
     Args:
         model: Its output head makes logits.
-        got: The method's answer.
+        hidden: ``[steps, width]`` hidden states of the method's answer.
+        token_ids: Its tokens.
         reference: ``[steps, width]`` hidden states of the exact model's answer.
-        answer_ids: Tokens of the exact model's answer.
+        reference_ids: Its tokens.
     """
-    pairs = zip(got.token_ids, answer_ids, strict=False)
+    pairs = zip(token_ids, reference_ids, strict=False)
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    rows = min(common + 1, got.hidden.shape[0], reference.shape[0])
-    return float(token_drift(model, reference[:rows], got.hidden[:rows]).kl.mean())
+    rows = min(common + 1, hidden.shape[0], reference.shape[0])
+    return float(token_divergence(model, reference[:rows], hidden[:rows]).kl.mean())

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sphkv compare``: methods at budgets on the stretches of a split, decoded under the budget."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from sphkv.cli.output import format_table
+from sphkv.cli.sweep import measure
+
+COLUMNS = ("method", "budget", "peak", "kl", "nll_delta", "same_top1", "prompts", "by_kl", "by_nll")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the flags."""
+    parser = commands.add_parser(
+        "compare",
+        help="methods at budgets on a split, token by token; run again to go on after a kill",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", required=True, help="smollm2, a local folder or a hub name")
+    parser.add_argument("--data", required=True, help="data folder with pg19 and longbench")
+    parser.add_argument("--out", required=True, help="record file to write or to go on with")
+    parser.add_argument("--methods", default="dense,joint,spherical", help="names, see sphkv ls")
+    parser.add_argument("--budgets", default="5%,10%,20%", help="byte budgets of all but dense")
+    parser.add_argument("--split", default="development", help="development or test")
+    parser.add_argument("--purpose", default="development", help="must be test for test data")
+    parser.add_argument("--log", help="file that counts uses of test data; needed for these")
+    parser.add_argument("--workload", default="lm", help="lm, needle or qa")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt")
+    parser.add_argument("--following", type=int, default=512, help="tokens after a stretch")
+    parser.add_argument("--count", type=int, default=0, help="most prompts; 0 takes all")
+    parser.add_argument("--calibration-text", default="pg19/calibration/10046.txt")
+    parser.add_argument("--calibration-tokens", type=int, default=4096)
+    parser.add_argument("--policy", help="weights of the controller, by sphkv fit-policy")
+    parser.add_argument("--threads", type=int, default=0, help="of torch; 0 leaves its default")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what is missing and print the means."""
+    from sphkv.core.configs import build_config
+    from sphkv.evaluation.records import load_records
+    from sphkv.evaluation.report.readme import comparison_rows
+    from sphkv.evaluation.sweep.config import SweepConfig
+
+    part: dict[str, Any] = {
+        "length": args.length,
+        "split": args.split,
+        "purpose": args.purpose,
+        "workload": args.workload,
+        "count": args.count,
+        "num_following": args.following,
+    }
+    if args.log is not None:
+        part["log"] = args.log
+    settings: dict[str, Any] = {
+        "model": args.model,
+        "data": args.data,
+        "methods": args.methods.split(","),
+        "budgets": args.budgets.split(","),
+        "calibration_text": args.calibration_text,
+        "calibration_tokens": args.calibration_tokens,
+        "num_threads": args.threads,
+        "split": [part],
+    }
+    if args.policy is not None:
+        settings["policy"] = args.policy
+    measure(build_config(SweepConfig, settings), Path(args.out))
+    if args.workload == "lm":
+        rows = comparison_rows(load_records([Path(args.out)]))
+        print(format_table(COLUMNS, rows))
+    return 0

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's table and picture of decoding under a budget, rebuilt from records."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sphkv.evaluation.frontier.points import check_fair
+from sphkv.evaluation.metrics.divergence import KL_TOLERANCE, NLL_TOLERANCE
+from sphkv.evaluation.metrics.statistics import MeanInterval, mean_interval, paired_interval
+from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM
+
+BEGIN, END = "<!-- decoding: begin -->", "<!-- decoding: end -->"
+
+_STYLES = {
+    JOINT: ("Spherical KV, retention", "#d9622b", "o"),
+    UNIFORM: ("Spherical KV, one tier", "#eb9a6f", "o"),
+}
+_COLOURS = ("#4475b5", "#3f8f7b", "#7a8594", "#77609c", "#b5a642", "#8fb8ad", "#a58bbd", "#6f97cb")
+_MARKERS = "s^vD<PX*"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedPoint:
+    """A method at a budget, over the prompts of a panel.
+
+    Attributes:
+        method: Its name.
+        budget: As it was asked for.
+        peak: Highest resident bytes of any pass, as a share of dense; the worst prompt's.
+        tables: Bytes of codebooks as a share of dense at that length.
+        kl: Divergence in nats, mean over prompts.
+        kl_without_worst: The same without the worst token of each prompt.
+        nll_delta: Loss above dense's, in nats.
+        same_top1: Share of tokens with dense's best token.
+        by_case: Divergence of each prompt by its name.
+        num_refused: Prompts at which the budget was too small for the method.
+    """
+
+    method: str
+    budget: str
+    peak: float
+    tables: float
+    kl: MeanInterval
+    kl_without_worst: float
+    nll_delta: MeanInterval
+    same_top1: float
+    by_case: Mapping[str, float]
+    num_refused: int
+
+
+def compared_points(records: Sequence[Mapping[str, Any]]) -> list[ComparedPoint]:
+    """Means of every method and budget over texts; all of one model and length.
+
+    Raises:
+        UnfairComparison: The records were measured in different ways.
+        ValueError: They are of several models, lengths or splits, or of none.
+    """
+    texts = [record for record in records if record["workload"] == "lm"]
+    kinds = {(r["model"], r["split"], r["context"], r["num_following"]) for r in texts}
+    if len(kinds) != 1:
+        raise ValueError(f"one model, split and length is compared, the records have {len(kinds)}")
+    check_fair(texts)
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for record in texts:
+        groups[record["method"], record["budget"]].append(record)
+    points = []
+    for (method, budget), group in groups.items():
+        done = [record for record in group if record["status"] == "measured"]
+        if done:
+            points.append(_point(method, budget, done, len(group) - len(done)))
+    return points
+
+
+def _point(
+    method: str, budget: str, done: Sequence[Mapping[str, Any]], num_refused: int
+) -> ComparedPoint:
+    def each(name: str) -> list[float]:
+        return [float(record["quality"][name]) for record in done]
+
+    dense = done[0]["setup"]["dense_bytes_per_token"]
+    return ComparedPoint(
+        method=method,
+        budget=budget,
+        peak=max(record["memory"]["dense_share"] for record in done),
+        tables=max(record["memory"]["b_kv_tables"] for record in done) / dense,
+        kl=mean_interval(each("kl")),
+        kl_without_worst=sum(each("kl_without_worst")) / len(done),
+        nll_delta=mean_interval(each("nll_delta")),
+        same_top1=sum(each("same_top1")) / len(done),
+        by_case={record["case"]: record["quality"]["kl"] for record in done},
+        num_refused=num_refused,
+    )
+
+
+def comparison_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows for a table on a terminal."""
+    return [
+        {
+            "method": point.method,
+            "budget": point.budget,
+            "peak": f"{100 * point.peak:.2f}%",
+            "kl": str(point.kl),
+            "nll_delta": str(point.nll_delta),
+            "same_top1": point.same_top1,
+            "prompts": point.kl.count,
+            "by_kl": _passes(point.kl.mean, KL_TOLERANCE),
+            "by_nll": _passes(point.nll_delta.mean, NLL_TOLERANCE),
+        }
+        for point in compared_points(records)
+    ]
+
+
+def _passes(value: float, most: float) -> str:
+    return "yes" if value <= most else "no"
+
+
+def readme_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """The table in Markdown, with a line that says what was measured."""
+    points = compared_points(records)
+    joint = {point.budget: point for point in points if point.method == JOINT}
+    lines = [
+        "| method | budget | peak bytes | KL | without worst token | KL above `joint` | "
+        "NLL above dense | same top-1 | KL <= 0.05 | NLL <= +0.01 |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for point in points:
+        if point.method == DENSE:
+            continue
+        ours = joint.get(point.budget)
+        above = "-"
+        if ours is not None and ours is not point:
+            above = str(paired_interval(point.by_case, ours.by_case))
+        lines.append(
+            f"| `{point.method}` | {point.budget} | {_bytes(point)} | {point.kl} | "
+            f"{point.kl_without_worst:.3g} | {above} | {_signed(point.nll_delta)} | "
+            f"{100 * point.same_top1:.1f}% | {_passes(point.kl.mean, KL_TOLERANCE)} | "
+            f"{_passes(point.nll_delta.mean, NLL_TOLERANCE)} |"
+        )
+    return "\n".join([_caption(records, points), "", *lines])
+
+
+def _bytes(point: ComparedPoint) -> str:
+    tables = f" + {100 * point.tables:.2f}%" if point.tables else ""
+    return f"{100 * point.peak:.2f}%{tables}"
+
+
+def _signed(value: MeanInterval) -> str:
+    return f"{value.mean:+.3f} [{value.low:+.3f}, {value.high:+.3f}]"
+
+
+def _caption(records: Sequence[Mapping[str, Any]], points: Sequence[ComparedPoint]) -> str:
+    first = next(record for record in records if record["workload"] == "lm")
+    prompts = max(point.kl.count for point in points)
+    return (
+        f"{first['model']}, {prompts} prompts of {first['context']:,} tokens of the "
+        f"{first['split'] or 'made-up'} split, {first['num_following']} tokens after each, every "
+        "one decoded under the budget. Peak bytes are the most that were resident inside any "
+        "pass, as a share of a dense bfloat16 cache, the worst prompt's; codebooks, which all "
+        "sequences share, stand behind the plus sign. Brackets are 95% bootstrap intervals over "
+        "prompts; differences are paired."
+    )
+
+
+def write_readme(path: Path, table: str) -> None:
+    """Put the table between the markers of a Markdown file.
+
+    Raises:
+        ValueError: The file lacks a marker.
+    """
+    text = path.read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"{path} must hold {BEGIN!r} and {END!r} once each")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+
+
+def draw_decoding(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Loss against peak bytes, with intervals; the same bytes from the same records.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    points = [point for point in compared_points(records) if point.method != DENSE]
+    mpl.rcParams["svg.hashsalt"] = "sphkv"
+    figure = Figure(figsize=(7.6, 4.4), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    others = [m for m in dict.fromkeys(p.method for p in points) if m not in _STYLES]
+    styles = {
+        **_STYLES,
+        **{
+            name: (name, _COLOURS[at % len(_COLOURS)], _MARKERS[at % len(_MARKERS)])
+            for at, name in enumerate(others)
+        },
+    }
+    for method, (label, colour, marker) in styles.items():
+        own = sorted((p for p in points if p.method == method), key=lambda point: point.peak)
+        if not own:
+            continue
+        means = [point.kl.mean for point in own]
+        spread = [[p.kl.mean - p.kl.low for p in own], [p.kl.high - p.kl.mean for p in own]]
+        axes.errorbar(
+            [100 * point.peak for point in own], means, yerr=spread, label=label, color=colour,
+            marker=marker, lw=2.4 if method in _STYLES else 1.2, ms=5, elinewidth=0.8, capsize=2,
+        )  # fmt: skip
+    axes.axhline(KL_TOLERANCE, color="#555555", lw=1, ls=":")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    ticks = [tick for tick in (2, 3, 5, 7, 10, 15, 20, 30, 50) if _is_near(tick, points)]
+    axes.set_xticks(ticks, [f"{tick}%" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("peak resident bytes while decoding, of a dense bfloat16 cache")
+    axes.set_ylabel("KL to the dense model, nats per token")
+    first = next(record for record in records if record["workload"] == "lm")
+    axes.set_title(
+        f"{first['model']}, {first['context']:,} + {first['num_following']} tokens", fontsize=11
+    )
+    axes.grid(visible=True, alpha=0.25)
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _is_near(tick: int, points: Sequence[ComparedPoint]) -> bool:
+    shares = [100 * point.peak for point in points]
+    return min(shares) / 1.3 <= tick <= max(shares) * 1.3

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one way to measure: parts are as good as single steps, and no byte goes unseen."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sphkv.baselines.registry import BASELINES
+from sphkv.cache.method import CacheMethodBase
+from sphkv.evaluation.harness.decode import Decoder, follow_text
+from sphkv.evaluation.harness.states import PromptStates, read_prompt
+from sphkv.evaluation.harness.subject import MethodSubject, Subject
+from sphkv.evaluation.metrics.divergence import (
+    DISTANCE_EDGES,
+    TokenDivergence,
+    token_divergence,
+)
+from sphkv.evaluation.runner.continuation import describe_memory
+from sphkv.evaluation.runner.session import Session
+
+NUM_FOLLOWING = 150
+OURS = [("dense", "100%"), ("spherical", "60%"), ("joint", "30%")]
+
+
+@pytest.fixture(scope="module")
+def session(tiny_model_folder) -> Session:
+    return Session(str(tiny_model_folder), calibration_tokens=256)
+
+
+@pytest.fixture(scope="module")
+def prompt(session) -> PromptStates:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 250, (1, 700 + NUM_FOLLOWING), generator=generator)
+    return read_prompt(session.model, ids, num_following=NUM_FOLLOWING)
+
+
+def stored(session: Session, prompt: PromptStates, name: str, budget: str) -> Subject:
+    subject = session.factory.make(name, budget, context=700, num_new=NUM_FOLLOWING)
+    subject.store_prompt(prompt)
+    return subject
+
+
+@pytest.mark.parametrize(("name", "budget"), OURS)
+def test_parts_that_end_where_pages_seal_are_as_good_as_single_steps(session, prompt, name, budget):
+    runs = [
+        follow_text(stored(session, prompt, name, budget), prompt.following, is_single=is_single)
+        for is_single in (True, False)
+    ]
+    single, parts = runs
+    assert len(single.trace.steps) == NUM_FOLLOWING
+    assert len(parts.trace.steps) < NUM_FOLLOWING / 4
+    # hidden states are of size 1, new tokens are stored in bfloat16
+    torch.testing.assert_close(parts.hidden, single.hidden, rtol=0, atol=0.02)
+    # the bytes after a part are those after its last single step
+    after = {step.num_tokens: step.after for step in single.trace.steps}
+    assert all(after[step.num_tokens] == step.after for step in parts.trace.steps)
+    shares = [run.trace.highest(lambda step: step.peak / step.limit, 0.0) for run in runs]
+    assert shares[0] <= shares[1] <= shares[0] * 1.1
+
+
+def test_one_pass_over_all_tokens_is_not_what_decoding_sees(session, prompt):
+    """What parts are for: the same tokens at once see pages that were never written."""
+    single = follow_text(stored(session, prompt, "joint", "30%"), prompt.following)
+    whole = Decoder(stored(session, prompt, "joint", "30%")).feed(prompt.following).hidden
+    assert float((whole - single.hidden).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "kivi"])
+def test_a_method_that_states_nothing_gets_single_tokens(session, prompt, name):
+    run = follow_text(stored(session, prompt, name, "60%"), prompt.following[:, :5])
+    assert [step.num_tokens - step.num_before for step in run.trace.steps] == [1] * 5
+    assert name in BASELINES
+
+
+class Breathing(CacheMethodBase):
+    """A method whose bytes rise inside a pass and fall before its end."""
+
+    name = "breathing"
+
+    def __init__(self) -> None:
+        self.tokens, self.size = 10, 1000
+
+    def num_tokens(self, layer: int = 0) -> int:
+        return self.tokens
+
+    def attend(self, layer: int, query: Any, *args: Any, **kwargs: Any) -> Any:
+        self.size = 5000 if layer == 0 else 900
+        self.tokens += query.shape[1] if layer else 0
+        return query.float()
+
+    def resident_bytes(self) -> int:
+        return self.size
+
+    def ledger(self) -> Any:
+        from sphkv.store.ledger import ByteLedger
+
+        return ByteLedger(self.size, 0, 0, 0, 0, 0, 0, 0, 0, tables=80)
+
+
+def test_a_point_is_labelled_by_its_peak(session):
+    subject = MethodSubject(session.model, Breathing(), session.shape.geometry)
+    run = follow_text(subject, torch.tensor([[5, 6, 7]]), num_timed=2)
+    assert [step.peak for step in run.trace.steps] == [5000] * 3
+    assert [(step.before, step.after) for step in run.trace.steps][:2] == [(1000, 900), (900, 900)]
+    memory = describe_memory(subject, 1000, run.trace)
+    assert memory["b_kv"] == 5000 / 11
+    assert memory["peak_bytes"] == 5000
+    assert memory["b_kv_mean"] == pytest.approx((900 / 11 + 900 / 12 + 900 / 13) / 3)
+    dense = session.shape.geometry.dense_bytes_per_token
+    assert memory["peak_share"] == memory["dense_share"] == 5000 / (11 * dense)
+    assert (memory["table_bytes"], memory["b_kv_tables"]) == (80, 80 / 13)
+    assert len(run.step_s) == len(run.attend_s) == 2
+
+
+def test_every_method_of_ours_says_what_it_chose(session, prompt):
+    told = {
+        (name, budget): stored(session, prompt, name, budget).describe() for name, budget in OURS
+    }
+    assert told["dense", "100%"]["setting"] == "max"
+    assert told["spherical", "60%"]["residency"] == "uniform"
+    assert told["spherical", "60%"]["tiers"][told["spherical", "60%"]["setting"]] > 0.5
+    assert told["joint", "30%"]["residency"] == "retention"
+    assert len(told["joint", "30%"]["tiers"]) > 1
+    assert stored(session, prompt, "spherical", "60%").table_bytes() > 0
+    assert stored(session, prompt, "dense", "100%").table_bytes() == 0
+
+
+def test_a_name_that_does_not_exist_is_nearly_one(session):
+    with pytest.raises(ValueError, match="no method 'snapvk'; did you mean snapkv"):
+        session.factory.make("snapvk", "50%", context=100)
+
+
+def divergence(kl: list[float], delta: float) -> TokenDivergence:
+    rows = len(kl)
+    same, margin = torch.ones(rows, dtype=torch.bool), torch.ones(rows)
+    loss = torch.full((rows - 1,), 2.0, dtype=torch.float64)
+    return TokenDivergence(
+        torch.tensor(kl, dtype=torch.float64), same, margin, margin, loss + delta, loss
+    )
+
+
+def test_a_summary_tells_where_the_loss_lies():
+    kl = [0.01] * 32 + [0.04] * 96 + [0.1] * 71 + [9.0]
+    found = divergence(kl, 0.02).summary()
+    bins = found["kl_by_distance"]
+    assert bins["edges"] == list(DISTANCE_EDGES) == [32, 128, 512, 2048]
+    assert bins["tokens"] == [32, 96, 72, 0]
+    assert bins["kl"][:2] == pytest.approx([0.01, 0.04])
+    assert bins["kl"][3] is None
+    assert found["kl"] == pytest.approx(sum(kl) / 200)
+    assert found["kl_without_worst"] == pytest.approx(sum(kl[:-1]) / 199)
+    assert found["kl_max"] == 9.0
+    assert found["nll_delta"] == pytest.approx(0.02)
+    assert found["verdicts"] == {"kl": False, "nll": False}
+    assert divergence([0.05] * 8, 0.009).summary()["verdicts"] == {"kl": True, "nll": True}
+    assert divergence([0.06] * 8, -0.2).summary()["verdicts"] == {"kl": False, "nll": True}
+
+
+def test_divergence_of_a_model_from_itself_is_zero(session, prompt):
+    found = token_divergence(session.model, prompt.hidden, prompt.hidden, prompt.following[0])
+    assert found.summary()["kl"] == pytest.approx(0, abs=1e-9)
+    assert found.summary()["nll_delta"] == 0
+    assert len(found.nll) == NUM_FOLLOWING
