@@ -11,8 +11,8 @@ from sphkv.baselines.diffkv import DiffKV, Thresholds
 from sphkv.baselines.group_layer import GroupLayer, integer_class
 from sphkv.baselines.rdkv import Brain16, LeastCost, RateDistortion
 from sphkv.baselines.settings import MethodShape
-from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 ONE = KVGeometry(num_layers=1, num_kv_heads=1, num_query_heads=1, head_dim=64)
 OPTIONS = AttentionOptions(scale=0.125)

@@ -36,8 +36,8 @@ from sphkv.baselines.settings import MethodShape
 from sphkv.baselines.snapkv import WindowVotes
 from sphkv.baselines.streaming_llm import SinksAndWindow
 from sphkv.baselines.tova import LastQuery
-from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 STILL = RopeSpec.unrotated(2)
 TURNING = RopeSpec(2, 2, (1.0,))

@@ -9,8 +9,8 @@ from sphkv.attention.request import AttentionOptions
 from sphkv.baselines.offload import NewestPages
 from sphkv.baselines.prefix_reuse import PrefixReuseCache, SharedPrefix
 from sphkv.baselines.settings import MethodShape
-from sphkv.core.rope import RopeSpec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
 
 TINY = KVGeometry(num_layers=1, num_kv_heads=1, num_query_heads=1, head_dim=64)
 OPTIONS = AttentionOptions(scale=0.125)

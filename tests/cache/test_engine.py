@@ -197,6 +197,7 @@ def test_budget_picks_the_highest_tier_that_fits():
         assert plan is not None
         names.append(plan.tier)
         limit = Ceiling.of(config).bytes_at(32_768)
+        assert limit is not None
         assert sequence_bytes(config, plan, 32_768) <= limit
         for tier in config.tiers.tiers[config.tiers.id_of(plan.tier) + 1 :]:
             above = replace(plan, tier=tier.name)
@@ -213,6 +214,7 @@ def test_budget_kinds_agree():
     by_token = choose_residency(budget_config(f"{dense // 4}B/token"), 8192)
     by_total = choose_residency(budget_config(8192 * dense // 4, context=8192), 100)
     assert by_share == by_token
+    assert by_share is not None
     assert by_total is not None
     assert by_total.max_bytes == 8192 * dense // 4
     assert by_total.tier == by_share.tier
@@ -234,6 +236,7 @@ def test_budget_holds_from_the_stated_length_on():
     config = replace(budget_config("25%"), tiers=parse_tiers("k2v3", GEOMETRY.head_dim))
     start = uniform_holds_from(config, "k2v3")
     assert start is not None
+    assert config.budget is not None
     assert Ceiling.of(config).holds_from == start
     plan = ResidencyPlan("uniform", config.tiers, "k2v3", config.recent_tokens)
     for tokens in (start, start + 1, start + 127, start + 128, 4 * start, 64 * start):

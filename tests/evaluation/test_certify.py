@@ -140,7 +140,7 @@ def test_the_gate_is_told_every_margin(tiny_model_folder):
     read = session.reader.read(
         Case("p", "needle", "p", tuple(range(3, 200)), answers=("",), max_new_tokens=3)
     )
-    cache = session.factory.controlled("60%", gate=GateOptions())
+    cache: Any = session.factory.controlled("60%", gate=GateOptions())
     cache.store_prompt(read.states)
     got = decode_tokens(session.model, cache, read.states.hidden[-1:], 3, StopRule(frozenset()))
     assert len(got.token_ids) == 3

@@ -99,7 +99,8 @@ class Breathing(CacheMethodBase):
 
 
 def test_a_point_is_labelled_by_its_peak(session):
-    subject = MethodSubject(session.model, Breathing(), session.shape.geometry)
+    method: Any = Breathing()
+    subject = MethodSubject(session.model, method, session.shape.geometry)
     run = follow_text(subject, torch.tensor([[5, 6, 7]]), num_timed=2)
     assert [step.peak for step in run.trace.steps] == [5000] * 3
     assert [(step.before, step.after) for step in run.trace.steps][:2] == [(1000, 900), (900, 900)]

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from sphkv.baselines.bit_packing import pack_bits, unpack_bits
 from sphkv.baselines.coded_layer import PairCodec
+from sphkv.baselines.integer_codes import as_float16, check_bits
 from sphkv.baselines.outliers import join_outliers, place, split_outliers
-from sphkv.baselines.per_channel_int import as_float16, check_bits
 from sphkv.baselines.quantised import CodedSettings
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec

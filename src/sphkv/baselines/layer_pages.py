@@ -29,7 +29,7 @@ from sphkv.store.layout import PageLayout
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.order import PageOrder
 from sphkv.store.paging import PositionMode
-from sphkv.store.pointers import PointerTable
+from sphkv.store.sequence import PointerTable
 from sphkv.store.store import PageStore
 
 PAGE_TOKENS = RUN_TOKENS
@@ -46,6 +46,7 @@ _DENSE_ID = 1
 # a table that grows by single pages has up to half as many entries again
 _TABLE_GROWTH = 1.5
 _LEAST_ENTRIES = 4
+_ENTRY_BYTES = torch.int64.itemsize + torch.int16.itemsize
 _ALIGNED_SLAB_PAGES = 64
 
 
@@ -221,7 +222,7 @@ class LayerPages:
         if is_aligned:
             size += -(-total // stride) * layout.page_bytes
         entries = max(_LEAST_ENTRIES, int(_TABLE_GROWTH * max(pages, default=0)) + 1)
-        size += PointerTable.bytes_for(heads, entries)
+        size += PointerTable.bytes_for(heads, 0) + heads * entries * _ENTRY_BYTES
         return size + heads * PAGE_TOKENS * config.geometry.dense_state_bytes
 
 

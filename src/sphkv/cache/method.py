@@ -93,6 +93,14 @@ class CacheMethod(Protocol):
         """Forget the tokens from ``num_tokens`` on."""
         ...
 
+    def observe_logits(self, row: Tensor) -> None:
+        """Learn how close the next decision is, from logits ``[vocabulary]``."""
+        ...
+
+    def describe(self) -> MethodRecord:
+        """What a result says about the cache."""
+        ...
+
     def resident_bytes(self) -> int:
         """Bytes of every tensor the sequence keeps alive."""
         ...

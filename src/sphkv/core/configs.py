@@ -147,7 +147,7 @@ def _convert_scalar(value: object, hint: type, key: str) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if issubclass(hint, StrEnum):
-        if value not in list(hint):
+        if not isinstance(value, str) or value not in list(hint):
             raise ValueError(f"key {key!r} must be one of {[*map(str, hint)]}, got {value!r}")
         return hint(value)
     # bool is a subclass of int, so types are compared exactly

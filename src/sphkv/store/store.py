@@ -236,10 +236,9 @@ class PageStore:
 
     def forget_page_list(self, sequence: int) -> None:
         """Give up what ``page_list`` keeps: the next call reads every page again."""
-        state = self._get(sequence)
-        state.index = None
-        for table in state.tables:
+        for table in self._get(sequence).tables:
             table.forget_marks()
+        self._indices.pop(sequence, None)
 
     def page_list_bytes(self, sequence: int) -> int:
         """Bytes of what ``page_list`` keeps for the next call; not part of ``live_bytes``."""

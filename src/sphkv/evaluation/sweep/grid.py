@@ -241,7 +241,7 @@ class SweepRunner:
         except ValueError as error:
             return {**record, "status": "refused", "reason": str(error)}
         try:
-            result = measure_case(session.model, session.tokenizer, read, cache, config.window)
+            result: Any = measure_case(session.model, session.tokenizer, read, cache, config.window)
             if config.num_seeds and case.max_new_tokens and case.task is None:
                 seeds = range(config.seed, config.seed + config.num_seeds)
                 result["quality"] |= sampled_quality(

@@ -26,7 +26,7 @@ def encode_dense_cache(cache: SphericalCache, dense: DynamicCache) -> None:
     engine = cache.engine
     if engine.length:
         raise ValueError(f"the spherical cache holds {engine.length} tokens already")
-    if cache.calibration is None and cache.tier.is_coded:
+    if cache.calibration is None:
         raise ValueError("a dense cache holds no queries: give for_model a calibration")
     num_layers = engine.config.geometry.num_layers
     if len(dense.layers) != num_layers:
@@ -35,11 +35,17 @@ def encode_dense_cache(cache: SphericalCache, dense: DynamicCache) -> None:
     batch, _, tokens, _ = states[0][0].shape
     positions = torch.arange(tokens).expand(batch, -1)
     engine.begin(StepTokens(torch.ones(batch, tokens, dtype=torch.bool), positions))
+    if engine.plan is not None and engine.plan.is_retention:
+        engine.reset()
+        raise ValueError(
+            "a dense cache holds no queries, which the controller decides by: make the cache with "
+            "retention=False or with tiers"
+        )
     try:
         for index, (keys, values) in enumerate(states):
             engine.update(index, keys, values)
             # no queries are needed, the codebooks are given
-            engine.settle(index, keys[:, :, :0])
+            engine.end_layer(index, keys[:, :, :0])
     except BaseException:
         engine.finish(is_failed=True)
         raise

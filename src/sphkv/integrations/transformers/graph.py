@@ -85,7 +85,8 @@ class DecoderGraph:
         assert self._graph is not None
         self._input_ids.copy_(ids)
         self._graph.replay()
-        return BaseModelOutputWithPast(last_hidden_state=self._hidden, past_key_values=cache)
+        hidden: Any = self._hidden
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
 
     def attend(
         self,

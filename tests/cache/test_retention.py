@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller's residency: bytes to the byte, the ceiling at every step, what it keeps."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from sphkv.attention.partial import PartialAttention
+from sphkv.attention.reference import ReferenceBackend
+from sphkv.attention.request import AttentionOptions, BatchRequest, DecodeRequest
+from sphkv.cache.config import CacheConfig, RetentionConfig
+from sphkv.cache.engine import CacheEngine
+from sphkv.cache.plan import parse_tiers, retention_tiers
+from sphkv.cache.retention import RetentionResidency
+from sphkv.cache.step import StepTokens
+from sphkv.codec.calibration import Calibration, Calibrator
+from sphkv.core.budget import ByteBudget
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
+from sphkv.errors import BudgetError
+from sphkv.retention.gate import GateOptions
+from sphkv.retention.measure import PromptWork
+from sphkv.retention.policy import VARIANTS, ControlOptions
+from sphkv.retention.protection import ProtectionRule
+
+GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)
+ROPE = RopeSpec.from_config({"rope_theta": 10_000.0}, GEOMETRY.head_dim)
+OPTIONS = AttentionOptions(scale=GEOMETRY.head_dim**-0.5)
+
+
+def make_states(layer: int, tokens: int, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, keys and values of a layer; some tokens draw much more attention than others."""
+    generator = torch.Generator().manual_seed(1000 * layer + start)
+    positions = torch.arange(start, start + tokens)
+    heads = (GEOMETRY.num_query_heads, GEOMETRY.num_kv_heads, GEOMETRY.num_kv_heads)
+    q, k, v = (torch.randn(n, tokens, GEOMETRY.head_dim, generator=generator) for n in heads)
+    pull = (torch.rand(heads[1], tokens, 1, generator=generator) < 0.1).float()
+    return ROPE.apply(q + 1.0, positions), ROPE.apply(k + 2.0 * pull, positions), v
+
+
+@cache
+def make_calibration() -> Calibration:
+    calibrator = Calibrator(GEOMETRY, (ROPE,) * GEOMETRY.num_layers, model_id="random")
+    for layer in range(GEOMETRY.num_layers):
+        query, keys, _ = make_states(layer, 256)
+        calibrator.add_layer(layer, keys, query, torch.arange(256))
+    return calibrator.finish()
+
+
+class NoAttention(ReferenceBackend):
+    """For tests of bytes alone, which attention would make slow."""
+
+    name = "none"
+
+    def attend(self, request: DecodeRequest) -> PartialAttention:
+        return PartialAttention(request.query.float(), request.query[..., 0].float())
+
+    def attend_rows(self, request: BatchRequest) -> PartialAttention:
+        return PartialAttention(request.query.float(), request.query[..., 0].float())
+
+
+def make_engine(
+    budget: str = "40%",
+    *,
+    windows: tuple[int | None, ...] = (None, None),
+    work: PromptWork | None = None,
+    is_exact: bool = False,
+    **changes: object,
+) -> CacheEngine:
+    retention = RetentionConfig(retention_tiers(GEOMETRY.head_dim), "k4v4")
+    config = CacheConfig(
+        GEOMETRY,
+        (ROPE,) * 2,
+        windows,
+        parse_tiers(None, GEOMETRY.head_dim),
+        budget=ByteBudget.parse(budget),
+        retention=replace(retention, **changes),  # type: ignore[arg-type]
+        is_retention_forced=True,
+    )
+    backend = ReferenceBackend() if is_exact else NoAttention()
+    return CacheEngine(config, calibration=make_calibration(), backend=backend, work=work)
+
+
+def run(engine: CacheEngine, tokens: int, rows: int = 1) -> list[Tensor]:
+    """One pass of so many tokens; the outputs of every layer once the cache is coded."""
+    start = engine.length
+    positions = torch.arange(start, start + tokens).expand(rows, -1)
+    engine.begin(StepTokens(torch.ones(rows, tokens, dtype=torch.bool), positions))
+    outputs = []
+    for layer in range(GEOMETRY.num_layers):
+        query, keys, values = (
+            part.expand(rows, -1, -1, -1) for part in make_states(layer, tokens, start)
+        )
+        engine.update(layer, keys, values)
+        if engine.is_dense_step:
+            engine.end_layer(layer, query)
+        else:
+            outputs.append(
+                engine.attend(layer, query, replace(OPTIONS, window=engine.window(layer)))
+            )
+    engine.finish()
+    check_bytes(engine)
+    return outputs
+
+
+def check_bytes(engine: CacheEngine) -> None:
+    """The ledger is what is alive, and the ceiling was held at every moment."""
+    if engine.store is None:
+        return
+    live = sum(tensor.nbytes for tensor in engine.store.live_tensors())
+    assert engine.store.live_bytes == live
+    assert engine.ledger().total == engine.resident_bytes() >= live
+    assert engine.peak_share <= 1.0
+
+
+def residency_of(engine: CacheEngine, row: int = 0) -> RetentionResidency:
+    residency = engine.rows[row].residency
+    assert isinstance(residency, RetentionResidency)
+    return residency
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("budget", ["40%", "70%"])
+def test_a_prompt_fits_its_budget_with_room_for_the_first_page(variant, budget):
+    engine = make_engine(budget, options=ControlOptions(variant=variant))
+    run(engine, 640)
+    limit = engine.limit_bytes()
+    assert limit is not None
+    assert engine.resident_bytes() <= limit
+    contract = residency_of(engine).contract
+    assert contract is not None
+    assert len(contract.tier_id.unique()) > 1
+
+
+def test_shared_work_changes_nothing():
+    work = PromptWork()
+    alone, first, second = make_engine(), make_engine(work=work), make_engine(work=work)
+    for engine in (alone, first, second):
+        run(engine, 640)
+    contracts = [residency_of(engine).contract for engine in (alone, first, second)]
+    assert all(contract is not None for contract in contracts)
+    assert all(torch.equal(contracts[0].tier_id, other.tier_id) for other in contracts[1:])  # type: ignore[union-attr]
+    assert work.reused_s > 0
+
+
+@pytest.mark.parametrize("step", [1, 7, 40, 150])
+def test_the_ceiling_holds_while_the_sequence_grows(step):
+    engine = make_engine("35%")
+    run(engine, 640)
+    while engine.length < 1400:
+        run(engine, step)
+    assert residency_of(engine).num_rebalances > 3
+    assert engine.num_tokens == [engine.length]
+
+
+def test_a_fixed_number_of_bytes_holds_too():
+    limit = 640 * GEOMETRY.dense_bytes_per_token * 4 // 10
+    engine = make_engine(f"{limit}B")
+    run(engine, 640)
+    for _ in range(200):
+        run(engine, 1)
+    assert engine.peak_bytes <= limit
+
+
+def test_new_tokens_are_dense_then_coded_and_never_dropped_at_once():
+    """The newest page of every head keeps all its states whatever the budget."""
+    engine = make_engine("25%")
+    run(engine, 900)
+    store = engine.store
+    assert store is not None
+    for _ in range(300):
+        run(engine, 1)
+        sealed = store.tail(0, 0).first_position
+        pages = store.page_list(0)
+        newest = pages.first_runs == sealed // 16 - 2
+        assert int(newest.sum()) == GEOMETRY.num_layers * GEOMETRY.num_kv_heads
+        store.forget_page_list(0)
+
+
+def test_more_bytes_come_closer_to_dense_attention():
+    dense = make_engine("400%", is_exact=True)
+    run(dense, 640)
+    exact = torch.stack(run(dense, 1))
+    errors = []
+    for budget in ("25%", "45%", "90%"):
+        engine = make_engine(budget, is_exact=True)
+        run(engine, 640)
+        errors.append(float((torch.stack(run(engine, 1)) - exact).norm() / exact.norm()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.05
+
+
+def test_protected_states_stay_dense_for_ever():
+    engine = make_engine("45%", protection=ProtectionRule(spans=((64, 96),)))
+    run(engine, 640)
+    contract = residency_of(engine).contract
+    assert contract is not None
+    dense = engine.config.retention.tiers.dense_id  # type: ignore[union-attr]
+    assert bool((contract.tier_id[..., 64:96] == dense).all())
+    for _ in range(12):
+        run(engine, 32)
+    assert engine.store is not None
+    pages = engine.store.page_list(0)
+    kept = pages.select(pages.is_protected)
+    for layer in range(GEOMETRY.num_layers):
+        for head in range(GEOMETRY.num_kv_heads):
+            mine = kept.runs[(kept.layer_ids == layer) & (kept.head_ids == head)].flatten().tolist()
+            assert {0, 4, 5} <= set(mine)
+
+
+def test_windowed_layers_keep_what_their_window_sees():
+    engine = make_engine("60%", windows=(None, 96))
+    run(engine, 640)
+    for _ in range(200):
+        run(engine, 1)
+    assert engine.store is not None
+    oldest = int(
+        engine.store.page_list(0).select(engine.store.page_list(0).layer_ids == 1).first_runs.min()
+    )
+    margin = engine.plan.window_margin if engine.plan else 0
+    assert engine.length - 96 - margin - 32 <= 16 * oldest <= engine.length - 96
+    assert len(residency_of(engine).notes) == 1
+
+
+def test_a_batch_holds_the_budgets_of_its_rows_and_rows_fork():
+    engine = make_engine("45%")
+    run(engine, 640, rows=2)
+    for _ in range(70):
+        run(engine, 1, rows=2)
+    engine.select_rows(torch.tensor([1, 0, 1]))
+    for _ in range(70):
+        run(engine, 1, rows=3)
+    fork = engine.fork()
+    assert torch.equal(fork.is_real, engine.is_real)
+    assert fork.resident_bytes() > 0
+
+
+def test_crop_and_continue():
+    engine = make_engine("60%", is_exact=True)
+    run(engine, 640)
+    run(engine, 20)
+    engine.crop(640)
+    again = make_engine("60%", is_exact=True)
+    run(again, 640)
+    assert torch.equal(torch.stack(run(engine, 1)), torch.stack(run(again, 1)))
+    # into sealed pages, in the middle of a run
+    for _ in range(80):
+        run(engine, 1)
+    engine.crop(650)
+    for _ in range(80):
+        run(engine, 1)
+    assert engine.num_tokens == [730]
+
+
+def test_a_short_row_stays_dense_until_the_budget_can_hold():
+    engine = make_engine("40%")
+    start = engine.ceiling.holds_from
+    assert start is not None
+    run(engine, 1)
+    while engine.length < start - 1:
+        run(engine, min(64, start - 1 - engine.length))
+        assert not engine.is_coded
+    run(engine, 1)
+    assert engine.is_coded
+    for _ in range(100):
+        run(engine, 1)
+
+
+def test_the_gate_holds_bytes_back_and_gives_them_when_on():
+    with_gate = make_engine("45%", gate=GateOptions(reserve_share=0.1))
+    without = make_engine("45%")
+    for engine in (with_gate, without):
+        run(engine, 640)
+    assert with_gate.resident_bytes() < without.resident_bytes()
+    residency = residency_of(with_gate)
+    before = residency.num_rebalances
+    logits = torch.zeros(10)
+    with_gate.see_logits(logits.view(1, 1, -1))
+    assert residency.gate is not None
+    assert residency.gate.is_on
+    for _ in range(40):
+        run(with_gate, 1)
+    assert residency.num_rebalances >= before
+
+
+def test_a_budget_nothing_can_hold_is_refused_at_once():
+    with pytest.raises(BudgetError, match="bytes"):
+        make_engine("100B")
