@@ -148,9 +148,9 @@ def test_shared_work_changes_nothing():
 
 @pytest.mark.parametrize("step", [1, 7, 40, 150])
 def test_the_ceiling_holds_while_the_sequence_grows(step):
-    engine = make_engine("35%")
-    run(engine, 640)
-    while engine.length < 1400:
+    engine = make_engine("22%")
+    run(engine, 900)
+    while engine.length < 1600:
         run(engine, step)
     assert residency_of(engine).num_rebalances > 3
     assert engine.num_tokens == [engine.length]
@@ -167,17 +167,21 @@ def test_a_fixed_number_of_bytes_holds_too():
 
 def test_new_tokens_are_dense_then_coded_and_never_dropped_at_once():
     """The newest page of every head keeps all its states whatever the budget."""
-    engine = make_engine("25%")
+    engine = make_engine("22%")
     run(engine, 900)
     store = engine.store
     assert store is not None
+    first = store.tail(0, 0).first_position
     for _ in range(300):
         run(engine, 1)
         sealed = store.tail(0, 0).first_position
+        if sealed == first:
+            continue
         pages = store.page_list(0)
         newest = pages.first_runs == sealed // 16 - 2
         assert int(newest.sum()) == GEOMETRY.num_layers * GEOMETRY.num_kv_heads
         store.forget_page_list(0)
+    assert sealed > first + 200
 
 
 def test_more_bytes_come_closer_to_dense_attention():
@@ -245,7 +249,9 @@ def test_crop_and_continue():
     engine.crop(640)
     again = make_engine("60%", is_exact=True)
     run(again, 640)
-    assert torch.equal(torch.stack(run(engine, 1)), torch.stack(run(again, 1)))
+    # the newest 16 tokens of the prompt were sealed meanwhile, and are coded now
+    one, other = torch.stack(run(engine, 1)), torch.stack(run(again, 1))
+    assert 0 < float((one - other).norm() / other.norm()) < 0.1
     # into sealed pages, in the middle of a run
     for _ in range(80):
         run(engine, 1)

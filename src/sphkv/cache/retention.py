@@ -284,8 +284,7 @@ class RetentionResidency:
         sealed = tail.first_position
         self._note_until(sealed)
         limit = self._limit(self._store.num_tokens(self._sequence) + num_new)
-        if self._used() + self._seal_bytes() > limit:
-            self._rebalance(limit, sealed)
+        self._meet(limit, sealed, self._seal_bytes)
         if sealed == 0:
             self._seal_first()
         else:
@@ -312,16 +311,19 @@ class RetentionResidency:
             positions = torch.arange(tokens)
             self._store.write(self._sequence, layer, contract.layer(layer), keys, values, positions)
 
-    def _rebalance(self, limit: int, sealed: int) -> None:
-        """Demote or drop pages where that costs least until the next pages can seal.
+    def _meet(self, limit: int, sealed: int, reserve: Callable[[], int]) -> None:
+        """Demote or drop pages where that costs least until the bytes in use meet a limit.
 
         Args:
-            limit: Bytes that may be in use once they have.
+            limit: Bytes that may be in use.
             sealed: Pages before this position may change; the newest ``young_pages`` may not.
+            reserve: Bytes that will be needed besides, as things are.
 
         Raises:
             BudgetError: Nothing is left that may be dropped.
         """
+        if self._used() + reserve() <= limit:
+            return
         self.num_rebalances += 1
         young = self._retention.young_pages + int(self.gate is not None and self.gate.is_on)
         before = sealed - (young - 1) * self._plan.spec.page_tokens
@@ -332,18 +334,18 @@ class RetentionResidency:
                 break
             choices = self._choices(pages)
             held = choices.bytes_of(pages.tier_ids)
-            needed = self._used() + self._seal_bytes() - target
+            needed = self._used() + reserve() - target
             found = allocate_tiers(choices, max(0, held - needed))
             changed = (found.tier_id < pages.tier_ids).nonzero()[:, 0]
             self._apply(pages.select(changed), found.tier_id[changed])
-            over = self._used() + self._seal_bytes() - limit
+            over = self._used() + reserve() - limit
             if over <= 0:
                 break
             # tables and slabs take whole entries and pages: ask for that much more
             target -= over
         # keeping what was read of the pages would cost the budget more than reading them again
         self._store.forget_page_list(self._sequence)
-        needed = self._used() + self._seal_bytes()
+        needed = self._used() + reserve()
         if needed > limit:
             raise BudgetError(needed, limit, limit, "what may not be dropped")
 
@@ -399,6 +401,10 @@ class RetentionResidency:
         """Forget what was noted about tokens from ``num_tokens`` on."""
         for notes in self.notes:
             notes.crop(num_tokens)
+        # a share of fewer tokens allows fewer bytes
+        sealed = self._store.tail(self._sequence, 0).first_position
+        self._note_until(sealed)
+        self._meet(self._limit(num_tokens), sealed, lambda: 0)
 
     def fork(self, store: PageStore, sequence: int) -> RetentionResidency:
         """The same for a copy of the sequence."""

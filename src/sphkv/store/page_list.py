@@ -30,7 +30,8 @@ class PageList:
         tier_ids: ``[pages]`` int64.
         counts: ``[pages]`` int64 live states.
         runs: ``[pages, most]`` int32 numbers of the runs of 16 positions that a page holds, in
-            its order, -1 past the last one; ``most`` is that of the largest page of all tiers.
+            its order, -1 past the last one; ``most`` is that of the largest page of all tiers. A
+            run that a crop left out of step counts as the one it begins in.
         is_protected: ``[pages]`` bool, true if a page holds a protected state.
     """
 
@@ -84,7 +85,7 @@ class PageIndex:
         """Every page of every layer, layer by layer, then head by head.
 
         Raises:
-            ValueError: A new page holds states that are not aligned runs of 16.
+            ValueError: A new page holds single states instead of runs of 16.
         """
         found = [table.listed() for table in self._tables]
         page_ids, tags, is_new = (torch.cat(part) for part in zip(*found, strict=True))
@@ -128,9 +129,9 @@ class PageIndex:
                 num_runs = -(-rows.counts // RUN_TOKENS)
                 is_used = live_mask(num_runs, starts.shape[1])
                 inside = torch.arange(layout.page_tokens) % RUN_TOKENS
-                is_aligned = rows.positions % RUN_TOKENS == inside
-                if not bool((is_aligned | ~rows.live()).all()):
-                    raise ValueError(f"pages {ids.tolist()} hold more than aligned runs")
+                follows = rows.positions == starts.repeat_interleave(RUN_TOKENS, 1) + inside
+                if not bool((follows | ~rows.live()).all()):
+                    raise ValueError(f"pages {ids.tolist()} hold states that are no runs of 16")
                 runs = self._known.new_full((len(ids), self._most), -1)
                 runs[:, : starts.shape[1]] = torch.where(is_used, starts // RUN_TOKENS, -1)
                 parts = (rows.counts[:, None], rows.flags.any(1, keepdim=True), runs)

@@ -224,7 +224,7 @@ class PageStore:
         return PageView(group.layout, self.allocator.gather(group.flat_ids()))
 
     def page_list(self, sequence: int) -> PageList:
-        """All pages of a sequence that hold aligned runs of 16; those since the last call are read.
+        """All pages of a sequence, which hold runs of 16; those since the last call are read.
 
         Raises:
             ValueError: A page holds other states.
