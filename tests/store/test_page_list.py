@@ -157,7 +157,7 @@ def test_states_that_are_no_runs_are_refused(make_store: StoreMaker, codec: Any)
     tier_id = torch.ones((2, 20), dtype=torch.uint8)
     contract = LayerContract(tier_id, tier_id > 9)
     keys, values = codec.numbered(20)
-    store.write(1, 0, contract, keys, values, 3 + torch.arange(20))
+    store.write(1, 0, contract, keys, values, 3 * torch.arange(20))
     with pytest.raises(ValueError, match="no runs of 16"):
         store.page_list(1)
 

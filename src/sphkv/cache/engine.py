@@ -473,6 +473,12 @@ class CacheEngine:
         ]
         self._trim_dense(length)
         self.is_real = self.is_real[:, :length]
+        self._forget_peak()
+
+    def _forget_peak(self) -> None:
+        """What was resident at other lengths, or of other rows, is no part of the next pass."""
+        if self.store is not None:
+            self.store.take_peak()
 
     def select_rows(self, index: Tensor) -> None:
         """Make row ``i`` a copy of row ``index[i]``; coded pages are shared, not copied.
@@ -503,6 +509,7 @@ class CacheEngine:
                 taken.add(source)
             self.rows = rows
         self.is_real = self.is_real[index.cpu()]
+        self._forget_peak()
 
     def fork(self) -> CacheEngine:
         """A cache of its own with the same tokens; pages are shared."""
