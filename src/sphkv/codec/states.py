@@ -16,7 +16,6 @@ from sphkv.codec.values import ValueCode, decode_values, encode_values, unbiased
 from sphkv.core.contract import EncodedStates
 from sphkv.core.tiers import TierSpec
 
-
 # Codecs of one calibration share the codebooks that were made of it.
 _CODEBOOKS: WeakKeyDictionary[Calibration, dict[tuple[int, int, str], AngleCodebook]]
 _CODEBOOKS = WeakKeyDictionary()

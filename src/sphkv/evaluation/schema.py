@@ -572,11 +572,11 @@ def _check_fields(
             yield from check_value(value[name], plain, path=_join(path, name))
 
 
-def _check_items(value: Any, kind: type, item: Any, path: str) -> Iterator[tuple[str, str]]:
+def _check_items(value: Any, kind: Any, item: Any, path: str) -> Iterator[tuple[str, str]]:
     if not isinstance(value, kind):
         yield path, f"is {_show(value)}, not {'a list' if kind is list else 'an object'}"
         return
-    pairs = enumerate(value) if kind is list else value.items()
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
     for name, part in pairs:
         yield from check_value(part, item, path=_join(path, str(name)))
 
