@@ -20,13 +20,19 @@ COMMANDS = {
     "bench serve": ["--model", "MODEL", "--text", "TEXT", "--requests", "1", "--out", "OUT"],
     "calibrate": ["--model", "MODEL", "--text", "TEXT", "--tokens", "256", "--out", "OUT"],
     "certify": ["--model", "MODEL", "--budget", "50%", "--context", "512", "--out", "OUT"],
+    "compare": [
+        *("--model", "MODEL", "--data", "DATA", "--methods", "dense", "--length", "1024"),
+        *("--out", "OUT"),
+    ],
     "demo": ["--model", "MODEL", "--context", "1024", "--report", "OUT"],
     "frontier": ["TEXT", "--out", "OUT"],
     "generate": ["--model", "MODEL", "--prompt-file", "TEXT", "--max-new-tokens", "2"],
     "inspect": ["--model", "MODEL", "--prompt-file", "TEXT", "--map", "OUT"],
+    "ls": ["methods"],
     "plan": ["--model", "MODEL", "--prompt-file", "TEXT", "--budget", "50%", "--out", "OUT"],
     "report": ["TEXT", "--out", "OUT"],
     "sweep": ["TEXT", "--out", "OUT"],
+    "validate": ["TEXT"],
 }
 JUNK = ("", "-1", "0", "nan", "inf", "1e99", "99999999999999999999", "k2", "%", "\0", "é\n", "DIR")
 # Enough for commands that load a model before they look at every flag.

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from sphkv.cache.engine import CacheEngine
+from sphkv.cache.retention import RetentionResidency
 from sphkv.cli.main import main
 from sphkv.errors import BudgetError
+from sphkv.evaluation.harness.subject import EngineSubject
 from sphkv.evaluation.report.studies import certificate_part
 from sphkv.evaluation.runner.decoding import StopRule, decode_tokens
 from sphkv.evaluation.runner.session import Session
@@ -139,13 +141,23 @@ def test_what_cannot_be_examined_is_refused(tiny_model_folder, capsys):
 def test_the_gate_is_told_every_margin(tiny_model_folder):
     session = Session(str(tiny_model_folder), calibration_tokens=256)
     read = session.reader.read(
-        Case("p", "needle", "p", tuple(range(3, 200)), answers=("",), max_new_tokens=3)
+        Case(
+            "p",
+            "needle",
+            "p",
+            tuple(3 + at % 200 for at in range(400)),
+            answers=("",),
+            max_new_tokens=3,
+        )
     )
     cache: Any = session.factory.controlled("60%", gate=GateOptions())
     cache.store_prompt(read.states)
     got = decode_tokens(session.model, cache, read.states.hidden[-1:], 3, StopRule(frozenset()))
     assert len(got.token_ids) == 3
     # three tokens, and the one after them that the limit cut off
-    gate = cache.engine.rows[0].residency.gate
+    assert isinstance(cache, EngineSubject)
+    residency = cache.engine.rows[0].residency
+    assert isinstance(residency, RetentionResidency)
+    gate = residency.gate
     assert gate is not None
     assert gate.num_steps == 4

@@ -99,8 +99,8 @@ class Breathing(CacheMethodBase):
 
 
 def test_a_point_is_labelled_by_its_peak(session):
-    method: Any = Breathing()
-    subject = MethodSubject(session.model, method, session.shape.geometry)
+    breathing: Any = Breathing()
+    subject = MethodSubject(session.model, breathing, session.shape.geometry)
     run = follow_text(subject, torch.tensor([[5, 6, 7]]), num_timed=2)
     assert [step.peak for step in run.trace.steps] == [5000] * 3
     assert [(step.before, step.after) for step in run.trace.steps][:2] == [(1000, 900), (900, 900)]
@@ -125,6 +125,12 @@ def test_every_method_of_ours_says_what_it_chose(session, prompt):
     assert len(told["joint", "30%"]["tiers"]) > 1
     assert stored(session, prompt, "spherical", "60%").table_bytes() > 0
     assert stored(session, prompt, "dense", "100%").table_bytes() == 0
+
+
+def test_codebooks_are_counted_whatever_was_measured_before(session, prompt):
+    alone = stored(session, prompt, "spherical", "60%").table_bytes()
+    stored(session, prompt, "spherical", "90%")
+    assert stored(session, prompt, "spherical", "60%").table_bytes() == alone
 
 
 def test_a_name_that_does_not_exist_is_nearly_one(session):

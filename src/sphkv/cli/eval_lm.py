@@ -48,7 +48,7 @@ def add_parser(workloads: argparse._SubParsersAction[argparse.ArgumentParser]) -
                         "hyperspherical, polar_tree, rotation-lloyd, per-channel-int or "
                         "hadamard-int")  # fmt: skip
     parser.add_argument("--calibration-text", help="text to calibrate on; default: the context")
-    parser.add_argument("--calibration-tokens", type=int, default=4096, help="tokens of it")
+    parser.add_argument("--calibration-tokens", type=int, help="tokens of it; default 4096")
     parser.add_argument("--calibration", help="calibration file instead of a text")
     parser.add_argument("--offset", type=int, default=0, help="characters of the text to skip")
     parser.add_argument(
@@ -65,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
     # imported late, so that `sphkv --help` needs no torch
     from sphkv.evaluation.lm import LMConfig, LMRunner
 
+    given = args.calibration_tokens
+    if given is not None and (args.calibration_text is None or given < 1):
+        raise ValueError(f"calibration tokens are so many of a calibration text, got {given}")
     config = LMConfig(
         model=args.model,
         text=args.text,
@@ -74,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         method=args.method,
         calibration_text=args.calibration_text,
         calibration=args.calibration,
-        calibration_tokens=args.calibration_tokens,
+        **({} if given is None else {"calibration_tokens": given}),
         offset=args.offset,
     )
     points = _comparison_points(config) if args.compare else [config]

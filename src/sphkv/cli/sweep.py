@@ -58,8 +58,10 @@ def measure(config: SweepConfig, out: Path) -> None:
     def tell(line: str) -> None:
         print(f"[{time.perf_counter() - began:6.0f} s] {line}", file=sys.stderr, flush=True)
 
+    # prompts are read first, so that a grid that cannot be measured leaves no file
+    runner = SweepRunner(config, keep=out.parent, tell=tell)
     with RecordFile(out) as file:
-        summary = SweepRunner(config, keep=out.parent, tell=tell).run(file)
+        summary = runner.run(file)
     print(
         f"{summary.num_measured} points measured ({summary.num_refused} refused), "
         f"{summary.num_known} known before, {summary.seconds:.0f} s: {out}"

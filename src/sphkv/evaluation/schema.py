@@ -576,7 +576,7 @@ def _check_items(value: Any, kind: Any, item: Any, path: str) -> Iterator[tuple[
     if not isinstance(value, kind):
         yield path, f"is {_show(value)}, not {'a list' if kind is list else 'an object'}"
         return
-    pairs: Any = enumerate(value) if kind is list else value.items()
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
     for name, part in pairs:
         yield from check_value(part, item, path=_join(path, str(name)))
 

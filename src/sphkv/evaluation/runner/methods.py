@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sphkv.attention.api import get_backend
@@ -221,10 +221,12 @@ class MethodFactory:
         )
 
     def _ours(self, name: str, config: CacheConfig, work: SharedWork | None) -> Subject:
-        is_coded = config.budget is not None
+        # caches of one calibration share the codebooks made of it; a copy of its own counts only
+        # what this cache needs, whatever was measured before
+        calibration = None if config.budget is None else replace(self._calibration)
         engine = TimedEngine(
             config,
-            calibration=self._calibration if is_coded else None,
+            calibration=calibration,
             backend=self._backend,
             work=None if work is None else work.layers,
         )

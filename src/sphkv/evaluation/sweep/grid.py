@@ -244,9 +244,9 @@ class SweepRunner:
             result: Any = measure_case(session.model, session.tokenizer, read, cache, config.window)
             if config.num_seeds and case.max_new_tokens and case.task is None:
                 seeds = range(config.seed, config.seed + config.num_seeds)
-                result["quality"] |= sampled_quality(
-                    session.model, session.tokenizer, read, make, seeds
-                )
+                drawn = sampled_quality(session.model, session.tokenizer, read, make, seeds)
+                quality: Any = {**result["quality"], **drawn}
+                result["quality"] = quality
         except BudgetError as error:
             return {**record, "status": "refused", "reason": str(error)}
         return {**record, **result}
