@@ -6,15 +6,17 @@
 Models with random weights in known shapes; norms, rotation and gate are one kernel each. A prompt
 is timed with SDPA and a dense cache, and once more into the coded cache, writing included. Then
 both caches are filled with the same random states, layer by layer, a copy per sequence of the
-batch, and both sides decode with the same modules inside one CUDA graph per token; only attention
-differs. The dense side is a split-KV paged kernel at the limit of HBM, the best of a few
-configurations; where a batch does not fit in bfloat16, the largest that does is measured too.
+batch. Ours decodes through ``model.generate``, as users do, which captures its steps by itself.
+The dense side runs the same modules inside one CUDA graph per token with a split-KV paged kernel
+at the limit of HBM, the best of a few configurations, and pays for no ``generate``; where a batch
+does not fit in bfloat16, the largest that does is measured too. ``eager_ms`` is a step of
+``generate`` with transformers' own dense cache, where that fits.
 
 What happens once: ``t_calibrate_s`` fits codebooks (a file keeps them); ``t_set_up_s`` is what the
 first short prompt pays beyond the same one later, to compile or load kernels and to build search
 tables. What every prompt pays: ``t_prefill_s``, ``t_allocate_write_s`` (its states are on the GPU;
-the clock stops while they are made) and ``t_capture_s`` (page lists, decode tables, self-test,
-CUDA graph).
+the clock stops while they are made) and ``t_capture_s`` (the first steps of ``generate``: page
+lists, decode tables, self-test, CUDA graph).
 ``--profile`` prints where the time of a step goes.
 """
 
@@ -30,11 +32,10 @@ from pathlib import Path
 import torch
 from gpu_dense_model import DenseDecoder, RandomStates
 from gpu_models import SHAPES, build_model
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from sphkv import SphericalCache
 from sphkv.cache.step import StepTokens
-from sphkv.integrations.transformers.graph import GraphDecoder
 
 TIER = "k2v4"
 LLAMA, QWEN, GPT_OSS = SHAPES
@@ -46,6 +47,8 @@ POINTS = {
 # keys per tile, warps, pipeline stages, splits: the winners over longer searches
 DENSE_CONFIGS = ((128, 8, 3, 32), (64, 4, 3, 16), (64, 4, 4, 32), (64, 4, 3, 64))
 DENSE_STEPS, STEPS, WARM_UP = 32, 256, 4
+# steps of generate before the captured one runs by itself, and of an eager one
+SETTLE, EAGER_STEPS = 6, 8
 SET_UP_TOKENS = 2048
 # what a dense batch needs beside its pages: a layer of states, buffers of a step
 SPARE_BYTES = 6 << 30
@@ -151,38 +154,71 @@ def fill_cache(cache, states, batch):
 
         def write(layer=layer, keys=keys, values=values):
             engine.update(layer, keys, values)
-            engine.settle(layer, keys)
+            engine.end_layer(layer, keys)
 
         seconds += timed(write)[0]
     return seconds + timed(engine.finish)[0]
 
 
+class StepClock(StoppingCriteria):
+    """Notes when every step of ``generate`` ends, and never stops it."""
+
+    def __init__(self):
+        self.ends = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def generate(model, cache, count, batch):
+    """Milliseconds of every step of ``generate`` behind a filled cache, the first ones included."""
+    context = cache.get_seq_length()
+    tokens = torch.randint(0, model.config.vocab_size, (batch, context + 1), device="cuda")
+    clock = StepClock()
+    began = time.perf_counter()
+    model.generate(
+        tokens, past_key_values=cache, do_sample=False, max_new_tokens=count,
+        min_new_tokens=count, stopping_criteria=StoppingCriteriaList([clock]), pad_token_id=0,
+    )  # fmt: skip
+    return [1e3 * (b - a) for a, b in pairwise([began, *clock.ends])]
+
+
 def measure_codes(model, cache, states, batch, is_profiled):
-    """Decode from codes, as a record."""
+    """Decode from codes through ``generate``, as a record."""
     try:
         seconds = fill_cache(cache, states, batch)
         ledger = cache.ledger()
-        prepare_s, decoder = timed(
-            lambda: GraphDecoder(model, cache, max_new_tokens=STEPS + WARM_UP + 16)
-        )
-        capture_s = prepare_s + timed(decoder.step)[0]
+        each = generate(model, cache, STEPS + SETTLE, batch)
+        if cache.engine.graph is None:
+            raise RuntimeError("the steps of generate were not captured")
         if is_profiled:
-            print_profile("codes", decoder.step)
-        each, total = step_times(decoder.step, STEPS)
+            print_profile("codes", lambda: generate(model, cache, 3, batch), count=1)
+        first, each = each[:SETTLE], each[SETTLE:]
         num_states = batch * states.context * states.layers * states.heads
         return {
             "step_ms": statistics.median(each),
             "slowest_step_ms": max(each),
-            "tokens_per_s": batch * STEPS / total * 1e3,
+            "tokens_per_s": batch * len(each) / sum(each) * 1e3,
             "t_allocate_write_s": seconds,
-            "t_capture_s": capture_s,
-            "t_decode_s": total / 1e3,
-            "steps": STEPS,
+            "t_capture_s": (sum(first) - SETTLE * statistics.median(each)) / 1e3,
+            "steps": len(each),
             "kv_bytes": ledger.total,
+            "table_bytes": ledger.tables,
             "bytes_per_state": ledger.total / num_states,
         }
     finally:
         cache.reset()
+
+
+def measure_eager(model, states, batch):
+    """A step of ``generate`` with transformers' own dense cache, in milliseconds."""
+    dense = DynamicCache(config=model.config)
+    for layer in range(states.layers):
+        keys, values = (part.expand(batch, -1, -1, -1) for part in states.layer(layer))
+        dense.update(keys.to(model.dtype), values.to(model.dtype), layer)
+    return statistics.median(generate(model, dense, EAGER_STEPS, batch)[2:])
 
 
 def calibrated_cache(model):
@@ -198,7 +234,7 @@ def calibrated_cache(model):
 def short_prompt(model, cache):
     """Seconds to write a short prompt and to capture a step behind it."""
     seconds = fill_cache(cache, RandomStates(model.config, SET_UP_TOKENS), 1)
-    seconds += timed(lambda: GraphDecoder(model, cache, max_new_tokens=8).step())[0]
+    seconds += timed(lambda: generate(model, cache, 4, 1))[0]
     cache.reset()
     return seconds
 
@@ -246,6 +282,8 @@ def measure_point(model, cache, states, batch, has_room, args):
         dense = try_to(lambda: measure_dense(model, states, batch, args.profile))
     ours = try_to(lambda: measure_codes(model, cache, states, batch, args.profile))
     record = {"batch": batch, "dense": dense, "codes": ours}
+    if has_room and args.eager:
+        record["eager_ms"] = try_to(lambda: measure_eager(model, states, batch))
     if "step_ms" in dense and "step_ms" in ours:
         record["ratio"] = ours["tokens_per_s"] / dense["tokens_per_s"]
     return record
@@ -290,6 +328,7 @@ def main():
     parser.add_argument("--contexts", type=int, nargs="*", default=[8192, 32768, 131072])
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     parser.add_argument("--no-dense", action="store_true", help="skip the dense cache")
+    parser.add_argument("--eager", action="store_true", help="time transformers' own cache too")
     parser.add_argument("--no-prefill", action="store_true", help="do not time the prompt")
     args = parser.parse_args()
     records = []
