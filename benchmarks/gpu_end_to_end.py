@@ -175,7 +175,7 @@ class StepClock(StoppingCriteria):
 def generate(model, cache, count, batch):
     """Milliseconds of every step of ``generate`` behind a filled cache, the first ones included."""
     context = cache.get_seq_length()
-    tokens = torch.randint(0, model.config.vocab_size, (batch, context + 1), device="cuda")
+    tokens = torch.randint(1, model.config.vocab_size, (batch, context + 1), device="cuda")
     clock = StepClock()
     began = time.perf_counter()
     model.generate(

@@ -230,6 +230,10 @@ def test_share_of_a_windowed_model_is_of_its_windowed_dense_cache():
 def test_a_budget_that_one_tier_cannot_hold_keeps_a_sequence_dense():
     assert choose_residency(budget_config("25%"), 200) is None
     assert choose_residency(budget_config("64KiB", context=8192), 8192) is None
+    with pytest.raises(BudgetError, match="smallest tier 'k1v2' at 8192 tokens"):
+        Ceiling.of(budget_config("64KiB", context=8192))
+    with pytest.raises(BudgetError, match="smallest tier"):
+        Ceiling.of(budget_config("3%"))
 
 
 def test_budget_holds_from_the_stated_length_on():

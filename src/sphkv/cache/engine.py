@@ -20,7 +20,7 @@ from sphkv.cache.residency import Residency, UniformResidency, write_uniform
 from sphkv.cache.retention import RetentionResidency
 from sphkv.cache.rows import attend_rows, real_states
 from sphkv.cache.sequence import CacheSequence
-from sphkv.cache.step import StepTokens
+from sphkv.cache.step import BatchPlaces, StepTokens
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.states import SphericalCodec
 from sphkv.retention.measure import PromptWork
@@ -44,7 +44,7 @@ class CacheEngine:
         graph: Captured attention of single steps; None while steps are not captured.
         rows: The coded sequences, one per batch row; empty while the cache is dense.
         store: Their pages; None while the cache is dense.
-        is_real: ``[batch, length]`` bool on the CPU: which places of the padded batch hold tokens.
+        places: Which places of the padded batch hold tokens.
         peak_bytes: Most bytes that were resident at any moment since the prompt was coded.
         peak_share: Most that they were of the ceiling of their moment; 0 without a budget.
     """
@@ -71,7 +71,7 @@ class CacheEngine:
             ValueError: The calibration belongs to another model.
         """
         self.config = config
-        self.ceiling = Ceiling.of(config)
+        self.ceiling = Ceiling.of(config, is_calibrated=calibration is not None)
         self._model_id = model_id
         self._work = work
         self._calibrator: PromptCalibrator | None = None
@@ -100,12 +100,12 @@ class CacheEngine:
     @property
     def length(self) -> int:
         """Places of the padded batch."""
-        return self.is_real.shape[1]
+        return self.places.length
 
     @property
     def batch_size(self) -> int:
         """Sequences in the batch; 0 while the cache is empty."""
-        return self.is_real.shape[0]
+        return self.places.batch_size
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer."""
@@ -114,7 +114,17 @@ class CacheEngine:
     @property
     def num_tokens(self) -> list[int]:
         """Tokens of each sequence, padding excluded."""
-        return [int(count) for count in self.is_real.sum(1)]
+        return self.places.counts
+
+    @property
+    def is_real(self) -> Tensor:
+        """``[batch, length]`` bool on the CPU: which places of the padded batch hold tokens."""
+        return self.places.is_real
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether some place of the batch holds no token."""
+        return self.places.has_padding
 
     def use_calibration(self, calibration: Calibration) -> None:
         """Code with given codebooks from now on; the cache must not be coded yet."""
@@ -142,7 +152,7 @@ class CacheEngine:
         self.plan: ResidencyPlan | None = None
         self.graph: StepGraph | None = None
         self.rows = []
-        self.is_real = torch.zeros(0, 0, dtype=torch.bool)
+        self.places = BatchPlaces(torch.zeros(0, 0, dtype=torch.bool))
         self.peak_bytes, self.peak_share = 0, 0.0
         self._dense: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self._queries: list[Tensor | None] = [None] * layers
@@ -166,10 +176,10 @@ class CacheEngine:
             self.finish(is_failed=True)
         batch, _ = step.is_real.shape
         if self.length == 0:
-            self.is_real = torch.zeros(batch, 0, dtype=torch.bool)
+            self.places = BatchPlaces(torch.zeros(batch, 0, dtype=torch.bool))
         elif batch != self.batch_size:
             raise ValueError(f"the cache holds {self.batch_size} sequences, the step has {batch}")
-        step.check_continues(self.is_real)
+        step.check_continues(self.num_tokens)
         if self.is_coded:
             self._make_room(step)
         else:
@@ -215,7 +225,7 @@ class CacheEngine:
 
     def _is_ready(self, step: StepTokens) -> bool:
         """Whether after this step there is enough to code with, and to hold the budget."""
-        counts = self.is_real.sum(1) + step.is_real.cpu().sum(1)
+        counts = torch.tensor(self.num_tokens) + step.is_real.cpu().sum(1)
         self.plan = choose_residency(self.config, int(counts.max()))
         is_coded = self.plan is None or self.plan.spec.is_coded
         if self._codec is None and is_coded:
@@ -393,7 +403,7 @@ class CacheEngine:
             return
         if self.graph is not None:
             self.graph.commit()
-        self.is_real = torch.cat([self.is_real, step.is_real.cpu()], 1)
+        self.places.append(step.is_real.cpu())
         if self._is_encoding and self._codec is None and self._calibrator is not None:
             self._codec = SphericalCodec(self._calibrator.calibration)
             self._calibrator = None
@@ -472,7 +482,7 @@ class CacheEngine:
             for query in self._queries
         ]
         self._trim_dense(length)
-        self.is_real = self.is_real[:, :length]
+        self.places = BatchPlaces(self.is_real[:, :length].clone())
         self._forget_peak()
 
     def _forget_peak(self) -> None:
@@ -508,14 +518,15 @@ class CacheEngine:
                 rows.append(row.fork() if source in taken else row)
                 taken.add(source)
             self.rows = rows
-        self.is_real = self.is_real[index.cpu()]
+        self.places = BatchPlaces(self.is_real[index.cpu()])
         self._forget_peak()
 
     def fork(self) -> CacheEngine:
         """A cache of its own with the same tokens; pages are shared."""
         other = CacheEngine(self.config, backend=self.backend, model_id=self._model_id)
         other._codec = self._codec
-        other.store, other.plan, other.is_real = self.store, self.plan, self.is_real
+        other.store, other.plan = self.store, self.plan
+        other.places = BatchPlaces(self.is_real.clone())
         other.rows = [row.fork() for row in self.rows]
         other._dense, other._queries = list(self._dense), list(self._queries)
         other.peak_bytes, other.peak_share = self.peak_bytes, self.peak_share
@@ -596,7 +607,7 @@ class CacheEngine:
             plan: How the sequences stay resident; None if the cache was dense.
         """
         self.reset()
-        self.is_real = state["is_real"].cpu().bool()
+        self.places = BatchPlaces(state["is_real"].cpu().bool())
         if "moments" in state:
             self._calibrator = PromptCalibrator(self.config, model_id=self._model_id)
             self._calibrator.moments.copy_(state["moments"])

@@ -2,8 +2,9 @@
 """From a byte budget to how states stay resident, charging everything that does.
 
 A budget is a ceiling at every length from ``holds_from`` on. Below it the dense parts that every
-sequence needs, sinks and the open tail, weigh more than a share of so few tokens allows; a shorter
-sequence may take what it would be allowed at that length.
+sequence needs, sinks and the open tail, weigh more than a share of so few tokens allows: a batch
+stays dense until its longest row has that length, and a shorter row may take what it would be
+allowed there.
 """
 
 from __future__ import annotations
@@ -124,9 +125,16 @@ class Ceiling:
     holds_from: int | None
 
     @classmethod
-    def of(cls, config: CacheConfig) -> Ceiling:
-        """The ceiling of a cache's budget."""
-        return cls(config, holds_from(config))
+    def of(cls, config: CacheConfig, *, is_calibrated: bool = True) -> Ceiling:
+        """The ceiling of a cache's budget; a cache that must calibrate itself is dense for longer.
+
+        Raises:
+            BudgetError: No residency can hold the budget.
+        """
+        start = holds_from(config)
+        if start is not None and not is_calibrated:
+            start = max(start, config.min_calibration_tokens)
+        return cls(config, start)
 
     def bytes_at(self, num_tokens: int) -> int | None:
         """Bytes for so many tokens; None without a budget."""

@@ -25,6 +25,11 @@ class HeldSlots(Protocol):
         ...
 
     @property
+    def has_padding(self) -> bool:
+        """Whether some place holds no token."""
+        ...
+
+    @property
     def is_real(self) -> Tensor:
         """``[batch, length]`` bool: which of them are tokens."""
         ...
@@ -126,10 +131,10 @@ def read_step(args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldSlots) ->
 
 def _read_mask(mask: Any, batch: int, num_new: int, held: HeldSlots) -> Tensor:
     if mask is None:
-        if held.length and not bool(held.is_real.all()):
+        if held.has_padding:
             raise ValueError(
                 "the cache holds padded rows and this step has no attention_mask: pass the mask "
-                f"of all {held.length + num_new} slots"
+                f"of all {held.length + num_new} places"
             )
         return torch.ones(batch, num_new, dtype=torch.bool)
     if not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -138,12 +143,14 @@ def _read_mask(mask: Any, batch: int, num_new: int, held: HeldSlots) -> Tensor:
             f"attention_mask must be [batch, tokens] with 0 for padding, got {kind}: masks that "
             "hide some tokens from some others cannot be followed from codes"
         )
-    real = mask.bool().cpu()
-    if tuple(real.shape) != (batch, held.length + num_new):
+    if tuple(mask.shape) != (batch, held.length + num_new):
         raise ValueError(
             f"attention_mask must be {(batch, held.length + num_new)}: {held.length} cached "
-            f"slots and {num_new} new ones; got {tuple(real.shape)}"
+            f"places and {num_new} new ones; got {tuple(mask.shape)}"
         )
+    if held.length and not held.has_padding and bool(mask.all()):
+        return torch.ones(batch, num_new, dtype=torch.bool)
+    real = mask.bool().cpu()
     if held.length and not torch.equal(real[:, : held.length], held.is_real):
         raise ValueError("attention_mask changes what was padding when the tokens were cached")
     return real[:, held.length :]

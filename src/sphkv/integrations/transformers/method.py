@@ -40,6 +40,11 @@ class MethodCache(AttachedCache):
         return self._num_tokens
 
     @property
+    def has_padding(self) -> bool:
+        """One sequence has none."""
+        return False
+
+    @property
     def is_real(self) -> Tensor:
         """``[1, length]`` bool: there is no padding."""
         return torch.ones(1, self._num_tokens, dtype=torch.bool)
@@ -65,7 +70,7 @@ class MethodCache(AttachedCache):
                 f"a cache method holds one sequence without padding, got a batch of "
                 f"{step.is_real.shape[0]}"
             )
-        step.check_continues(self.is_real)
+        step.check_continues([self._num_tokens])
         return MethodPass(self, step)
 
     def update(
