@@ -46,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     decode.add_argument(
         "--device", default="cpu", help="cpu, or cuda: the GPU benchmark of a source checkout"
     )
-    decode.add_argument("--backend", default="auto", help="auto, reference, native, triton or cuda")
+    decode.add_argument("--backend", default="auto", help="auto, or a name of sphkv ls backends")
     decode.add_argument("--threads", type=int, default=2)
     decode.add_argument("--repeats", type=int, default=15)
     decode.add_argument("--out", help="file for the JSON rows")

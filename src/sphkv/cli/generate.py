@@ -46,7 +46,7 @@ def add_prompt_flags(parser: argparse.ArgumentParser, *, is_required: bool = Tru
     parser.add_argument("--budget", help='"25%%" of dense bytes (default), "512B/token" or bytes')
     parser.add_argument("--tier", help="a tier such as k2v3, instead of a budget")
     parser.add_argument("--calibration", help="calibration file; default: calibrate on the prompt")
-    parser.add_argument("--backend", default="auto", help="auto, reference, native, triton or cuda")
+    parser.add_argument("--backend", default="auto", help="auto, or a name of sphkv ls backends")
 
 
 def run(args: argparse.Namespace) -> int:
