@@ -31,11 +31,22 @@ def test_a_cache_and_a_prompt_are_not_both_inspected(model_folder, tmp_path, cap
     assert "--cache" in capsys.readouterr().err
 
 
-def test_a_retained_cache_stays_below_its_budget(model_folder, text_file, capsys):
+def test_retention_stays_below_its_budget(model_folder, text_file, capsys):
     argv = ["generate", "--model", str(model_folder), "--prompt-file", str(text_file), "--json"]
-    argv += ["--max-new-tokens", "3", "--retain", "--budget", "70%"]
-    assert main(argv) == 0
+    argv += ["--max-new-tokens", "3"]
+    assert main([*argv, "--retention", "--budget", "70%"]) == 0
     made = json.loads(capsys.readouterr().out)
+    assert made["residency"] == "retention"
     assert made["b_kv"] <= 0.7 * made["dense_b_kv"]
-    assert main([*argv, "--tier", "k2v3"]) == 1
+    assert main([*argv, "--no-retention", "--budget", "90%"]) == 0
+    assert json.loads(capsys.readouterr().out)["residency"] == "uniform"
+
+
+def test_the_controller_needs_a_budget_and_its_settings_need_it(text_file, capsys):
+    argv = ["generate", "--model", "nowhere", "--prompt-file", str(text_file)]
+    assert main([*argv, "--retention", "--tier", "k2v3"]) == 1
     assert "k2v3" in capsys.readouterr().err
+    assert main([*argv, "--gate"]) == 1
+    assert "retention" in capsys.readouterr().err
+    assert main([*argv, "--no-retention", "--policy", "policy.json"]) == 1
+    assert "policy.json" in capsys.readouterr().err

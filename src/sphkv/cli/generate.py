@@ -20,11 +20,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the chat template")
     parser.add_argument("--save-cache", help="folder to save the cache in")
     parser.add_argument(
-        "--retain", action="store_true", help="keep, demote or drop per token and head"
+        "--retention",
+        action=argparse.BooleanOptionalAction,
+        help="keep, demote or drop per token and head at any budget, or never; default: the "
+        "budget says",
     )
-    parser.add_argument("--policy", help="policy file for --retain, made by fit-policy")
+    parser.add_argument("--policy", help="policy file for --retention, made by fit-policy")
     parser.add_argument(
-        "--gate", action="store_true", help="with --retain: spare states where decisions are close"
+        "--gate",
+        action="store_true",
+        help="with --retention: spare states where decisions are close",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)
@@ -61,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             max_new_tokens=args.max_new_tokens,
             is_chat=args.chat,
             save_cache=args.save_cache,
-            is_retained=args.retain,
+            retention=args.retention,
             policy=args.policy,
             is_gated=args.gate,
         )

@@ -36,8 +36,9 @@ class GenerateConfig:
         max_new_tokens: Tokens to generate; 0 only fills the cache.
         is_chat: Whether the prompt goes through the model's chat template.
         save_cache: Folder to save the cache in.
-        is_retained: Whether the controller decides what is kept at which tier.
-        policy: Its weights, a file; equal weights if None.
+        retention: Whether the controller decides at any budget (True) or never (False); the
+            budget says if None.
+        policy: Weights of the controller, a file; equal weights if None.
         is_gated: Whether its stability gate watches the margins of decisions.
     """
 
@@ -51,7 +52,7 @@ class GenerateConfig:
     max_new_tokens: int = 64
     is_chat: bool = False
     save_cache: str | None = None
-    is_retained: bool = False
+    retention: bool | None = None
     policy: str | None = None
     is_gated: bool = False
 
@@ -61,11 +62,11 @@ class GenerateConfig:
             raise ValueError("give exactly one of prompt and prompt_file")
         if self.budget is not None and self.tier is not None:
             raise ValueError(f"give budget {self.budget!r} or tier {self.tier!r}, not both")
-        if self.policy is not None and not self.is_retained:
-            raise ValueError(f"policy {self.policy!r} needs the controller: retain")
-        if self.is_gated and not self.is_retained:
-            raise ValueError("a gate needs the controller: retain")
-        if self.is_retained and self.tier is not None:
+        if self.policy is not None and not self.retention:
+            raise ValueError(f"policy {self.policy!r} needs the controller: retention")
+        if self.is_gated and not self.retention:
+            raise ValueError("a gate needs the controller: retention")
+        if self.retention and self.tier is not None:
             raise ValueError(f"the controller decides under a budget, got tier {self.tier!r}")
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must not be negative, got {self.max_new_tokens}")
@@ -112,8 +113,8 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
 
 
 def _make_cache(config: GenerateConfig, model: Any) -> SphericalCache:
-    retention: RetentionOptions | None = None
-    if config.is_retained:
+    retention: bool | RetentionOptions | None = config.retention
+    if retention:
         gate = GateOptions() if config.is_gated else None
         retention = RetentionOptions(policy=config.policy, gate=gate)
     return SphericalCache.for_model(

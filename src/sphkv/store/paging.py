@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From retained states to pages: which states share a page, and how it stores positions."""
+"""From kept states to pages: which states share a page, and how it stores positions."""
 
 from dataclasses import dataclass
 from enum import IntEnum
