@@ -58,6 +58,10 @@ class UnfairComparisonError(SphKVError, ValueError):
     """Records were measured under different conditions and must not be compared."""
 
 
+class SplitError(SphKVError, ValueError):
+    """Data of one split was asked for in the name of another."""
+
+
 class BackendUnavailableError(SphKVError, RuntimeError):
     """A backend was asked for by name and cannot run here."""
 

@@ -97,19 +97,29 @@ def _uniform(config: CacheConfig, tier: str) -> ResidencyPlan:
 
 
 def holds_from(config: CacheConfig) -> int | None:
-    """Shortest length from which on the budget is a ceiling at every step.
+    """Shortest length from which on the budget is a ceiling at every step; None without one.
 
-    None without a budget, or where no residency can hold it at any length.
+    Raises:
+        BudgetError: No residency can hold the budget at any length, or a budget of total bytes
+            at the length it is made for.
     """
     budget = config.budget
     if budget is None:
         return None
     if config.retention is not None:
         return retention_holds_from(config)
+    stored = [tier.name for tier in config.tiers if tier.kind != "drop"]
     if budget.kind == "total":
-        return 1
-    starts = [uniform_holds_from(config, tier.name) for tier in config.tiers if tier.kind != "drop"]
-    return min((start for start in starts if start is not None), default=None)
+        found, tokens = 1, config.context or 1
+    else:
+        starts = [uniform_holds_from(config, name) for name in stored]
+        found, tokens = min((start for start in starts if start is not None), default=0), _LONGEST
+    needed = sequence_bytes(config, _uniform(config, stored[0]), tokens)
+    allowed = allowed_bytes(budget, config, tokens)
+    if not found or needed > allowed:
+        what = f"the smallest tier {stored[0]!r} at {tokens} tokens"
+        raise BudgetError(needed, allowed, allowed, what)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from sphkv.errors import SplitError
 from sphkv.evaluation.names import check_name
 from sphkv.evaluation.workloads.case import Case
 
@@ -42,10 +43,6 @@ _PLACES = {
     "development": ("old mill", "north gate", "salt house", "ferry landing", "glass works"),
     "test": ("clock tower", "east pier", "powder store", "orchard lodge", "copper mine"),
 }
-
-
-class SplitError(ValueError):
-    """Data of one split was asked for in the name of another."""
 
 
 @dataclass(frozen=True, slots=True)
