@@ -35,6 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--calibration-text", default="pg19/calibration/10046.txt")
     parser.add_argument("--calibration-tokens", type=int, default=4096)
     parser.add_argument("--policy", help="weights of the controller, by sphkv fit-policy")
+    parser.add_argument("--prefill-device", default="cpu", help="where prompts are read")
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0 leaves its default")
     parser.set_defaults(run=run)
 
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         "calibration_text": args.calibration_text,
         "calibration_tokens": args.calibration_tokens,
         "num_threads": args.threads,
+        "prefill_device": args.prefill_device,
         "split": [part],
     }
     if args.policy is not None:
