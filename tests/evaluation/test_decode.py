@@ -63,7 +63,8 @@ def test_one_pass_over_all_tokens_is_not_what_decoding_sees(session, prompt):
     """What parts are for: the same tokens at once see pages that were never written."""
     single = follow_text(stored(session, prompt, "joint", "30%"), prompt.following)
     whole = Decoder(stored(session, prompt, "joint", "30%")).feed(prompt.following).hidden
-    assert float((whole - single.hidden).abs().max()) > 0.1
+    # twice what parts may differ by
+    assert float((whole - single.hidden).abs().max()) > 0.04
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "kivi"])
