@@ -124,9 +124,19 @@ class Ceiling:
     holds_from: int | None
 
     @classmethod
-    def of(cls, config: CacheConfig) -> Ceiling:
-        """The ceiling of a cache's budget."""
-        return cls(config, holds_from(config))
+    def of(cls, config: CacheConfig, plan: ResidencyPlan | None = None) -> Ceiling:
+        """The ceiling of a cache's budget.
+
+        Args:
+            config: The cache.
+            plan: How its states stay resident, once that is decided: a tier that was chosen for
+                long sequences holds the budget of those only, also after a crop.
+        """
+        start = holds_from(config)
+        budget = config.budget
+        if plan is None or plan.is_retention or budget is None or budget.kind == "total":
+            return cls(config, start)
+        return cls(config, max(start or 0, uniform_holds_from(config, plan.tier) or 0))
 
     def bytes_at(self, num_tokens: int) -> int | None:
         """Bytes for so many tokens; None without a budget."""

@@ -8,6 +8,7 @@ source is gone once it is coded.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import TypeVar
@@ -412,6 +413,7 @@ class RetentionResidency:
         other.contract, other.features = self.contract, list(self.features)
         other.notes = [notes.copy() for notes in self.notes]
         other.drift, other.num_rebalances = self.drift, self.num_rebalances
+        other.gate = copy.deepcopy(self.gate)
         return other
 
     def state(self) -> dict[str, Tensor]:
