@@ -550,3 +550,21 @@ def test_a_crop_gives_slabs_back():
     assert engine.ledger().total < 0.4 * before.total
     run_pass(engine, batch_states(1, 600), all_real(1))
     assert engine.resident_bytes() == engine.ledger().total
+
+
+@pytest.mark.parametrize("windows", [(260, 260), (None, 260), (70, 500)])
+@pytest.mark.parametrize("budget", ["40%", "60%", "100%"])
+def test_budget_of_windows_holds_at_every_length_from_the_stated_one_on(windows, budget):
+    """A dense window stops growing before one that is kept in pages does."""
+    config = replace(budget_config(budget), windows=windows)
+    assert config.budget is not None
+    for tier in ("k1v2", "k5v4", "max"):
+        start = uniform_holds_from(config, tier)
+        plan = ResidencyPlan("uniform", config.tiers, tier, config.recent_tokens)
+        if start is None:
+            far = 1 << 20
+            assert sequence_bytes(config, plan, far) > allowed_bytes(config.budget, config, far)
+            continue
+        for tokens in range(start, start + 1500, 37):
+            allowed = allowed_bytes(config.budget, config, tokens)
+            assert sequence_bytes(config, plan, tokens) <= allowed

@@ -96,19 +96,30 @@ def _uniform(config: CacheConfig, tier: str) -> ResidencyPlan:
 
 
 def holds_from(config: CacheConfig) -> int | None:
-    """Shortest length from which on the budget is a ceiling at every step.
+    """Shortest length from which on the budget is a ceiling at every step; None without one.
 
-    None without a budget, or where no residency can hold it at any length.
+    Raises:
+        BudgetError: No residency can hold it at any length, or a total not at ``context``.
     """
     budget = config.budget
     if budget is None:
         return None
     if config.retention is not None:
         return retention_holds_from(config)
+    names = [tier.name for tier in config.tiers if tier.kind != "drop"]
     if budget.kind == "total":
-        return 1
-    starts = [uniform_holds_from(config, tier.name) for tier in config.tiers if tier.kind != "drop"]
-    return min((start for start in starts if start is not None), default=None)
+        length = config.context or 1
+        if _highest_tier(config, length) is not None:
+            return 1
+    else:
+        length = LEAST_DECIDED_TOKENS
+        starts = [uniform_holds_from(config, name) for name in names]
+        found = min((start for start in starts if start is not None), default=None)
+        if found is not None:
+            return found
+    needed = min(sequence_bytes(config, _uniform(config, name), length) for name in names)
+    allowed = allowed_bytes(budget, config, length)
+    raise BudgetError(needed, allowed, allowed, f"a sequence of {length} tokens with one tier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +169,10 @@ def uniform_holds_from(config: CacheConfig, tier: str) -> int | None:
         tokens = pages * step
         return sequence_bytes(config, plan, tokens + step) <= allowed_bytes(budget, config, tokens)
 
-    found = _first(fits, _LONGEST // step)
+    # a window stops earning bytes before it stops taking them: from there on both only grow
+    longest = max((window for window in config.windows if window is not None), default=0)
+    settled = -(-(longest + plan.window_margin) // step) + 1 if longest else 1
+    found = _first(fits, _LONGEST // step, settled=settled)
     return None if found is None else found * step
 
 
@@ -184,14 +198,24 @@ def retention_holds_from(config: CacheConfig) -> int:
     return max(found, least) * RUN_TOKENS
 
 
-def _first(fits: Callable[[int], bool], limit: int) -> int | None:
-    """Least number from 1 on that fits, if all larger ones do."""
-    high = 1
+def _first(fits: Callable[[int], bool], limit: int, *, settled: int = 1) -> int | None:
+    """Least number from 1 on that fits, if all larger ones do.
+
+    Args:
+        fits: Asked about a number; from ``settled`` on, what fits once fits always.
+        limit: Largest number to ask about.
+        settled: Below it every number is asked about.
+    """
+    high = settled
     while not fits(high):
         high *= 2
         if high > limit:
             return None
     low = high // 2
+    if high == settled:
+        while high > 1 and fits(high - 1):
+            high -= 1
+        return high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
