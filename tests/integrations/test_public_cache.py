@@ -258,7 +258,7 @@ def start(calibrated: Any, setting: Setting) -> Driver | None:
         options=CacheOptions(backend="native"),
     )
     length = (cache.holds_from or 0) + setting.beyond
-    if (cache.holds_from is None and setting.kind != "tier") or length > LONGEST:
+    if length > LONGEST:
         cache.detach()
         return None
     length, rows = max(1, length), setting.rows
