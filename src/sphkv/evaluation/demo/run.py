@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from sphkv.codec.calibration import Calibration, CalibrationOptions
+from sphkv.cache.config import PROMPT_CALIBRATION
+from sphkv.codec.calibration import Calibration
 from sphkv.evaluation.demo.text import HiddenFact, hidden_facts, make_document
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.tier_map import tier_map
@@ -81,6 +82,7 @@ class _Followed:
     """Tokens fed one by one after the document.
 
     Attributes:
+        input_ids: ``[1, tokens]`` that were fed.
         log_probs: ``[tokens, vocabulary]`` after each of them.
         seconds: Of each step.
         num_tokens: Tokens held after the document and after each step.
@@ -88,6 +90,7 @@ class _Followed:
         limit_bytes: What a budget allowed then; None without one.
     """
 
+    input_ids: Tensor
     log_probs: Tensor
     seconds: list[float]
     num_tokens: list[int]
@@ -119,7 +122,7 @@ def run_demo(config: DemoConfig, tell: Callable[[str], None]) -> dict[str, Any]:
         stage.model,
         document[:, :_CALIBRATION_TOKENS],
         model_id=config.model,
-        options=CalibrationOptions(max_tokens=_CALIBRATION_TOKENS),
+        options=PROMPT_CALIBRATION,
         source="prompt",
     )
     calibrate_s = time.perf_counter() - began
@@ -194,17 +197,20 @@ def _show_dense(
     """Answers of the dense cache, and the text that the others are compared on."""
     geometry_bytes = _dense_bytes_per_token(dense)
     answers = [_ask(stage, fact, dense) for fact in facts]
-    opening = stage.tokens(_OPENING)
-    ids, _ = continue_greedily(stage.model, dense, opening, config.decode_tokens)
-    text = torch.cat([opening, ids], 1)
     begin = dense.get_seq_length()
-    followed = _follow(stage, dense, text, lambda: (dense.get_seq_length() * geometry_bytes, None))
+    followed = _follow(
+        stage,
+        dense,
+        stage.tokens(_OPENING),
+        lambda: (dense.get_seq_length() * geometry_bytes, None),
+        num_new=config.decode_tokens,
+    )
     dense.crop(begin - dense.get_seq_length())
     return {
         "name": "dense",
         "setting": "bfloat16",
         **_figures(followed, followed.log_probs, answers, facts),
-        "ids": text,
+        "ids": followed.input_ids,
         "log_probs": followed.log_probs,
     }
 
@@ -260,21 +266,29 @@ def _branch(cache: SphericalCache) -> Iterator[SphericalCache]:
 
 
 def _follow(
-    stage: _Stage, cache: Any, text: Tensor, peak: Callable[[], tuple[int, int | None]]
+    stage: _Stage,
+    cache: Any,
+    text: Tensor,
+    peak: Callable[[], tuple[int, int | None]],
+    *,
+    num_new: int = 0,
 ) -> _Followed:
-    """Feed a text ``[1, tokens]`` token by token."""
+    """Feed a text ``[1, tokens]`` token by token, then ``num_new`` of the most likely ones."""
     rows, seconds, lengths, moments = [], [], [cache.get_seq_length()], [peak()]
-    for at in range(text.shape[1]):
+    fed = list(text.split(1, dim=1))
+    for at in range(len(fed) + num_new):
+        if at == len(fed):
+            fed.append(rows[-1].argmax(-1, keepdim=True))
         began = time.perf_counter()
-        logits = score(stage.model, cache, text[:, at : at + 1])
+        logits = score(stage.model, cache, fed[at])
         seconds.append(time.perf_counter() - began)
         rows.append(logits.log_softmax(-1))
         lengths.append(cache.get_seq_length())
         moments.append(peak())
     limits = [limit for _, limit in moments if limit is not None]
-    return _Followed(
-        torch.cat(rows), seconds, lengths, [most for most, _ in moments], limits or None
-    )
+    peaks = [most for most, _ in moments]
+    ids = torch.cat(fed, 1)
+    return _Followed(ids, torch.cat(rows), seconds, lengths, peaks, limits or None)
 
 
 def _figures(
