@@ -61,7 +61,8 @@ class Driver:
                 past_key_values=cache,
                 use_cache=True,
             )
-        return output.logits
+        logits: Tensor = output.logits
+        return logits
 
     def append(self, tokens: Tensor, is_real: Tensor | None = None) -> None:
         """Feed tokens; their logits are those of the reference on the same pages."""
@@ -93,12 +94,14 @@ class Driver:
         """What the model answers without a cache."""
         positions = (self.is_real.cumsum(1) - 1).clamp(min=0)
         with torch.no_grad():
-            return self.model(
+            output = self.model(
                 self.tokens,
                 attention_mask=self.is_real.long(),
                 position_ids=positions,
                 use_cache=False,
-            ).logits
+            )
+        logits: Tensor = output.logits
+        return logits
 
     def check(self) -> None:
         """Lengths, every byte, and the ceiling."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from sphkv.cache.config import PROMPT_CALIBRATION
 from sphkv.codec.calibration import Calibration
@@ -21,6 +20,7 @@ from sphkv.evaluation.demo.text import HiddenFact, hidden_facts, make_document
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.tier_map import tier_map
 from sphkv.integrations.models import load_model
+from sphkv.integrations.transformers.architecture import model_geometry
 from sphkv.integrations.transformers.cache import SphericalCache
 from sphkv.integrations.transformers.calibrate import calibrate_model
 from sphkv.integrations.transformers.convert import encode_dense_cache
@@ -139,12 +139,12 @@ def run_demo(config: DemoConfig, tell: Callable[[str], None]) -> dict[str, Any]:
             tell(f"asking and going on: {name}")
             shown.append(_show_coded(stage, config, name, cache, facts, text, truth))
             shown[-1]["encode_s"] = encode_s
-            backend, dense_b_kv = cache.backend_name, cache.config.geometry.dense_bytes_per_token
+            backend = cache.backend_name
     return {
         "config": {name: getattr(config, name) for name in DemoConfig.__slots__},
         "prefill_s": prefill_s,
         "calibrate_s": calibrate_s,
-        "dense_b_kv": dense_b_kv,
+        "dense_b_kv": model_geometry(stage.model).dense_bytes_per_token,
         "backend": backend,
         "facts": [{"question": fact.question.strip(), "answer": fact.answer} for fact in facts],
         "text": stage.tokenizer.decode(text[0]),
@@ -192,17 +192,17 @@ def _make_document(stage: _Stage, context: int, facts: list[HiddenFact]) -> Tens
 
 
 def _show_dense(
-    stage: _Stage, config: DemoConfig, dense: DynamicCache, facts: list[HiddenFact]
+    stage: _Stage, config: DemoConfig, dense: Any, facts: list[HiddenFact]
 ) -> dict[str, Any]:
     """Answers of the dense cache, and the text that the others are compared on."""
-    geometry_bytes = _dense_bytes_per_token(dense)
+    per_token = model_geometry(stage.model).dense_bytes_per_token
     answers = [_ask(stage, fact, dense) for fact in facts]
     begin = dense.get_seq_length()
     followed = _follow(
         stage,
         dense,
         stage.tokens(_OPENING),
-        lambda: (dense.get_seq_length() * geometry_bytes, None),
+        lambda: (dense.get_seq_length() * per_token, None),
         num_new=config.decode_tokens,
     )
     dense.crop(begin - dense.get_seq_length())
@@ -213,15 +213,6 @@ def _show_dense(
         "ids": followed.input_ids,
         "log_probs": followed.log_probs,
     }
-
-
-def _dense_bytes_per_token(dense: DynamicCache) -> int:
-    """Bytes of a token in bfloat16."""
-    total = 0
-    for layer in dense.layers:
-        keys: Any = layer.keys
-        total += 2 * 2 * keys.shape[1] * keys.shape[3]
-    return total
 
 
 def _show_coded(
@@ -274,7 +265,8 @@ def _follow(
     num_new: int = 0,
 ) -> _Followed:
     """Feed a text ``[1, tokens]`` token by token, then ``num_new`` of the most likely ones."""
-    rows, seconds, lengths, moments = [], [], [cache.get_seq_length()], [peak()]
+    rows: list[Tensor] = []
+    seconds, lengths, moments = [], [cache.get_seq_length()], [peak()]
     fed = list(text.split(1, dim=1))
     for at in range(len(fed) + num_new):
         if at == len(fed):
