@@ -32,7 +32,7 @@ from sphkv.integrations.transformers.stepping import (
 from sphkv.retention.policy import RetentionPolicy
 
 _CALIBRATION_TOKENS = 1024
-_ANSWER_TOKENS = 8
+_ANSWER_TOKENS = 6
 # More than any sentence has, also where tokens are bytes: a document grows up to its length.
 _MOST_SENTENCE_TOKENS = 160
 _OPENING = " In the spring of that year"
