@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sphkv.cache.retained_bytes import contract_bytes
-from sphkv.cache.retained_config import RetainedConfig
 
+from sphkv.cache.config import CacheConfig, ResidencyPlan, RetentionConfig
+from sphkv.cache.plan import choose_seal_tier, retention_tiers
+from sphkv.cache.retention import page_costs
 from sphkv.core.budget import ByteBudget
 from sphkv.core.contract import WriteContract
 from sphkv.core.geometry import KVGeometry
@@ -34,13 +35,15 @@ from sphkv.retention.measure import LayerInput
 from sphkv.retention.policy import BlockShape, ControlOptions
 from sphkv.retention.pricing import LayerPricer
 from sphkv.retention.solver import TierChoices, allocate_tiers
+from sphkv.store.forecast import contract_bytes
+from sphkv.store.store import PageStore
 
 HEAD_DIM = 128
 SPREAD = 2.0
 LARGEST_HALF = 6e4
 
 
-def draw_layer(config: RetainedConfig, values: torch.Tensor, seed: int) -> LayerInput:
+def draw_layer(config: RetentionConfig, values: torch.Tensor, seed: int) -> LayerInput:
     generator = torch.Generator().manual_seed(seed)
     heads, tokens, _ = values.shape
     pull = torch.exp(3 * torch.randn(heads, tokens, generator=generator)) / tokens**2
@@ -120,24 +123,32 @@ def allocate_states(geometry: KVGeometry, tokens: int, share: float, device: str
 
 def allocate_runs(geometry: KVGeometry, tokens: int, budget: str) -> dict[str, Any]:
     """From features to a contract that fits."""
-    config = RetainedConfig(
-        geometry,
-        (RopeSpec.unrotated(HEAD_DIM),) * geometry.num_layers,
-        ByteBudget.parse(budget),
+    parsed, tiers = ByteBudget.parse(budget), retention_tiers(HEAD_DIM)
+    retention = RetentionConfig(
+        tiers,
+        choose_seal_tier(tiers, parsed, geometry),
         options=ControlOptions(shapes=(BlockShape.RUNS,)),
     )
+    layers = geometry.num_layers
+    ropes = (RopeSpec.unrotated(HEAD_DIM),) * layers
+    config = CacheConfig(
+        geometry, ropes, (None,) * layers, tiers, budget=parsed, retention=retention
+    )
+    plan = ResidencyPlan("retention", tiers, retention.seal_tier, 0)
+    store = PageStore(plan.store_config(config, 1))
+    costs = page_costs(config, plan, store)
     values = torch.randn(geometry.num_kv_heads, tokens, HEAD_DIM)
-    draw_layer(config, values, 0)
+    draw_layer(retention, values, 0)
     memory = PeakMemory("cpu")
-    controller = RetentionController(config.page_costs(), config.options)
-    pricer = LayerPricer(config.page_costs(), config.policy, config.options)
+    controller = RetentionController(costs, retention.options)
+    pricer = LayerPricer(costs, retention.policy, retention.options)
     score, checks = 0.0, []
     for layer in range(geometry.num_layers):
-        drawn = draw_layer(config, values, layer)
+        drawn = draw_layer(retention, values, layer)
         began = time.perf_counter()
         controller.add_layer(pricer.price(drawn))
         score += time.perf_counter() - began
-    limit, store = config.budget.resolve(geometry, tokens), config.store_config()
+    limit = parsed.resolve(geometry, tokens)
 
     def exact(contract: WriteContract) -> int:
         start = time.perf_counter()
@@ -148,13 +159,13 @@ def allocate_runs(geometry: KVGeometry, tokens: int, budget: str) -> dict[str, A
     began = time.perf_counter()
     contract = controller.decide(limit, exact)
     decide = time.perf_counter() - began
-    states, tiers = geometry.num_layers * geometry.num_kv_heads * tokens, len(config.tiers)
+    states = geometry.num_layers * geometry.num_kv_heads * tokens
     return {
         "states": states,
-        "tiers": tiers,
+        "tiers": len(tiers),
         "seconds": {"score": score, "decide": decide, "byte_check": sum(checks)},
         "byte_checks": len(checks),
-        "extra_bytes_per_state_and_tier": memory.extra() / states / tiers,
+        "extra_bytes_per_state_and_tier": memory.extra() / states / len(tiers),
         "used": contract_bytes(store, contract, tokens - 16) / limit,
     }
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share of a decode step that the controller takes: tiers for new pages, rebalancing, the gate.
+"""Share of a decode step that the controller takes: pricing, rebalancing, sealing, the gate.
 
     python benchmarks/retention_decode.py --text book.txt --calibration c.safetensors --budget 10%
 
 Processor time, so that other work on the machine does not count. ``write_share`` is what coding and
 moving pages takes, which any cache that codes new states does; ``controller_share`` is the rest of
-what happens beside model and attention: listing pages, foretelling, solving, the gate with the
+what happens beside model and attention: listing pages, predicting, solving, the gate with the
 margin of the two best tokens.
 """
 
@@ -16,20 +16,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sphkv.cache.retained import RetainedSequence
-from sphkv.cache.retained_config import RetainedConfig
+import torch
 
-from sphkv.attention.api import get_backend
 from sphkv.codec.calibration_file import load_calibration
-from sphkv.codec.states import SphericalCodec
-from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.harness.states import log_probabilities, read_prompt
-from sphkv.evaluation.harness.subject import MethodSubject
 from sphkv.evaluation.text import read_tokens
 from sphkv.integrations.models import load_model
-from sphkv.integrations.transformers.architecture import model_geometry, model_ropes
+from sphkv.integrations.transformers.cache import RetentionOptions, SphericalCache
+from sphkv.integrations.transformers.stepping import score
 from sphkv.retention.gate import GateOptions
+
+
+class Stopwatch:
+    """Processor seconds of calls, by name; a call inside another counts in both."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    def wrap(self, owner: Any, name: str) -> None:
+        """Time a method of an object from now on."""
+        call: Callable[..., Any] = getattr(owner, name)
+        spent = self.seconds.setdefault(name, [])
+
+        def run(*values: Any, **named: Any) -> Any:
+            start = time.process_time()
+            found = call(*values, **named)
+            spent.append(time.process_time() - start)
+            return found
+
+        setattr(owner, name, run)
+
+    def total(self, *names: str) -> float:
+        """Seconds of all calls of some names."""
+        return sum(sum(self.seconds[name]) for name in names)
 
 
 def main() -> None:
@@ -43,41 +62,39 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model, tokenizer = load_model(args.model)
-    geometry, ropes = model_geometry(model), model_ropes(model)
     ids = read_tokens(tokenizer, args.text, args.context + args.steps, offset=40_000)
+    cache = SphericalCache.for_model(
+        model,
+        args.budget,
+        retention=RetentionOptions(gate=GateOptions()),
+        calibration=load_calibration(args.calibration),
+    )
+    if cache.holds_from is None or cache.holds_from > args.context:
+        raise SystemExit(f"{args.budget} holds from {cache.holds_from} tokens on")
     began = time.perf_counter()
-    states = read_prompt(model, ids[:, : args.context])
+    with torch.no_grad():
+        model(ids[:, : args.context], use_cache=False, logits_to_keep=1)
     dense_s = time.perf_counter() - began
-    codec = SphericalCodec(load_calibration(args.calibration, geometry=geometry, ropes=ropes))
-    config = RetainedConfig(geometry, ropes, ByteBudget.parse(args.budget), gate=GateOptions())
-    sequence = RetainedSequence(config, codec, get_backend("auto"))
     began = time.perf_counter()
-    subject = MethodSubject(model, sequence, geometry)
-    subject.store_prompt(states)
-    store_s = time.perf_counter() - began
-    spent: dict[str, list[float]] = {"settle": [], "demote": [], "gate": []}
-
-    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*values: object) -> Any:
-            start = time.process_time()
-            found = call(*values)
-            spent[name].append(time.process_time() - start)
-            return found
-
-        return run
-
-    refresher, store = sequence.refresher, sequence.store
-
-    gated = timed("gate", refresher.observe_logits)
-    refresher.settle = timed("settle", refresher.settle)  # type: ignore[method-assign]
-    store.demote = timed("demote", store.demote)  # type: ignore[method-assign]
-    began, over = time.process_time(), 0
+    score(model, cache, ids[:, : args.context])
+    store_s = time.perf_counter() - began - dense_s
+    engine, watch = cache.engine, Stopwatch()
+    residency: Any = engine.rows[0].residency
+    watch.wrap(residency, "make_room")
+    watch.wrap(residency, "observe_logits")
+    # coding and moving: what any cache that codes new states does
+    for name in ("demote", "compact"):
+        watch.wrap(engine.store, name)
+    # the controller's make_room ends by sealing through the store's
+    seal = Stopwatch()
+    seal.wrap(engine.store, "make_room")
+    began_cpu = time.process_time()
     for at in range(args.context, args.context + args.steps):
-        hidden = subject.feed(ids[:, at : at + 1]).hidden
-        gated(next(log_probabilities(model, hidden))[1][0])
-        over = max(over, sequence.resident_bytes() - sequence.limit_bytes())
-    total = time.process_time() - began
-    settle, write, gate = (sum(spent[name]) for name in ("settle", "demote", "gate"))
+        score(model, cache, ids[:, at : at + 1])
+    total = time.process_time() - began_cpu
+    gate = watch.total("observe_logits")
+    write = watch.total("demote", "compact") + seal.total("make_room")
+    settle = watch.total("make_room")
     record = {
         "command": (
             f"python benchmarks/retention_decode.py --model {Path(args.model).name} "
@@ -88,12 +105,12 @@ def main() -> None:
         "store_s": store_s,
         "steps": args.steps,
         "step_cpu_ms": 1000 * total / args.steps,
-        "usual_settle_cpu_ms": 1000 * sorted(spent["settle"])[args.steps // 2],
+        "usual_make_room_cpu_ms": 1000 * sorted(watch.seconds["make_room"])[args.steps // 2],
         "write_share": write / total,
         "controller_share": (settle - write + gate) / total,
         "gate_share": gate / total,
-        "bytes_over_budget": max(0, over),
-        "rebalances": refresher.num_rebalances,
+        "peak_share": engine.peak_share,
+        "rebalances": residency.num_rebalances,
         "budget": args.budget,
         "context": args.context,
         "environment": describe_environment(),

@@ -230,9 +230,9 @@ def test_share_of_a_windowed_model_is_of_its_windowed_dense_cache():
 def test_a_budget_that_one_tier_cannot_hold_keeps_a_sequence_dense():
     assert choose_residency(budget_config("25%"), 200) is None
     assert choose_residency(budget_config("64KiB", context=8192), 8192) is None
-    with pytest.raises(BudgetError, match="smallest tier 'k1v2' at 8192 tokens"):
+    with pytest.raises(BudgetError, match="a sequence of 8192 tokens with one tier"):
         Ceiling.of(budget_config("64KiB", context=8192))
-    with pytest.raises(BudgetError, match="smallest tier"):
+    with pytest.raises(BudgetError, match="with one tier"):
         Ceiling.of(budget_config("3%"))
 
 
@@ -466,3 +466,109 @@ def test_damaged_folders_are_refused(tmp_path: Path):
         read_config(tmp_path, GEOMETRY, config.ropes, (None, None))
     with pytest.raises(FileExistsError):
         save_engine(engine, tmp_path)
+
+
+def shared_prompt(budget: ByteBudget, tokens: int = 600) -> CacheEngine:
+    config = replace(make_config("k2v3"), tier=None, budget=budget, min_calibration_tokens=80)
+    engine = CacheEngine(replace(config, context=tokens + 100))
+    run_pass(engine, batch_states(tokens), all_real(tokens))
+    return engine
+
+
+def test_a_fork_that_nobody_holds_gives_its_pages_back():
+    engine = CacheEngine(replace(make_config("k2v3"), min_calibration_tokens=80))
+    run_pass(engine, batch_states(300), all_real(300))
+    alone = engine.ledger().total
+    for _ in range(3):
+        fork = engine.fork()
+        run_pass(fork, batch_states(40, 300), all_real(40))
+        assert engine.ledger().total > alone
+        del fork
+    assert engine.ledger().total == engine.resident_bytes() == alone
+    assert engine.store is not None
+    assert len(engine.store.sequences) == 1
+
+
+def test_every_copy_of_a_sequence_has_its_own_part_of_a_total_budget():
+    config = make_config("k2v3")
+    plan = make_plan(config)
+    limit = sequence_bytes(config, plan, 700)
+    engine = shared_prompt(ByteBudget.parse(limit))
+    assert engine.limit_bytes() == limit
+    # each copy has a tail of its own, for which one budget has no room
+    engine.select_rows(torch.zeros(8, dtype=torch.int64))
+    assert engine.limit_bytes() == 8 * limit
+    run_pass(engine, batch_states(30, 600, batch=8), all_real(30, 8))
+    assert engine.peak_share <= 1
+    engine.select_rows(torch.tensor([0]))
+    with pytest.raises(BudgetError):
+        run_pass(engine, batch_states(300, 630), all_real(300))
+
+
+def test_bytes_of_a_fork_are_held_against_its_own_ceiling():
+    engine = shared_prompt(ByteBudget.parse("60%"))
+    share, fork = engine.peak_share, engine.fork()
+    for cache in (fork, engine):
+        run_pass(cache, batch_states(1, 600), all_real(1))
+    assert 0 < engine.peak_share <= 1
+    assert fork.peak_share <= 1
+    fork.reset()
+    run_pass(engine, batch_states(1, 601), all_real(1))
+    assert engine.peak_share <= max(1.0, share)
+
+
+def test_a_short_row_beside_a_long_one_meets_its_own_ceiling():
+    """The tier is chosen for the shortest row: a long one may have room for a higher."""
+    config = replace(budget_config("40%"), min_calibration_tokens=80)
+    engine = CacheEngine(config)
+    real = all_real(4000, 2)
+    real[1, :3000] = False
+    run_pass(engine, batch_states(4000, batch=2), real)
+    longest, shortest = (choose_residency(config, tokens) for tokens in (4000, 1000))
+    assert longest is not None
+    assert engine.plan == shortest != longest
+    assert engine.peak_share <= 1
+
+
+def test_a_cropped_sequence_says_from_which_length_its_tier_holds():
+    engine = CacheEngine(replace(budget_config("100%"), min_calibration_tokens=80))
+    before = engine.ceiling.holds_from
+    run_pass(engine, batch_states(3000), all_real(3000))
+    assert engine.plan is not None
+    start = uniform_holds_from(engine.config, engine.plan.tier)
+    assert before is not None
+    assert start is not None
+    assert engine.ceiling.holds_from == start > before
+    engine.crop(start + 1)
+    run_pass(engine, batch_states(1, start + 1), all_real(1))
+    engine.reset()
+    assert engine.ceiling.holds_from == before
+
+
+def test_a_crop_gives_slabs_back():
+    engine = CacheEngine(replace(make_config("k2v3"), min_calibration_tokens=80))
+    run_pass(engine, batch_states(8000), all_real(8000))
+    before = engine.ledger()
+    engine.crop(600)
+    # what is left of a pool is less than one slab more than its pages
+    assert engine.ledger().total < 0.4 * before.total
+    run_pass(engine, batch_states(1, 600), all_real(1))
+    assert engine.resident_bytes() == engine.ledger().total
+
+
+@pytest.mark.parametrize("windows", [(260, 260), (None, 260), (70, 500)])
+@pytest.mark.parametrize("budget", ["40%", "60%", "100%"])
+def test_budget_of_windows_holds_at_every_length_from_the_stated_one_on(windows, budget):
+    """A dense window stops growing before one that is kept in pages does."""
+    config = replace(budget_config(budget), windows=windows)
+    assert config.budget is not None
+    for tier in ("k1v2", "k5v4", "max"):
+        start = uniform_holds_from(config, tier)
+        plan = ResidencyPlan("uniform", config.tiers, tier, config.recent_tokens)
+        if start is None:
+            far = 1 << 20
+            assert sequence_bytes(config, plan, far) > allowed_bytes(config.budget, config, far)
+            continue
+        for tokens in range(start, start + 1500, 37):
+            allowed = allowed_bytes(config.budget, config, tokens)
+            assert sequence_bytes(config, plan, tokens) <= allowed

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="the extra sphkv[transformers] is not
 from transformers import DynamicCache
 
 from sphkv import SphericalCache
-from sphkv.errors import CacheFileError
+from sphkv.errors import BudgetError, CacheFileError
 from sphkv.integrations.transformers.cache import CacheOptions
 from sphkv.integrations.transformers.calibrate import calibrate_model
 
@@ -33,20 +33,27 @@ def calibration(model) -> Any:
     return calibrate_model(model, make_tokens(300, seed=7), model_id="tiny")
 
 
-@pytest.fixture(params=["max", "k3v4"])
+@pytest.fixture(params=["max", "k3v4", "retention"])
 def new_cache(request, model, calibration) -> Any:
     """Makes caches whose codes do not depend on what they are given first.
 
     They decode with the reference: these tests ask whether the cache keeps the right states, and
     kernels that round to eight bits answer differently for one query than for several at once.
+    The controller's budget is generous: it decides, and what it keeps is close to dense.
     """
     made = []
     options = CacheOptions(backend="reference")
+    is_retention = request.param == "retention"
 
     def make(target: Any = model) -> SphericalCache:
         made.append(
             SphericalCache.for_model(
-                target, tiers=request.param, calibration=calibration, options=options
+                target,
+                "150%" if is_retention else None,
+                retention=True if is_retention else None,
+                tiers=None if is_retention else request.param,
+                calibration=calibration,
+                options=options,
             )
         )
         return made[-1]
@@ -54,6 +61,11 @@ def new_cache(request, model, calibration) -> Any:
     yield make
     for cache in made:
         cache.detach()
+
+
+def is_near_dense(cache: SphericalCache) -> bool:
+    """Whether what is kept is bfloat16 for the most part."""
+    return cache.residency == "retention" or (cache.tier is not None and not cache.tier.is_coded)
 
 
 def generate(model: Any, tokens: Tensor, cache: Any, count: int = 6, **options: Any) -> Any:
@@ -78,11 +90,13 @@ def test_left_padded_rows_equal_single_runs(model, new_cache):
     cache = new_cache()
     together = generate(model, tokens, cache, attention_mask=mask)
     assert cache.engine.num_tokens == [length + 5 for length in lengths]
+    # alone, a row that is too short for the controller's budget stays dense
+    tolerance = 5e-3 if cache.residency == "retention" else 1e-4
     for index, row in enumerate(rows):
         alone = generate(model, row, new_cache())
         assert torch.equal(alone.sequences[0, -6:], together.sequences[index, -6:])
         for one, batch in zip(alone.logits, together.logits, strict=True):
-            torch.testing.assert_close(batch[index], one[0], atol=1e-4, rtol=0)
+            torch.testing.assert_close(batch[index], one[0], atol=tolerance, rtol=0)
 
 
 def test_padding_without_positions_is_refused(model, new_cache):
@@ -116,12 +130,13 @@ def test_chunked_prefill_is_close_to_one_pass(model, new_cache):
         model(tokens[:, at : at + 120], past_key_values=cache).logits for at in range(0, 500, 120)
     ]
     error = (torch.cat(parts, 1) - expected).abs().max()
-    assert error < (0.02 if whole.tier.kind == "dense" else 0.3)
+    tolerance = 0.02 if is_near_dense(whole) else 0.3
+    assert error < tolerance
     assert cache.engine.num_tokens == whole.engine.num_tokens == [500]
     following = make_tokens(1, seed=5)
     one = model(following, past_key_values=whole).logits
     two = model(following, past_key_values=cache).logits
-    torch.testing.assert_close(two, one, atol=0.02 if whole.tier.kind == "dense" else 0.3, rtol=0)
+    torch.testing.assert_close(two, one, atol=tolerance, rtol=0)
 
 
 def test_generate_in_prefill_chunks(model, new_cache):
@@ -133,16 +148,18 @@ def test_generate_in_prefill_chunks(model, new_cache):
 
 def test_multi_turn_equals_one_conversation(model, new_cache):
     cache, other = new_cache(), new_cache()
-    first = generate(model, make_tokens(210), cache).sequences
+    first = generate(model, make_tokens(310), cache).sequences
     prompt = torch.cat([first, make_tokens(15, seed=3)], 1)
     second = generate(model, prompt, cache)
     assert cache.engine.num_tokens == [prompt.shape[1] + 5]
-    again = generate(model, make_tokens(210), other)
+    again = generate(model, make_tokens(310), other)
     torch.testing.assert_close(again.sequences, first)
     with torch.no_grad():
-        model(prompt[:, 215:-1], past_key_values=other)
+        model(prompt[:, 315:-1], past_key_values=other)
         logits = model(prompt[:, -1:], past_key_values=other).logits
-    torch.testing.assert_close(second.logits[0], logits[:, -1], atol=1e-4, rtol=0)
+    # the controller seals before a pass, so what is coded depends on where turns are cut
+    tolerance = 5e-3 if cache.residency == "retention" else 1e-4
+    torch.testing.assert_close(second.logits[0], logits[:, -1], atol=tolerance, rtol=0)
 
 
 def test_sampling_is_reproducible(model, new_cache):
@@ -157,10 +174,10 @@ def test_sampling_is_reproducible(model, new_cache):
 
 def test_beam_search_reorders_rows(model, new_cache):
     options = {"num_beams": 3, "num_return_sequences": 3, "output_scores": True}
-    prompt = make_tokens(200)
-    ours = generate(model, prompt, new_cache(), count=8, **options)
+    prompt, cache = make_tokens(300), new_cache()
+    ours = generate(model, prompt, cache, count=8, **options)
     dense = generate(model, prompt, DynamicCache(), count=8, **options)
-    tolerance = 0.01 if new_cache().tier.kind == "dense" else 0.2
+    tolerance = 0.01 if is_near_dense(cache) else 0.2
     torch.testing.assert_close(
         ours.sequences_scores, dense.sequences_scores, atol=tolerance, rtol=0
     )
@@ -177,44 +194,45 @@ def test_assisted_decoding_crops(model, new_cache):
 
 @torch.no_grad()
 def test_crop_and_reset(model, new_cache):
-    tokens = make_tokens(240)
+    tokens = make_tokens(340)
     cache, fresh = new_cache(), new_cache()
-    model(tokens[:, :200], past_key_values=cache)
-    model(tokens[:, 200:], past_key_values=cache)
+    model(tokens[:, :300], past_key_values=cache)
+    model(tokens[:, 300:], past_key_values=cache)
     cache.crop(-40)
-    assert cache.get_seq_length() == 200
-    model(tokens[:, :200], past_key_values=fresh)
-    expected = model(tokens[:, 200:201], past_key_values=fresh).logits
-    torch.testing.assert_close(
-        model(tokens[:, 200:201], past_key_values=cache).logits, expected, atol=1e-5, rtol=0
-    )
+    assert cache.get_seq_length() == 300
+    model(tokens[:, :300], past_key_values=fresh)
+    expected = model(tokens[:, 300:301], past_key_values=fresh).logits
+    # what the controller has sealed stays coded when a crop makes it the newest again
+    tolerance = 5e-3 if cache.residency == "retention" else 1e-5
+    cropped = model(tokens[:, 300:301], past_key_values=cache).logits
+    torch.testing.assert_close(cropped, expected, atol=tolerance, rtol=0)
     with pytest.raises(ValueError, match="minus the number"):
         cache.crop(5)
     cache.crop(0)
     cache.reset()
     assert cache.get_seq_length() == 0
     assert cache.ledger().total == 0
-    model(tokens[:, :200], past_key_values=cache)
-    again = model(tokens[:, 200:201], past_key_values=cache).logits
+    model(tokens[:, :300], past_key_values=cache)
+    again = model(tokens[:, 300:301], past_key_values=cache).logits
     torch.testing.assert_close(again, expected, atol=0, rtol=0)
 
 
 @torch.no_grad()
 def test_copies_continue_on_their_own(model, new_cache):
-    tokens = make_tokens(240)
+    tokens = make_tokens(340)
     cache = new_cache()
     model(tokens, past_key_values=cache)
     other = copy.deepcopy(cache)
     step = make_tokens(1, seed=9)
     expected = model(step, past_key_values=cache).logits
-    assert (cache.get_seq_length(), other.get_seq_length()) == (241, 240)
+    assert (cache.get_seq_length(), other.get_seq_length()) == (341, 340)
     assert torch.equal(model(step, past_key_values=other).logits, expected)
     other.detach()
 
 
 @torch.no_grad()
 def test_rows_can_be_repeated_and_selected(model, new_cache):
-    tokens = make_tokens(240, batch=2)
+    tokens = make_tokens(340, batch=2)
     cache = new_cache()
     model(tokens, past_key_values=cache)
     cache.batch_repeat_interleave(2)
@@ -231,19 +249,19 @@ def test_rows_can_be_repeated_and_selected(model, new_cache):
 
 @torch.no_grad()
 def test_save_and_load(model, new_cache, tiny_model, tmp_path):
-    tokens = make_tokens(240)
+    tokens = make_tokens(340)
     cache = new_cache()
     model(tokens, past_key_values=cache)
     cache.save(tmp_path / "cache")
     loaded = SphericalCache.load(tmp_path / "cache", model, backend="reference")
-    assert loaded.engine.num_tokens == [240]
+    assert loaded.engine.num_tokens == [340]
     step = make_tokens(1, seed=9)
     expected = model(step, past_key_values=cache).logits
     assert torch.equal(model(step, past_key_values=loaded).logits, expected)
     loaded.detach()
     with pytest.raises(CacheFileError):
         SphericalCache.load(tmp_path / "cache", tiny_model("mistral"))
-    if cache.tier.is_coded:
+    if cache.calibration is not None:
         with pytest.raises(CacheFileError, match="rope"):
             SphericalCache.load(tmp_path / "cache", tiny_model("qwen2"))
 
@@ -258,8 +276,8 @@ def test_budget_is_kept_in_use(model):
         allowed = 0.3 * cache.config.geometry.dense_bytes_per_token * cache.get_seq_length()
         assert cache.engine.is_coded
         assert cache.ledger().total <= allowed
-    with pytest.raises(ValueError, match="bytes more"):
-        SphericalCache.for_model(model, budget="100KiB")
+    with pytest.raises(BudgetError, match="bytes"):
+        SphericalCache.for_model(model, budget="1KiB")
 
 
 def test_training_is_refused(model, new_cache):

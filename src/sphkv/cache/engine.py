@@ -71,7 +71,6 @@ class CacheEngine:
             ValueError: The calibration belongs to another model.
         """
         self.config = config
-        self.ceiling = Ceiling.of(config, is_calibrated=calibration is not None)
         self._model_id = model_id
         self._work = work
         self._calibrator: PromptCalibrator | None = None
@@ -148,8 +147,11 @@ class CacheEngine:
         # other caches may share the store, so rows are given back one by one
         for row in self.rows:
             row.free()
+        if self.rows:
+            self._forget_peak()
         self.store: PageStore | None = None
         self.plan: ResidencyPlan | None = None
+        self.ceiling = Ceiling.of(self.config, is_calibrated=self._codec is not None)
         self.graph: StepGraph | None = None
         self.rows = []
         self.places = BatchPlaces(torch.zeros(0, 0, dtype=torch.bool))
@@ -174,6 +176,7 @@ class CacheEngine:
             raise RuntimeError(self._broken)
         if self._step is not None:
             self.finish(is_failed=True)
+        self._free_orphans()
         batch, _ = step.is_real.shape
         if self.length == 0:
             self.places = BatchPlaces(torch.zeros(batch, 0, dtype=torch.bool))
@@ -226,7 +229,9 @@ class CacheEngine:
     def _is_ready(self, step: StepTokens) -> bool:
         """Whether after this step there is enough to code with, and to hold the budget."""
         counts = torch.tensor(self.num_tokens) + step.is_real.cpu().sum(1)
-        self.plan = choose_residency(self.config, int(counts.max()))
+        # short rows may take what they would be allowed at the least length that holds
+        least = min(int(counts.max()), max(int(counts.min()), self.ceiling.holds_from or 0))
+        self.plan = choose_residency(self.config, least)
         is_coded = self.plan is None or self.plan.spec.is_coded
         if self._codec is None and is_coded:
             if self._calibrator is None:
@@ -237,6 +242,7 @@ class CacheEngine:
         return self.plan is not None
 
     def _open_store(self, batch: int) -> None:
+        self.ceiling = Ceiling.of(self.config, self.plan)
         codec = self._codec
         if codec is None and self._calibrator is not None:
             codec = SphericalCodec(self._calibrator.calibration)
@@ -428,11 +434,18 @@ class CacheEngine:
         """Bytes of every tensor the batch keeps alive, codebooks excepted."""
         if self.store is None:
             return self.ledger().total
+        self._free_orphans()
         return self.store.live_bytes + sum(row.residency.num_bytes for row in self.rows)
 
     def limit_bytes(self) -> int | None:
-        """Bytes the ceiling allows the batch at its present lengths; None without a budget."""
-        limits = [self.ceiling.bytes_at(count) for count in self.num_tokens]
+        """Bytes the ceiling allows at the present lengths; None without a budget.
+
+        Forks share a store, so once there is one, all of its sequences count.
+        """
+        counts = self.num_tokens
+        if self.store is not None:
+            counts = [self.store.num_tokens(sequence) for sequence in self.store.sequences]
+        limits = [self.ceiling.bytes_at(count) for count in counts]
         return None if None in limits else sum(limit for limit in limits if limit is not None)
 
     def see_logits(self, logits: Tensor) -> None:
@@ -462,6 +475,9 @@ class CacheEngine:
     def crop(self, length: int) -> None:
         """Forget places of the padded batch from ``length`` on.
 
+        The controller meets the ceiling of the shorter length at once. With one tier, slabs that
+        still hold a page stay: until the sequence has grown again it may hold a slab more.
+
         Raises:
             ValueError: A layer with a sliding window has given up what would be needed.
         """
@@ -484,6 +500,11 @@ class CacheEngine:
         self._trim_dense(length)
         self.places = BatchPlaces(self.is_real[:, :length].clone())
         self._forget_peak()
+
+    def _free_orphans(self) -> None:
+        """Give back the pages of forks that nobody holds any more."""
+        if self.rows:
+            self.rows[0].free_orphans()
 
     def _forget_peak(self) -> None:
         """What was resident at other lengths, or of other rows, is no part of the next pass."""
@@ -525,7 +546,7 @@ class CacheEngine:
         """A cache of its own with the same tokens; pages are shared."""
         other = CacheEngine(self.config, backend=self.backend, model_id=self._model_id)
         other._codec = self._codec
-        other.store, other.plan = self.store, self.plan
+        other.store, other.plan, other.ceiling = self.store, self.plan, self.ceiling
         other.places = BatchPlaces(self.is_real.clone())
         other.rows = [row.fork() for row in self.rows]
         other._dense, other._queries = list(self._dense), list(self._queries)
@@ -535,7 +556,11 @@ class CacheEngine:
         return other
 
     def ledger(self) -> ByteLedger:
-        """Resident bytes by kind; dense states of the start count at their own width."""
+        """Resident bytes by kind; dense states of the start count at their own width.
+
+        A cache and its forks share a store, whose bytes are counted once for all of them.
+        """
+        self._free_orphans()
         tables = self._table_bytes()
         if self.store is not None:
             ledger = self.store.ledger()
@@ -614,6 +639,7 @@ class CacheEngine:
             self._calibrator.num_queries.copy_(state["num_queries"])
         if files:
             self.plan = plan
+            self.ceiling = Ceiling.of(self.config, plan)
             self.store = self._new_store(len(files), self._codec)
             for sequence, file in enumerate(files):
                 self.store.load(sequence, file, codec_hash=codec_hash)

@@ -100,26 +100,27 @@ def holds_from(config: CacheConfig) -> int | None:
     """Shortest length from which on the budget is a ceiling at every step; None without one.
 
     Raises:
-        BudgetError: No residency can hold the budget at any length, or a budget of total bytes
-            at the length it is made for.
+        BudgetError: No residency can hold it at any length, or a total not at ``context``.
     """
     budget = config.budget
     if budget is None:
         return None
     if config.retention is not None:
         return retention_holds_from(config)
-    stored = [tier.name for tier in config.tiers if tier.kind != "drop"]
+    names = [tier.name for tier in config.tiers if tier.kind != "drop"]
     if budget.kind == "total":
-        found, tokens = 1, config.context or 1
+        length = config.context or 1
+        if _highest_tier(config, length) is not None:
+            return 1
     else:
-        starts = [uniform_holds_from(config, name) for name in stored]
-        found, tokens = min((start for start in starts if start is not None), default=0), _LONGEST
-    needed = sequence_bytes(config, _uniform(config, stored[0]), tokens)
-    allowed = allowed_bytes(budget, config, tokens)
-    if not found or needed > allowed:
-        what = f"the smallest tier {stored[0]!r} at {tokens} tokens"
-        raise BudgetError(needed, allowed, allowed, what)
-    return found
+        length = LEAST_DECIDED_TOKENS
+        starts = [uniform_holds_from(config, name) for name in names]
+        found = min((start for start in starts if start is not None), default=None)
+        if found is not None:
+            return found
+    needed = min(sequence_bytes(config, _uniform(config, name), length) for name in names)
+    allowed = allowed_bytes(budget, config, length)
+    raise BudgetError(needed, allowed, allowed, f"a sequence of {length} tokens with one tier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +136,32 @@ class Ceiling:
     holds_from: int | None
 
     @classmethod
-    def of(cls, config: CacheConfig, *, is_calibrated: bool = True) -> Ceiling:
-        """The ceiling of a cache's budget; a cache that must calibrate itself is dense for longer.
+    def of(
+        cls,
+        config: CacheConfig,
+        plan: ResidencyPlan | None = None,
+        *,
+        is_calibrated: bool = True,
+    ) -> Ceiling:
+        """The ceiling of a cache's budget.
+
+        Args:
+            config: The cache.
+            plan: How its states stay resident, once that is decided: a tier that was chosen for
+                long sequences holds the budget of those only, also after a crop.
+            is_calibrated: Whether it has codebooks; one that must calibrate itself is dense for
+                longer.
 
         Raises:
             BudgetError: No residency can hold the budget.
         """
         start = holds_from(config)
+        budget = config.budget
         if start is not None and not is_calibrated:
             start = max(start, config.min_calibration_tokens)
-        return cls(config, start)
+        if plan is None or plan.is_retention or budget is None or budget.kind == "total":
+            return cls(config, start)
+        return cls(config, max(start or 0, uniform_holds_from(config, plan.tier) or 0))
 
     def bytes_at(self, num_tokens: int) -> int | None:
         """Bytes for so many tokens; None without a budget."""
@@ -166,7 +183,10 @@ def uniform_holds_from(config: CacheConfig, tier: str) -> int | None:
         tokens = pages * step
         return sequence_bytes(config, plan, tokens + step) <= allowed_bytes(budget, config, tokens)
 
-    found = _first(fits, _LONGEST // step)
+    # a window stops earning bytes before it stops taking them: from there on both only grow
+    longest = max((window for window in config.windows if window is not None), default=0)
+    settled = -(-(longest + plan.window_margin) // step) + 1 if longest else 1
+    found = _first(fits, _LONGEST // step, settled=settled)
     return None if found is None else found * step
 
 
@@ -192,14 +212,24 @@ def retention_holds_from(config: CacheConfig) -> int:
     return max(found, least) * RUN_TOKENS
 
 
-def _first(fits: Callable[[int], bool], limit: int) -> int | None:
-    """Least number from 1 on that fits, if all larger ones do."""
-    high = 1
+def _first(fits: Callable[[int], bool], limit: int, *, settled: int = 1) -> int | None:
+    """Least number from 1 on that fits, if all larger ones do.
+
+    Args:
+        fits: Asked about a number; from ``settled`` on, what fits once fits always.
+        limit: Largest number to ask about.
+        settled: Below it every number is asked about.
+    """
+    high = settled
     while not fits(high):
         high *= 2
         if high > limit:
             return None
     low = high // 2
+    if high == settled:
+        while high > 1 and fits(high - 1):
+            high -= 1
+        return high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)

@@ -8,6 +8,7 @@ source is gone once it is coded.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import TypeVar
@@ -213,14 +214,21 @@ class RetentionResidency:
         return self._with_windows(contract)
 
     def _keep_short(self, tokens: int) -> WriteContract:
-        """A prompt of which nothing can be decided: its sinks stay dense, the rest is coded."""
-        geometry, tiers = self._config.geometry, self._plan.tiers
+        """A prompt of which nothing can be decided: its sinks stay dense, the rest is coded.
+
+        A window leaves its first tokens behind, so only full attention protects them.
+        """
+        config, tiers = self._config, self._plan.tiers
         contract = WriteContract.uniform(
-            geometry, tokens, tier_id=tiers.id_of(self._plan.tier), granularity=RUN_TOKENS
+            config.geometry, tokens, tier_id=tiers.id_of(self._plan.tier), granularity=RUN_TOKENS
         )
+        full = list(config.full_layers)
         sinks = slice(0, min(self._retention.protection.sink_tokens, tokens))
-        contract.tier_id[..., sinks] = tiers.dense_id
-        contract.protected[..., sinks] = True
+        contract.tier_id[full, :, sinks] = tiers.dense_id
+        contract.protected[full, :, sinks] = True
+        for layer in range(config.geometry.num_layers):
+            start = window_start(config, self._plan, layer, tokens) // RUN_TOKENS * RUN_TOKENS
+            contract.tier_id[layer, :, :start] = tiers.drop_id
         return contract
 
     def _with_windows(self, contract: WriteContract) -> WriteContract:
@@ -412,6 +420,7 @@ class RetentionResidency:
         other.contract, other.features = self.contract, list(self.features)
         other.notes = [notes.copy() for notes in self.notes]
         other.drift, other.num_rebalances = self.drift, self.num_rebalances
+        other.gate = copy.deepcopy(self.gate)
         return other
 
     def state(self) -> dict[str, Tensor]:

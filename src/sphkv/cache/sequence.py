@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,8 +41,20 @@ class CacheSequence:
         sequence: int,
         backend: DecodeBackend,
         residency: Residency,
+        *,
+        orphans: list[int] | None = None,
     ) -> None:
-        """Take over a sequence that is in the store."""
+        """Take over a sequence that is in the store.
+
+        Args:
+            config: The cache.
+            plan: How states stay resident.
+            store: Pages and tails.
+            sequence: Id in the store.
+            backend: What runs decode attention.
+            residency: Where its states go.
+            orphans: Sequences of the store whose owners are gone; one list for all forks.
+        """
         self.sequence = sequence
         self.store = store
         self.residency = residency
@@ -51,21 +64,43 @@ class CacheSequence:
         self.first_kept = [0] * config.geometry.num_layers
         self._versions = [-1] * config.geometry.num_layers
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
+        # A fork that nobody holds any more must not keep its pages. It may go at any moment, also
+        # inside a step of the store, so the next pass frees them.
+        self._orphans = [] if orphans is None else orphans
+        self._orphan = weakref.finalize(self, self._orphans.append, sequence)
+        self._orphan.atexit = False
 
     def fork(self) -> CacheSequence:
         """A sequence of its own with the same states; pages are shared."""
         sequence = max(self.store.sequences) + 1
+        self.store.raise_limit(self._plan.max_bytes or 0)
         self.store.fork(self.sequence, sequence)
         residency = self.residency.fork(self.store, sequence)
         other = CacheSequence(
-            self._config, self._plan, self.store, sequence, self.backend, residency
+            self._config,
+            self._plan,
+            self.store,
+            sequence,
+            self.backend,
+            residency,
+            orphans=self._orphans,
         )
         other.first_kept = list(self.first_kept)
         return other
 
     def free(self) -> None:
         """Give all states back."""
-        self.store.free(self.sequence)
+        self._orphan.detach()
+        self._free(self.sequence)
+
+    def free_orphans(self) -> None:
+        """Give back what forks held that nobody holds any more."""
+        while self._orphans:
+            self._free(self._orphans.pop())
+
+    def _free(self, sequence: int) -> None:
+        self.store.free(sequence)
+        self.store.raise_limit(-(self._plan.max_bytes or 0))
 
     def num_tokens(self, layer: int = 0) -> int:
         """Tokens a layer has been given."""
@@ -208,7 +243,11 @@ class CacheSequence:
         if num_tokens < self.num_tokens() or num_tokens < max(
             self.num_tokens(layer) for layer in range(self._config.geometry.num_layers)
         ):
+            is_into_pages = num_tokens < self.store.tail(self.sequence, 0).first_position
             self.store.crop(self.sequence, num_tokens)
+            if is_into_pages:
+                # what is left may be a page in each slab, and slabs are what takes memory
+                self.store.compact()
             self.residency.crop(num_tokens)
 
     def save(self, path: Path, *, codec_hash: str) -> None:

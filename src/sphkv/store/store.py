@@ -88,6 +88,12 @@ class PageStore:
         """Most bytes that were live at any moment since the last time this was asked."""
         return self._pool.meter.take_peak()
 
+    def raise_limit(self, num_bytes: int) -> None:
+        """Move the hard limit by so many bytes, down if negative; nothing where there is none."""
+        meter = self._pool.meter
+        if meter.limit is not None:
+            meter.limit = max(0, meter.limit + num_bytes)
+
     @property
     def sequences(self) -> tuple[int, ...]:
         """Sequences the store holds."""

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demonstration: one model, one long document, dense and coded caches side by side."""
+"""The demonstration: one model, one long document, three caches side by side."""
 
 from __future__ import annotations
 
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sphkv.cache.plan import parse_tiers
-from sphkv.codec.calibration import CalibrationOptions
+from sphkv.cache.config import PROMPT_CALIBRATION
+from sphkv.codec.calibration import Calibration
 from sphkv.evaluation.demo.text import HiddenFact, hidden_facts, make_document
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.tier_map import tier_map
@@ -25,13 +26,16 @@ from sphkv.integrations.transformers.calibrate import calibrate_model
 from sphkv.integrations.transformers.convert import encode_dense_cache
 from sphkv.integrations.transformers.stepping import (
     continue_greedily,
-    prefill,
-    score_and_forget,
+    prefill_with_queries,
+    score,
 )
+from sphkv.retention.policy import RetentionPolicy
 
 _CALIBRATION_TOKENS = 1024
-_ANSWER_TOKENS = 8
-_MOST_SENTENCE_TOKENS = 40
+_ANSWER_TOKENS = 6
+# More than any sentence has, also where tokens are bytes: a document grows up to its length.
+_MOST_SENTENCE_TOKENS = 160
+_OPENING = " In the spring of that year"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +45,16 @@ class DemoConfig:
     Attributes:
         model: ``smollm2``, a local folder, or a hub name.
         context: Tokens of the document.
-        tier: Tier of sealed pages.
-        decode_tokens: Tokens of the continuation that is timed and compared.
+        tier: Tier of the cache with one tier.
+        budget: Ceiling of the cache under the controller.
+        decode_tokens: Tokens after the document that are fed one by one, timed and compared.
     """
 
     model: str = "smollm2"
     context: int = 8000
     tier: str = "k2v3"
-    decode_tokens: int = 32
+    budget: str = "10%"
+    decode_tokens: int = 48
 
     def __post_init__(self) -> None:
         """Reject sizes that show nothing."""
@@ -71,52 +77,104 @@ class _Stage:
         return ids
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Followed:
+    """Tokens fed one by one after the document.
+
+    Attributes:
+        input_ids: ``[1, tokens]`` that were fed.
+        log_probs: ``[tokens, vocabulary]`` after each of them.
+        seconds: Of each step.
+        num_tokens: Tokens held after the document and after each step.
+        peak_bytes: Most bytes of the same moments; those of a dense bfloat16 cache if it is dense.
+        limit_bytes: What a budget allowed then; None without one.
+    """
+
+    input_ids: Tensor
+    log_probs: Tensor
+    seconds: list[float]
+    num_tokens: list[int]
+    peak_bytes: list[int]
+    limit_bytes: list[int] | None
+
+
 def run_demo(config: DemoConfig, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Prefill once, code, then answer and continue with both caches.
+    """Prefill once, code twice, then answer and go on with all three caches.
 
     Args:
-        config: Model, context and tier.
+        config: Model, context, tier and budget.
         tell: Called with a line of progress.
 
     Returns:
-        Figures for the table and the report.
+        Figures for the table and the report; ``caches`` has one entry per cache.
     """
     tell(f"loading {config.model}")
     stage = _Stage(*load_model(config.model, torch.float32), tell)
-    limit = getattr(stage.model.config, "max_position_embeddings", config.context)
-    longest = config.context + config.decode_tokens + 64
-    if longest > limit:
-        raise ValueError(f"context {config.context} leaves no room in the model's {limit} tokens")
-    # a wrong tier must not cost a prefill
-    parse_tiers(config.tier, model_geometry(stage.model).head_dim)
+    _check_fits(stage, config)
     facts = hidden_facts()
     document = _make_document(stage, config.context, facts)
     tell(f"prefill of {config.context} tokens")
-    dense, prefill_s = prefill(stage.model, document)
+    watched = RetentionPolicy().watched_tokens
+    dense, queries, prefill_s = prefill_with_queries(stage.model, document, watched)
     tell("calibration on the document's beginning")
     began = time.perf_counter()
     calibration = calibrate_model(
         stage.model,
         document[:, :_CALIBRATION_TOKENS],
         model_id=config.model,
-        options=CalibrationOptions(max_tokens=_CALIBRATION_TOKENS),
+        options=PROMPT_CALIBRATION,
         source="prompt",
     )
     calibrate_s = time.perf_counter() - began
-    tell("encoding")
-    began = time.perf_counter()
-    with SphericalCache.for_model(stage.model, tiers=config.tier, calibration=calibration) as coded:
-        encode_dense_cache(coded, dense)
-        encode_s = time.perf_counter() - began
-        figures = _compare(stage, config, dense, coded, facts)
+    tell("asking the dense cache, and letting it go on")
+    shown = [_show_dense(stage, config, dense, facts)]
+    text = shown[0].pop("ids")
+    truth = shown[0].pop("log_probs")
+    for name in ("tier", "controller"):
+        tell(f"coding: {name}")
+        with _make_cache(stage, config, name, calibration) as cache:
+            began = time.perf_counter()
+            encode_dense_cache(cache, dense, queries=queries if name == "controller" else None)
+            encode_s = time.perf_counter() - began
+            tell(f"asking and going on: {name}")
+            shown.append(_show_coded(stage, config, name, cache, facts, text, truth))
+            shown[-1]["encode_s"] = encode_s
+            backend = cache.backend_name
     return {
-        "config": {"model": config.model, "context": config.context, "tier": config.tier},
+        "config": {name: getattr(config, name) for name in DemoConfig.__slots__},
         "prefill_s": prefill_s,
         "calibrate_s": calibrate_s,
-        "encode_s": encode_s,
-        **figures,
+        "dense_b_kv": model_geometry(stage.model).dense_bytes_per_token,
+        "backend": backend,
+        "facts": [{"question": fact.question.strip(), "answer": fact.answer} for fact in facts],
+        "text": stage.tokenizer.decode(text[0]),
+        "caches": shown,
         "environment": describe_environment(),
     }
+
+
+def _check_fits(stage: _Stage, config: DemoConfig) -> None:
+    """A wrong tier, budget or length must not cost a prefill."""
+    limit = getattr(stage.model.config, "max_position_embeddings", config.context)
+    if config.context + config.decode_tokens + 64 > limit:
+        raise ValueError(f"context {config.context} leaves no room in the model's {limit} tokens")
+    for name in ("tier", "controller"):
+        with _make_cache(stage, config, name, None) as cache:
+            start = cache.holds_from
+        if start is not None and start > config.context:
+            raise ValueError(
+                f"budget {config.budget} holds from {start} tokens on, got context {config.context}"
+            )
+
+
+def _make_cache(
+    stage: _Stage, config: DemoConfig, name: str, calibration: Calibration | None
+) -> SphericalCache:
+    if name == "tier":
+        return SphericalCache.for_model(stage.model, tiers=config.tier, calibration=calibration)
+    return SphericalCache.for_model(
+        stage.model, config.budget, retention=True, calibration=calibration
+    )
 
 
 def _make_document(stage: _Stage, context: int, facts: list[HiddenFact]) -> Tensor:
@@ -133,61 +191,121 @@ def _make_document(stage: _Stage, context: int, facts: list[HiddenFact]) -> Tens
     return document
 
 
-def _compare(
-    stage: _Stage, config: DemoConfig, dense: Any, coded: SphericalCache, facts: list[HiddenFact]
+def _show_dense(
+    stage: _Stage, config: DemoConfig, dense: Any, facts: list[HiddenFact]
 ) -> dict[str, Any]:
-    """Questions, a continuation and its probabilities, with the dense cache and the coded one."""
-    ledger = coded.ledger()
-    dense_b_kv = coded.config.geometry.dense_bytes_per_token
-    store = coded.engine.store
-    tiers = [] if store is None else tier_map(store, config.context)
-    stage.tell("asking for the hidden facts")
-    answers = [_ask(stage, fact, dense, coded) for fact in facts]
-    stage.tell("continuing the text")
-    start = stage.tokens(" In the spring of that year")
-    length = config.decode_tokens
-    dense_ids, dense_steps = continue_greedily(stage.model, dense, start, length)
-    coded_ids, coded_steps = continue_greedily(stage.model, coded, start, length)
-    # the dense continuation, scored by both
-    forced = torch.cat([start, dense_ids], 1)
-    truth = score_and_forget(stage.model, dense, forced)
-    ours = score_and_forget(stage.model, coded, forced)
+    """Answers of the dense cache, and the text that the others are compared on."""
+    per_token = model_geometry(stage.model).dense_bytes_per_token
+    answers = [_ask(stage, fact, dense) for fact in facts]
+    begin = dense.get_seq_length()
+    followed = _follow(
+        stage,
+        dense,
+        stage.tokens(_OPENING),
+        lambda: (dense.get_seq_length() * per_token, None),
+        num_new=config.decode_tokens,
+    )
+    dense.crop(begin - dense.get_seq_length())
     return {
-        "b_kv": ledger.b_kv(config.context),
-        "dense_b_kv": dense_b_kv,
-        "share_of_dense": ledger.b_kv(config.context) / dense_b_kv,
-        "ledger": ledger.to_dict(),
-        "tier_map": tiers,
-        "backend": coded.engine.backend_name,
-        "answers": answers,
-        "num_agreeing": sum(a["dense"] == a["coded"] for a in answers),
-        "kl": float((truth.exp() * (truth - ours)).sum(-1).mean()),
-        "same_top1": float((truth.argmax(-1) == ours.argmax(-1)).float().mean()),
-        "dense": _timing(stage, dense_ids, dense_steps, config.context),
-        "coded": _timing(stage, coded_ids, coded_steps, config.context),
+        "name": "dense",
+        "setting": "bfloat16",
+        **_figures(followed, followed.log_probs, answers, facts),
+        "ids": followed.input_ids,
+        "log_probs": followed.log_probs,
     }
 
 
-def _timing(stage: _Stage, ids: Tensor, seconds: list[float], context: int) -> dict[str, Any]:
-    median = statistics.median(seconds)
+def _show_coded(
+    stage: _Stage,
+    config: DemoConfig,
+    name: str,
+    cache: SphericalCache,
+    facts: list[HiddenFact],
+    text: Tensor,
+    truth: Tensor,
+) -> dict[str, Any]:
+    """Answers of a coded cache, then the dense cache's text token by token."""
+    answers = []
+    for fact in facts:
+        with _branch(cache) as branch:
+            answers.append(_ask(stage, fact, branch))
+    engine = cache.engine
+
+    def peak() -> tuple[int, int | None]:
+        found = max(engine.peak_bytes, engine.resident_bytes())
+        engine.peak_bytes = 0
+        return found, engine.limit_bytes()
+
+    assert engine.store is not None
+    followed = _follow(stage, cache, text, peak)
     return {
-        "text": stage.tokenizer.decode(ids[0]),
+        "name": name,
+        "setting": config.tier if name == "tier" else config.budget,
+        **_figures(followed, truth, answers, facts),
+        "tiers": cache.describe().tiers,
+        "ledger": cache.ledger().to_dict(),
+        "tier_map": tier_map(engine.store, cache.length),
+    }
+
+
+@contextmanager
+def _branch(cache: SphericalCache) -> Iterator[SphericalCache]:
+    """A copy to go on with; the cache itself stays as it is."""
+    with cache.fork() as copy:
+        yield copy
+        copy.reset()
+
+
+def _follow(
+    stage: _Stage,
+    cache: Any,
+    text: Tensor,
+    peak: Callable[[], tuple[int, int | None]],
+    *,
+    num_new: int = 0,
+) -> _Followed:
+    """Feed a text ``[1, tokens]`` token by token, then ``num_new`` of the most likely ones."""
+    rows: list[Tensor] = []
+    seconds, lengths, moments = [], [cache.get_seq_length()], [peak()]
+    fed = list(text.split(1, dim=1))
+    for at in range(len(fed) + num_new):
+        if at == len(fed):
+            fed.append(rows[-1].argmax(-1, keepdim=True))
+        began = time.perf_counter()
+        logits = score(stage.model, cache, fed[at])
+        seconds.append(time.perf_counter() - began)
+        rows.append(logits.log_softmax(-1))
+        lengths.append(cache.get_seq_length())
+        moments.append(peak())
+    limits = [limit for _, limit in moments if limit is not None]
+    peaks = [most for most, _ in moments]
+    ids = torch.cat(fed, 1)
+    return _Followed(ids, torch.cat(rows), seconds, lengths, peaks, limits or None)
+
+
+def _figures(
+    followed: _Followed, truth: Tensor, answers: list[str], facts: list[HiddenFact]
+) -> dict[str, Any]:
+    ours = followed.log_probs
+    median = statistics.median(followed.seconds)
+    return {
+        "peak_bytes": max(followed.peak_bytes),
         "tokens_per_s": 1 / median,
         "step_ms": 1e3 * median,
-        "step_ms_per_1k_context": 1e6 * median / context,
+        "kl": float((truth.exp() * (truth - ours)).sum(-1).mean()),
+        "same_top1": float((truth.argmax(-1) == ours.argmax(-1)).float().mean()),
+        "answers": answers,
+        "num_found": sum(a == fact.answer for a, fact in zip(answers, facts, strict=True)),
+        "steps": {
+            "num_tokens": followed.num_tokens,
+            "bytes": followed.peak_bytes,
+            "limit": followed.limit_bytes,
+        },
     }
 
 
-def _ask(stage: _Stage, fact: HiddenFact, dense: Any, coded: SphericalCache) -> dict[str, Any]:
-    question = stage.tokens(fact.question)
-    texts = []
-    for cache in (dense, coded):
-        ids, _ = continue_greedily(stage.model, cache, question, _ANSWER_TOKENS)
-        found = re.search(r"\w+", stage.tokenizer.decode(ids[0]))
-        texts.append(found.group() if found else "")
-    return {
-        "question": fact.question.strip(),
-        "answer": fact.answer,
-        "dense": texts[0],
-        "coded": texts[1],
-    }
+def _ask(stage: _Stage, fact: HiddenFact, cache: Any) -> str:
+    """First word of what the model answers."""
+    ids, _ = continue_greedily(stage.model, cache, stage.tokens(fact.question), _ANSWER_TOKENS)
+    found = re.search(r"\w+", stage.tokenizer.decode(ids[0]))
+    return found.group() if found else ""

@@ -323,7 +323,9 @@ def _plan_config(
     if is_forced and parsed is None:
         raise ValueError("retention decides under a budget: pass one")
     control = None
-    if is_forced or (retention is None and tiers is None):
+    # behind sliding windows alone there is nothing to decide
+    has_choice = retention is None and tiers is None and None in layout.windows
+    if is_forced or has_choice:
         asked = retention if isinstance(retention, RetentionOptions) else RetentionOptions()
         assert parsed is not None
         control = _retention_config(layout, parsed, asked, table if tiers is not None else None)

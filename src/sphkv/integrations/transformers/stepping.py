@@ -11,6 +11,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from sphkv.integrations.progress import layer_progress
+from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
+from sphkv.integrations.transformers.listening import listening
 
 
 def prefill(model: PreTrainedModel, input_ids: Tensor) -> tuple[DynamicCache, float]:
@@ -20,6 +22,31 @@ def prefill(model: PreTrainedModel, input_ids: Tensor) -> tuple[DynamicCache, fl
     with layer_progress(model, "prefill", input_ids.shape[1]):
         score(model, cache, input_ids)
     return cache, time.perf_counter() - began
+
+
+def prefill_with_queries(
+    model: PreTrainedModel, input_ids: Tensor, num_queries: int
+) -> tuple[DynamicCache, list[Tensor], float]:
+    """A dense cache of a prompt, its newest queries, and the seconds it took.
+
+    Args:
+        model: A model the cache can serve.
+        input_ids: ``[1, tokens]``.
+        num_queries: Newest tokens whose queries are kept.
+
+    Returns:
+        The cache; ``[1, query_heads, at most num_queries, head_dim]`` after RoPE of every layer;
+        seconds.
+    """
+    queries: list[Tensor] = []
+
+    def keep(call: AttentionCall) -> AttentionResult:
+        queries.append(call.query[:, :, -num_queries:].detach().clone())
+        return call.dense()
+
+    with listening(model, keep):
+        cache, seconds = prefill(model, input_ids)
+    return cache, queries, seconds
 
 
 @torch.no_grad()
