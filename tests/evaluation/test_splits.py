@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from sphkv.errors import SplitError
 from sphkv.evaluation import splits
 from sphkv.evaluation.splits import (
     Split,
-    SplitError,
     check_calibration,
     load_manifest,
     open_split,

@@ -57,7 +57,7 @@ def compared_points(records: Sequence[Mapping[str, Any]]) -> list[ComparedPoint]
     """Means of every method and budget over texts; all of one model and length.
 
     Raises:
-        UnfairComparison: The records were measured in different ways.
+        UnfairComparisonError: The records were measured in different ways.
         ValueError: They are of several models, lengths or splits, or of none.
     """
     texts = [record for record in records if record["workload"] == "lm"]
@@ -73,7 +73,9 @@ def compared_points(records: Sequence[Mapping[str, Any]]) -> list[ComparedPoint]
         done = [record for record in group if record["status"] == "measured"]
         if done:
             points.append(_point(method, budget, done, len(group) - len(done)))
-    return points
+    # methods as they come, each by rising bytes
+    order = list(dict.fromkeys(point.method for point in points))
+    return sorted(points, key=lambda point: (order.index(point.method), point.peak))
 
 
 def _point(

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from sphkv.errors import SplitError
 from sphkv.evaluation.metrics.answers import best_f1
-from sphkv.evaluation.splits import SplitError, load_manifest
+from sphkv.evaluation.splits import load_manifest
 from sphkv.evaluation.workloads.case import Case
 from sphkv.evaluation.workloads.filler import made_up_text
 from sphkv.evaluation.workloads.hub import refuse_hub
