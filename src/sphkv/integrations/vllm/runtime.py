@@ -16,7 +16,7 @@ from sphkv.integrations.vllm.blocks import CodedBlock
 from sphkv.integrations.vllm.budgeted import BudgetedBlock
 from sphkv.integrations.vllm.options import ServeOptions
 from sphkv.integrations.vllm.paged import PagedAttention, causal_attention
-from sphkv.integrations.vllm.retained import BlockRetention
+from sphkv.integrations.vllm.retention import BlockRetention
 from sphkv.integrations.vllm.tails import TailPool, tail_bytes
 
 if TYPE_CHECKING:
