@@ -217,7 +217,7 @@ SETTINGS = st.one_of(
         Setting,
         st.sampled_from(MODELS),
         st.just("total"),
-        st.sampled_from([120_000, 400_000]),
+        st.sampled_from([200_000, 400_000]),
         st.sampled_from([None, True, False]),
         beyond=st.sampled_from([0, 100]),
         rows=st.sampled_from([1, 2]),
