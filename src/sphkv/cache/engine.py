@@ -213,7 +213,7 @@ class CacheEngine:
         Args:
             max_tokens: Tokens a sequence may reach before ``end_graph``.
         """
-        if self.graph is None and self.store is not None:
+        if self.graph is None and self.store is not None and self.owns_store:
             self.graph = self.backend.capture(
                 self.store,
                 [row.sequence for row in self.rows],
@@ -221,6 +221,11 @@ class CacheEngine:
                 windows=self.config.windows,
             )
         return self.graph is not None
+
+    @property
+    def owns_store(self) -> bool:
+        """Whether no other cache shares the pages, who might move them."""
+        return self.store is not None and len(self.store.sequences) == len(self.rows)
 
     def end_graph(self) -> None:
         """Captured steps are over: something else changes the cache."""

@@ -21,8 +21,8 @@ from sphkv.store.allocator import slab_bytes
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
 
-# Key and value bits from which on one tier for all tokens is taken: nothing is dropped, so facts stay
-# where the controller loses some, and the fastest kernels and captured steps serve it.
+# Key and value bits from which on one tier for all tokens is taken: nothing is dropped, so facts
+# stay where the controller loses some, and the fastest kernels and captured steps serve it.
 LEAST_UNIFORM_TIER = (2.0, 3)
 # The controller watches the queries of this many tokens before it decides.
 LEAST_DECIDED_TOKENS = 256

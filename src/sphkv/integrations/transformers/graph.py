@@ -68,7 +68,9 @@ class DecoderGraph:
             engine.end_graph()
             return False
         longest = max(engine.num_tokens)
-        if engine.graph is not None and longest + 1 >= engine.graph.max_tokens:
+        if engine.graph is not None and (
+            longest + 1 >= engine.graph.max_tokens or not engine.owns_store
+        ):
             engine.end_graph()
         if engine.graph is None:
             self._graph = None
