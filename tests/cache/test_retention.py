@@ -18,6 +18,7 @@ from sphkv.cache.retention import RetentionResidency
 from sphkv.cache.step import StepTokens
 from sphkv.codec.calibration import Calibration, Calibrator
 from sphkv.core.budget import ByteBudget
+from sphkv.core.contract import WriteContract
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.errors import BudgetError
@@ -81,7 +82,39 @@ def make_engine(
         is_retention_forced=True,
     )
     backend = ReferenceBackend() if is_exact else NoAttention()
-    return CacheEngine(config, calibration=make_calibration(), backend=backend, work=work)
+    engine = CacheEngine(config, calibration=make_calibration(), backend=backend, work=work)
+    engine.on_contract = Contracts()
+    return engine
+
+
+class Contracts(list[WriteContract]):
+    """Keeps what the controller decides."""
+
+    def __call__(self, contract: WriteContract) -> None:
+        self.append(contract)
+
+
+def contract_of(engine: CacheEngine) -> WriteContract:
+    assert isinstance(engine.on_contract, Contracts)
+    return engine.on_contract[-1]
+
+
+def kept_bytes(held: object, seen: set[int]) -> int:
+    """Bytes of all tensors that an object of this package, or a container, leads to."""
+    if id(held) in seen:
+        return 0
+    seen.add(id(held))
+    if isinstance(held, Tensor):
+        return held.nbytes
+    parts: list[object] = []
+    if isinstance(held, dict):
+        parts = list(held.values())
+    elif isinstance(held, list | tuple | set):
+        parts = list(held)
+    elif type(held).__module__.startswith("sphkv"):
+        names = [*getattr(held, "__dict__", {}), *getattr(type(held), "__slots__", ())]
+        parts = [getattr(held, name, None) for name in names]
+    return sum(kept_bytes(part, seen) for part in parts)
 
 
 def run(engine: CacheEngine, tokens: int, rows: int = 1) -> list[Tensor]:
@@ -130,9 +163,7 @@ def test_a_prompt_fits_its_budget_with_room_for_the_first_page(variant, budget):
     limit = engine.limit_bytes()
     assert limit is not None
     assert engine.resident_bytes() <= limit
-    contract = residency_of(engine).contract
-    assert contract is not None
-    assert len(contract.tier_id.unique()) > 1
+    assert len(contract_of(engine).tier_id.unique()) > 1
 
 
 def test_shared_work_changes_nothing():
@@ -140,10 +171,21 @@ def test_shared_work_changes_nothing():
     alone, first, second = make_engine(), make_engine(work=work), make_engine(work=work)
     for engine in (alone, first, second):
         run(engine, 640)
-    contracts = [residency_of(engine).contract for engine in (alone, first, second)]
-    assert all(contract is not None for contract in contracts)
-    assert all(torch.equal(contracts[0].tier_id, other.tier_id) for other in contracts[1:])  # type: ignore[union-attr]
+    contracts = [contract_of(engine) for engine in (alone, first, second)]
+    assert all(torch.equal(contracts[0].tier_id, other.tier_id) for other in contracts[1:])
     assert work.reused_s > 0
+
+
+def test_nothing_is_kept_that_is_not_counted():
+    """Every tensor that a row leads to, store and codebooks aside, is among its notes."""
+    engine = make_engine("40%")
+    engine.on_contract = None
+    run(engine, 640)
+    for _ in range(40):
+        run(engine, 1)
+    residency, row = residency_of(engine), engine.rows[0]
+    shared = {id(row.store), id(engine.config), id(residency._ceiling)}
+    assert 0 < residency.num_bytes <= kept_bytes(row, shared) <= residency.num_bytes + 256
 
 
 @pytest.mark.parametrize("step", [1, 7, 40, 150])
@@ -200,8 +242,7 @@ def test_more_bytes_come_closer_to_dense_attention():
 def test_protected_states_stay_dense_for_ever():
     engine = make_engine("45%", protection=ProtectionRule(spans=((64, 96),)))
     run(engine, 640)
-    contract = residency_of(engine).contract
-    assert contract is not None
+    contract = contract_of(engine)
     dense = engine.config.retention.tiers.dense_id  # type: ignore[union-attr]
     assert bool((contract.tier_id[..., 64:96] == dense).all())
     for _ in range(12):

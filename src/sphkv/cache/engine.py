@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from sphkv.cache.sequence import CacheSequence
 from sphkv.cache.step import BatchPlaces, StepTokens
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.contract import WriteContract
 from sphkv.retention.measure import PromptWork
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.store import PageStore
@@ -45,6 +46,8 @@ class CacheEngine:
         rows: The coded sequences, one per batch row; empty while the cache is dense.
         store: Their pages; None while the cache is dense.
         places: Which places of the padded batch hold tokens.
+        on_contract: Told the controller's decision about every row's prompt, which nothing keeps;
+            for studies.
         peak_bytes: Most bytes that were resident at any moment since the prompt was coded.
         peak_share: Most that they were of the ceiling of their moment; 0 without a budget.
     """
@@ -73,6 +76,7 @@ class CacheEngine:
         self.config = config
         self._model_id = model_id
         self._work = work
+        self.on_contract: Callable[[WriteContract], None] | None = None
         self._calibrator: PromptCalibrator | None = None
         self._codec: SphericalCodec | None = None
         self.backend = backend or get_backend("auto", config.device)
@@ -268,7 +272,13 @@ class CacheEngine:
         residency: Residency
         if self.plan.is_retention:
             residency = RetentionResidency(
-                self.config, self.plan, self.store, sequence, self.ceiling, work=self._work
+                self.config,
+                self.plan,
+                self.store,
+                sequence,
+                self.ceiling,
+                work=self._work,
+                on_contract=self.on_contract,
             )
         else:
             residency = UniformResidency(self.config, self.plan, self.store, sequence)

@@ -25,7 +25,6 @@ from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.errors import BudgetError
 from sphkv.retention.controller import RetentionController
-from sphkv.retention.features import TokenFeatures
 from sphkv.retention.gate import StabilityGate, danger_score
 from sphkv.retention.measure import MeasureConfig, PromptWork, measure_layer, paged_tokens
 from sphkv.retention.notes import RunNotes
@@ -56,8 +55,6 @@ class RetentionResidency:
     """Keeps each state of a sequence at the tier its budget affords, or not at all.
 
     Attributes:
-        contract: The decision about the prompt; None before it.
-        features: What every layer with full attention of the prompt told, in order.
         notes: What is remembered of each of those layers.
         gate: The stability gate; None if it is switched off.
         drift: Predicted deviation of the model's logits.
@@ -76,6 +73,7 @@ class RetentionResidency:
         ceiling: Ceiling,
         *,
         work: PromptWork | None = None,
+        on_contract: Callable[[WriteContract], None] | None = None,
     ) -> None:
         """Take over an empty sequence of a store.
 
@@ -87,6 +85,8 @@ class RetentionResidency:
             ceiling: Bytes the sequence may keep resident.
             work: What sequences of the same prompt share whose configs differ only in budget,
                 gate and options; None shares nothing. For comparing them.
+            on_contract: Told the decision about the prompt, which is not kept: it would take more
+                bytes than a tight budget has.
         """
         assert config.retention is not None
         self._config = config
@@ -102,8 +102,8 @@ class RetentionResidency:
         )
         gate = config.retention.gate
         self.gate = StabilityGate(gate) if gate is not None else None
-        self.contract: WriteContract | None = None
-        self.features: list[TokenFeatures] = []
+        self._on_contract = on_contract
+        self._is_decided = False
         self.notes: list[RunNotes] = []
         self.drift = 0.0
         self.num_rebalances = 0
@@ -123,7 +123,7 @@ class RetentionResidency:
             BudgetError: The parts that must stay dense do not fit the budget.
             ValueError: A layer comes out of order.
         """
-        if layer != len(self._pending) or self.contract is not None:
+        if layer != len(self._pending) or self._is_decided:
             raise ValueError(f"layer {layer} is out of order: {len(self._pending)} came before")
         tokens = keys.shape[1]
         self._pending.append((keys, values))
@@ -146,7 +146,6 @@ class RetentionResidency:
                 pricer.run_losses(found).to("cpu"), priced, num_tokens=paged_tokens(keys.shape[1])
             ),
         )
-        self.features.append(found.features.to("cpu"))
         self.notes.append(notes.copy())
         self._controller.add_layer(priced)
 
@@ -179,7 +178,9 @@ class RetentionResidency:
         """Decide about all layers and store them; the newest run opens the tail."""
         paged = max(0, tokens // RUN_TOKENS - 1) * RUN_TOKENS
         contract = self._decide(tokens, paged) if self.notes else self._keep_short(tokens)
-        self.contract = contract
+        self._is_decided = True
+        if self._on_contract is not None:
+            self._on_contract(contract)
         for layer, (keys, values) in enumerate(self._pending):
             decision = contract.layer(layer)
             at = slice(0, paged)
@@ -194,6 +195,7 @@ class RetentionResidency:
         self._pending = []
         # what was priced is not needed any more
         self._controller = RetentionController(self._costs, self._retention.options)
+        self._pricer = None
         if not self.notes:
             heads = self._config.geometry.num_kv_heads
             tiers = self._plan.tiers
@@ -417,7 +419,7 @@ class RetentionResidency:
     def fork(self, store: PageStore, sequence: int) -> RetentionResidency:
         """The same for a copy of the sequence."""
         other = RetentionResidency(self._config, self._plan, store, sequence, self._ceiling)
-        other.contract, other.features = self.contract, list(self.features)
+        other._is_decided = self._is_decided
         other.notes = [notes.copy() for notes in self.notes]
         other.drift, other.num_rebalances = self.drift, self.num_rebalances
         other.gate = copy.deepcopy(self.gate)
@@ -433,6 +435,7 @@ class RetentionResidency:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over what ``state`` gave."""
+        self._is_decided = True
         self.drift = float(state["drift"])
         self.notes = []
         for index in range(len(self._config.full_layers)):

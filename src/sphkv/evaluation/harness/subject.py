@@ -202,6 +202,8 @@ class EngineSubject:
         self.geometry = engine.config.geometry
         self.cache = SphericalCache(model, engine, cuda_graphs=False)
         self._model = model
+        self._contract: WriteContract | None = None
+        engine.on_contract = self._keep_contract
 
     def store_prompt(self, states: PromptStates) -> None:
         """Give the engine a pass whose attention the dense model has computed.
@@ -227,6 +229,9 @@ class EngineSubject:
         if self._has_gate:
             head = self._model.get_output_embeddings()
             engine.see_logits(head(states.hidden[-1:][None]))
+
+    def _keep_contract(self, contract: WriteContract) -> None:
+        self._contract = contract
 
     @property
     def _has_gate(self) -> bool:
@@ -283,10 +288,10 @@ class EngineSubject:
         if not self.engine.rows:
             return None
         residency, retention = self.engine.rows[0].residency, self.engine.config.retention
-        if not isinstance(residency, RetentionResidency) or residency.contract is None:
+        if not isinstance(residency, RetentionResidency) or self._contract is None:
             return None
         assert retention is not None
-        return Decision(residency.contract, retention.tiers, retention.segments, residency.drift)
+        return Decision(self._contract, retention.tiers, retention.segments, residency.drift)
 
     def stop_timing(self) -> None:
         """Nothing is rebuilt."""
