@@ -347,7 +347,7 @@ class RetentionResidency:
             needed = self._used() + reserve() - target
             found = allocate_tiers(choices, max(0, held - needed))
             changed = (found.tier_id < pages.tier_ids).nonzero()[:, 0]
-            self._apply(pages.select(changed), found.tier_id[changed])
+            self._apply(pages.select(changed), found.tier_id[changed], limit)
             over = self._used() + reserve() - limit
             if over <= 0:
                 break
@@ -387,18 +387,37 @@ class RetentionResidency:
         loss = torch.where(is_barred, torch.maximum(loss, loss[:, :1]), loss)
         return TierChoices(loss, self._tier_bytes, ceiling=pages.tier_ids)
 
-    def _apply(self, pages: PageList, tier_id: Tensor) -> None:
-        """Demote pages, or drop them, and give the places they leave back."""
-        page_ids = pages.page_ids
+    def _apply(self, pages: PageList, tier_id: Tensor, limit: int) -> None:
+        """Demote pages, or drop them, and give the places they leave back.
+
+        A demoted page takes its new place before its old slab is empty and goes, so only so many
+        are demoted at once as there is room for.
+
+        Args:
+            pages: Pages to change.
+            tier_id: ``[pages]`` int64 tier of each, below its own.
+            limit: Bytes that may be in use at any moment.
+        """
+        page_ids, limit = pages.page_ids, max(limit, self._used())
+        spare = self._store.config.max_slab_pages - 1
         # drops first: what is demoted takes new places
         for tier in sorted(set(tier_id.tolist())):
-            chosen = tier_id == tier
-            for layer in sorted(set(pages.layer_ids[chosen].tolist())):
-                ids = page_ids[chosen & (pages.layer_ids == layer)]
-                self._store.demote(self._sequence, layer, ids, tier)
-            moves = self._store.compact()
-            if moves is not None:
-                page_ids = moves.apply(page_ids)
+            cost = int(self._tier_bytes[tier])
+            for layer in sorted(set(pages.layer_ids[tier_id == tier].tolist())):
+                left = ((tier_id == tier) & (pages.layer_ids == layer)).nonzero()[:, 0]
+                while len(left):
+                    room = len(left) if cost == 0 else (limit - self._used()) // cost - spare
+                    if room < len(left):
+                        page_ids = self._compact(page_ids)
+                        room = max(1, (limit - self._used()) // cost - spare)
+                    self._store.demote(self._sequence, layer, page_ids[left[:room]], tier)
+                    left = left[room:]
+            page_ids = self._compact(page_ids)
+
+    def _compact(self, page_ids: Tensor) -> Tensor:
+        """Move pages together in the store; the ids of some of them afterwards."""
+        moves = self._store.compact()
+        return page_ids if moves is None else moves.apply(page_ids)
 
     def observe_logits(self, row: Tensor) -> None:
         """Tell the gate how close a decision is, from logits ``[vocabulary]``."""
