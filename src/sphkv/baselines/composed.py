@@ -19,6 +19,7 @@ layer in float32, so the method is format-only.
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -98,7 +99,7 @@ class KeepHighest:
 
 
 @dataclass(frozen=True)
-class GroupSettings:
+class GroupSettings(ABC):
     """Hyper-parameters of methods that drop and code.
 
     Attributes:
@@ -120,21 +121,21 @@ class GroupSettings:
     decay: float = 0.95
 
     @property
+    @abstractmethod
     def label(self) -> str:
         """Name of the method."""
-        raise NotImplementedError
 
     def policy(self) -> PromptPolicy:
         """What scores the prompt."""
         return WindowVotes(kernel=self.kernel)
 
+    @abstractmethod
     def classes(self, geometry: KVGeometry) -> tuple[GroupClass, ...]:
         """Classes of coded states, the best first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def allocation(self) -> Allocation:
         """How tokens are divided into classes."""
-        raise NotImplementedError
 
     def new_class(self) -> int:
         """Class of new tokens."""

@@ -97,6 +97,10 @@ class CacheMethod(Protocol):
         """Learn how close the next decision is, from logits ``[vocabulary]``."""
         ...
 
+    def keep_rebuilt(self) -> None:
+        """No step is timed any more: a method that rebuilds states may keep them rebuilt."""
+        ...
+
     def describe(self) -> MethodRecord:
         """What a result says about the cache."""
         ...
@@ -137,6 +141,9 @@ class CacheMethodBase:
         return MethodRecord(
             self.name, self.setting, self.realisation, self.tier_shares(), self.residency
         )
+
+    def keep_rebuilt(self) -> None:
+        """Nothing is rebuilt."""
 
     def observe_logits(self, row: Tensor) -> None:
         """Be told the logits ``[vocabulary]`` of the step that was decided; ignored by default."""

@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from sphkv.baselines.quantised import QuantisedCache
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.method import CacheMethod, MethodRecord
 from sphkv.cache.retention import RetentionResidency
@@ -386,8 +385,7 @@ class MethodSubject:
 
     def stop_timing(self) -> None:
         """A method that rebuilds its states may keep them rebuilt."""
-        if isinstance(self.method, QuantisedCache):
-            self.method.keep_rebuilt()
+        self.method.keep_rebuilt()
 
 
 class _Watched:
