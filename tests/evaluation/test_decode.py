@@ -59,6 +59,21 @@ def test_parts_that_end_where_pages_seal_are_as_good_as_single_steps(session, pr
     assert shares[0] <= shares[1] <= shares[0] * 1.1
 
 
+@pytest.mark.parametrize("name", ["snapkv+adakv+int4@5", "diffkv"])
+def test_parts_are_as_good_as_single_steps_for_methods_that_store_one_by_one(session, prompt, name):
+    single, parts = (
+        follow_text(stored(session, prompt, name, "45%"), prompt.following, is_single=is_single)
+        for is_single in (True, False)
+    )
+    assert len(parts.trace.steps) < NUM_FOLLOWING / 4
+    torch.testing.assert_close(parts.hidden, single.hidden, rtol=0, atol=0.02)
+    after = {step.num_tokens: step.after for step in single.trace.steps}
+    assert all(after[step.num_tokens] == step.after for step in parts.trace.steps)
+    shares = [run.trace.highest(lambda step: step.peak / step.limit, 0.0) for run in (single, parts)]
+    assert shares[1] == pytest.approx(shares[0], rel=0.01)
+    assert max(shares) <= 1
+
+
 def test_one_pass_over_all_tokens_is_not_what_decoding_sees(session, prompt):
     """What parts are for: the same tokens at once see pages that were never written."""
     single = follow_text(stored(session, prompt, "joint", "30%"), prompt.following)

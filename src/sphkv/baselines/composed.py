@@ -142,11 +142,11 @@ class GroupSettings(ABC):
         return 0
 
     def trials(self) -> tuple[Self, ...]:
-        """Two kernels; more sinks; fewer dense and fewer new tokens, for small budgets."""
+        """Two kernels; more sinks; less room, or none, left to new tokens at the prompt."""
         return tuple(
             dataclasses.replace(self, kernel=kernel, sinks=sinks, recent=recent, new_share=share)
             for kernel in (7, 17)
-            for sinks, recent, share in ((4, 32, 0.5), (16, 32, 0.5), (4, 16, 0.25))
+            for sinks, recent, share in ((4, 32, 0.5), (16, 32, 0.25), (16, 16, 0.0))
         )
 
     def build(self, shape: MethodShape) -> ComposedCache:
@@ -364,6 +364,11 @@ class ComposedCache(CacheMethodBase):
             )
             held.note(received / self.geometry.group_size, self.settings.decay)
         return torch.cat(outputs, 1) if outputs else query.float()
+
+    def tokens_until_change(self) -> int:
+        """Tokens up to the next seal: they are stored and attend one by one in any case."""
+        held = self._layer(0)
+        return max(1, self.settings.recent + self.settings.new_group - held.num_open)
 
     def _make_room(self, held: GroupLayer) -> None:
         """Code the oldest new tokens, then drop groups, so that one more token fits."""

@@ -162,6 +162,7 @@ class GroupLayer:
         self._sinks = self._tail = (keys[:, :0].bfloat16(), values[:, :0].bfloat16())
         self._groups: dict[tuple[int, int], _Groups] = {}
         self._rebuilt: _Rebuilt | None = None
+        self._coded_bytes: int | None = None
         self._tail_start = 0
         self.num_tokens = 0
 
@@ -220,7 +221,7 @@ class GroupLayer:
             self._groups[kind, unit] = new
         else:
             held.extend(new)
-        self._rebuilt = None
+        self._rebuilt = self._coded_bytes = None
 
     def seal(self, kind: int, unit: int) -> None:
         """Code the oldest tokens of the tail, one group per head."""
@@ -246,7 +247,7 @@ class GroupLayer:
         if best is None:
             return False
         self._groups[best[1]].remove(best[2])
-        self._rebuilt = None
+        self._rebuilt = self._coded_bytes = None
         return True
 
     def note(self, received: Tensor, decay: float) -> None:
@@ -362,7 +363,12 @@ class GroupLayer:
     @property
     def nbytes(self) -> int:
         """Bytes of every live tensor and of page headers and pointers."""
-        return sum(tensor.nbytes for _, tensor in self.tensors()) + sum(self.page_bytes())
+        ends = sum(part.nbytes for part in (*self._sinks, *self._tail))
+        if self._coded_bytes is None:
+            # asked after every layer of every token, and changed by few of them
+            every = sum(tensor.nbytes for _, tensor in self.tensors())
+            self._coded_bytes = every - ends + sum(self.page_bytes())
+        return ends + self._coded_bytes
 
 
 def _copy(states: Tensor) -> Tensor:

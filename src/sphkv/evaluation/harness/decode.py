@@ -99,8 +99,8 @@ class Decoder:
                 before,
                 max(before, done.peak_bytes, after),
                 after,
-                subject.limit_bytes(num_before + 1),
-                subject.geometry.dense_bytes_per_token * (num_before + 1),
+                subject.limit_bytes(done.limit_tokens),
+                subject.geometry.dense_bytes_per_token * done.limit_tokens,
             )
         )
         return done

@@ -44,12 +44,15 @@ class Pass:
         seconds: Of the pass, without what counting bytes took.
         attend_s: Of these, seconds inside the cache.
         peak_bytes: Most resident bytes after any layer.
+        limit_tokens: Length whose limit the peak is held against: the first token's, or the last
+            one's where a method stores and charges the tokens of a pass one by one.
     """
 
     hidden: Tensor
     seconds: float
     attend_s: float
     peak_bytes: int
+    limit_tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +130,7 @@ class Subject(Protocol):
 
 @runtime_checkable
 class ChangesAtKnownTokens(Protocol):
-    """A method that says when what it stores changes next."""
+    """A method that says when what it stores changes next, and stores tokens one by one till then."""
 
     def tokens_until_change(self) -> int:
         """As ``Subject.tokens_until_change``."""
@@ -243,13 +246,14 @@ class EngineSubject:
         engine.clock.seconds = 0.0
         # the engine keeps the highest moment of all passes; here each pass has its own
         engine.peak_bytes = 0
+        begin = engine.length
         began = time.perf_counter()
-        hidden = _forward(self._model, self.cache, input_ids, engine.length)
+        hidden = _forward(self._model, self.cache, input_ids, begin)
         if self._has_gate:
             # a gate hears of margins through the language-model head, as in ``generate``
             self._model.get_output_embeddings()(hidden[None])
         seconds = time.perf_counter() - began
-        return Pass(hidden, seconds, engine.clock.seconds, engine.peak_bytes)
+        return Pass(hidden, seconds, engine.clock.seconds, engine.peak_bytes, begin + 1)
 
     def tokens_until_change(self) -> int:
         """Up to where a tail is full; the token that has it sealed comes alone."""
@@ -346,7 +350,8 @@ class MethodSubject:
         began = time.perf_counter()
         hidden = _forward(self._model, self._cache, input_ids, self._cache.length)
         seconds = time.perf_counter() - began - watched.count_s
-        return Pass(hidden, seconds, watched.clock.seconds, watched.peak_bytes)
+        length = self._cache.length
+        return Pass(hidden, seconds, watched.clock.seconds, watched.peak_bytes, length)
 
     def tokens_until_change(self) -> int:
         """What the method says; one token if it says nothing."""
