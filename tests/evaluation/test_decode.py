@@ -8,6 +8,7 @@ import torch
 
 from sphkv.baselines.registry import BASELINES
 from sphkv.cache.method import CacheMethodBase
+from sphkv.evaluation.environment import gpu_range
 from sphkv.evaluation.harness.decode import Decoder, follow_text
 from sphkv.evaluation.harness.states import PromptStates, read_prompt
 from sphkv.evaluation.harness.subject import MethodSubject, Subject
@@ -69,7 +70,8 @@ def test_parts_are_as_good_as_single_steps_for_methods_that_store_one_by_one(ses
     torch.testing.assert_close(parts.hidden, single.hidden, rtol=0, atol=0.02)
     after = {step.num_tokens: step.after for step in single.trace.steps}
     assert all(after[step.num_tokens] == step.after for step in parts.trace.steps)
-    shares = [run.trace.highest(lambda step: step.peak / step.limit, 0.0) for run in (single, parts)]
+    runs = (single, parts)
+    shares = [run.trace.highest(lambda step: step.peak / step.limit, 0.0) for run in runs]
     assert shares[1] == pytest.approx(shares[0], rel=0.01)
     assert max(shares) <= 1
 
@@ -185,3 +187,14 @@ def test_divergence_of_a_model_from_itself_is_zero(session, prompt):
     assert found.summary()["kl"] == pytest.approx(0, abs=1e-9)
     assert found.summary()["nll_delta"] == 0
     assert len(found.nll) == NUM_FOLLOWING
+
+
+@pytest.mark.parametrize("is_gpu_used", [False, True])
+def test_a_range_is_closed_even_if_what_is_inside_fails(monkeypatch, is_gpu_used):
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_gpu_used)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+    with pytest.raises(KeyError), gpu_range("decode step"):
+        raise KeyError("inside")
+    assert calls == (["decode step", "end"] if is_gpu_used else [])

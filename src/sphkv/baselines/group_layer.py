@@ -341,13 +341,13 @@ class GroupLayer:
             counts[name] = counts.get(name, 0) + len(groups.heads) * groups.unit
         return counts
 
-    def page_bytes(self) -> tuple[int, int]:
-        """Bytes of headers and of pointers of the pages that coded states are charged for."""
+    def page_counts(self) -> int:
+        """Pages that coded states are charged for."""
         pages = 0
         for groups in self._groups.values():
             per_head = groups.heads.long().bincount() * groups.unit
             pages += int(((per_head + CODED_PAGE_TOKENS - 1) // CODED_PAGE_TOKENS).sum())
-        return pages * PAGE_HEADER_BYTES, pages * PAGE_POINTER_BYTES
+        return pages
 
     def tensors(self) -> list[Tagged]:
         """Every live tensor with its ledger kind."""
@@ -367,7 +367,8 @@ class GroupLayer:
         if self._coded_bytes is None:
             # asked after every layer of every token, and changed by few of them
             every = sum(tensor.nbytes for _, tensor in self.tensors())
-            self._coded_bytes = every - ends + sum(self.page_bytes())
+            pages = self.page_counts() * (PAGE_HEADER_BYTES + PAGE_POINTER_BYTES)
+            self._coded_bytes = every - ends + pages
         return ends + self._coded_bytes
 
 

@@ -24,8 +24,8 @@ from sphkv.core.contract import WriteContract
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
 from sphkv.errors import BudgetError
+from sphkv.evaluation.environment import gpu_range
 from sphkv.evaluation.harness.states import PromptStates
-from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.schema import MethodDescription
 from sphkv.integrations.transformers.cache import SphericalCache
 from sphkv.integrations.transformers.method import MethodCache
@@ -130,7 +130,7 @@ class Subject(Protocol):
 
 @runtime_checkable
 class ChangesAtKnownTokens(Protocol):
-    """A method that says when what it stores changes next, and stores tokens one by one till then."""
+    """A method that stores tokens one by one and says when what is stored changes next."""
 
     def tokens_until_change(self) -> int:
         """As ``Subject.tokens_until_change``."""
