@@ -65,13 +65,15 @@ double spacing_error(const float* x, const float* y) {
   return sum / kSlotLevels / 6.0;
 }
 
-// Stages of a plane are adjacent, the finest last: that one carries the plane's error.
-void guess_errors(HeadCodebook& head) {
-  const size_t n = head.entries.size();
-  for (size_t e = 0; e < n; ++e) {
-    const bool is_last = e + 1 == n || head.entries[e + 1].plane != head.entries[e].plane;
-    if (head.entries[e].slot < 0 || !is_last) continue;
-    const float* x = head.points.data() + e * 2 * kSlotLevels;
+// The last entry of a plane is its finest: that one carries the plane's error.
+void guess_errors(HeadCodebook& head, int num_planes) {
+  std::vector<int32_t> last(num_planes, -1);
+  for (size_t e = 0; e < head.entries.size(); ++e) {
+    if (head.entries[e].slot >= 0) last[head.entries[e].plane] = static_cast<int32_t>(e);
+  }
+  for (const int32_t e : last) {
+    if (e < 0) continue;
+    const float* x = head.points.data() + static_cast<size_t>(e) * 2 * kSlotLevels;
     head.entries[e].plane_error = static_cast<float>(spacing_error(x, x + kSlotLevels));
   }
 }
@@ -134,7 +136,7 @@ Codebook::Codebook(const Rotary* rotary_, int num_heads, int num_slots_, const f
       const float* xy = constant + (static_cast<size_t>(h) * rotary->num_planes + plane) * 2;
       if (xy[0] != 0.0f || xy[1] != 0.0f) add_entry(heads[h], -1, plane, xy, 0);
     }
-    guess_errors(heads[h]);
+    guess_errors(heads[h], rotary->num_planes);
   }
 }
 

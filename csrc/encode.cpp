@@ -22,8 +22,9 @@ constexpr int kMaxPoints = kSlotLevels * kSlotLevels;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Words __attribute__((vector_size(4 * kLanes)));
 
-// Points of one stage, as queries see them (in the metric) and as they are.
+// Points of one slot or of half a slot, as queries see them (in the metric) and as they are.
 struct Stage {
+  int slot, shift, levels;
   float x[kSlotLevels], y[kSlotLevels];
   float seen_x[kSlotLevels], seen_y[kSlotLevels];
 };
@@ -56,21 +57,29 @@ void find_nearest(const Block& block, const float* px, const float* py, int coun
   std::memcpy(index, found, sizeof found);
 }
 
-// Codes one plane of one row of keys.
+// Codes one plane of one row of keys: single slots, adjacent, then half a pair slot; points add.
 class PlaneEncoder {
  public:
   PlaneEncoder(const KeyRows& keys, int row, int plane)
       : keys_(keys), row_(row), plane_(plane),
         root_(keys.metric_root + (static_cast<size_t>(row) * keys.planes + plane) * 4) {
     const int64_t bits = keys.plane_bits[static_cast<size_t>(row) * keys.planes + plane];
-    num_stages_ = bits <= 4 ? (bits > 0) : static_cast<int>(bits / 4);
-    num_points_ = bits == 2 ? kPairLevels : kSlotLevels;
-    if (num_stages_ > 0) locate();
-    for (int stage = 0; stage < num_stages_; ++stage) load(stage);
+    const int num_singles = static_cast<int>(bits / 4);
+    int slot = 0;
+    while (num_stages_ < num_singles) {
+      if (num_stages_ == 0) slot = find(0);
+      load(slot++, 0, kSlotLevels);
+    }
+    if (bits % 4 != 0) {
+      // the plane's other slots, if any, are all before it
+      slot = find(slot);
+      load(slot, owner(slot)[0] != plane_, kPairLevels);
+    }
     if (num_stages_ < 2) return;
-    for (int i = 0; i < kMaxPoints; ++i) {
-      sum_x_[i] = stages_[0].seen_x[i / kSlotLevels] + stages_[1].seen_x[i % kSlotLevels];
-      sum_y_[i] = stages_[0].seen_y[i / kSlotLevels] + stages_[1].seen_y[i % kSlotLevels];
+    const int levels = stages_[1].levels;
+    for (int i = 0; i < kSlotLevels * levels; ++i) {
+      sum_x_[i] = stages_[0].seen_x[i / levels] + stages_[1].seen_x[i % levels];
+      sum_y_[i] = stages_[0].seen_y[i / levels] + stages_[1].seen_y[i % levels];
     }
   }
 
@@ -99,9 +108,9 @@ class PlaneEncoder {
           const int code = index[stage][t];
           x += stages_[stage].x[code];
           y += stages_[stage].y[code];
-          const size_t at = (static_cast<size_t>(row_) * keys_.slots + slot_ + stage) *
+          const size_t at = (static_cast<size_t>(row_) * keys_.slots + stages_[stage].slot) *
                                 keys_.tokens + first + t;
-          codes[at] = static_cast<uint8_t>(codes[at] + (code << shift_));
+          codes[at] = static_cast<uint8_t>(codes[at] + (code << stages_[stage].shift));
         }
         cosine[first + t] += unit_x[t] * x + unit_y[t] * y;
         square[first + t] += x * x + y * y;
@@ -113,24 +122,30 @@ class PlaneEncoder {
   const KeyRows& keys_;
   int row_, plane_;
   const float* root_;
-  int num_stages_ = 0, num_points_ = 0, slot_ = 0, half_ = 0, shift_ = 0;
+  int num_stages_ = 0;
   Stage stages_[3];
   float sum_x_[kMaxPoints], sum_y_[kMaxPoints];  // of the first two stages, in the metric
 
-  void locate() {
-    const int64_t* owner = keys_.slot_plane + static_cast<size_t>(row_) * keys_.slots * 2;
-    while (owner[2 * slot_] != plane_ && owner[2 * slot_ + 1] != plane_) ++slot_;
-    half_ = owner[2 * slot_] != plane_;
-    shift_ = half_ ? 2 : 0;
+  const int64_t* owner(int slot) const {
+    return keys_.slot_plane + (static_cast<size_t>(row_) * keys_.slots + slot) * 2;
+  }
+
+  // The next slot of the plane.
+  int find(int slot) const {
+    while (owner(slot)[0] != plane_ && owner(slot)[1] != plane_) ++slot;
+    return slot;
   }
 
   // The second plane of a pair steps its code by four.
-  void load(int stage) {
-    const size_t at = (static_cast<size_t>(row_) * keys_.slots + slot_ + stage) * 2 + half_;
+  void load(int slot, int half, int levels) {
+    const size_t at = (static_cast<size_t>(row_) * keys_.slots + slot) * 2 + half;
     const float* points = keys_.points + at * 2 * kSlotLevels;
-    const int stride = half_ ? kPairLevels : 1;
-    Stage& out = stages_[stage];
-    for (int i = 0; i < num_points_; ++i) {
+    const int stride = half ? kPairLevels : 1;
+    Stage& out = stages_[num_stages_++];
+    out.slot = slot;
+    out.shift = half ? 2 : 0;
+    out.levels = levels;
+    for (int i = 0; i < levels; ++i) {
       const float x = points[2 * i * stride], y = points[2 * i * stride + 1];
       out.x[i] = x;
       out.y[i] = y;
@@ -141,21 +156,22 @@ class PlaneEncoder {
 
   void search(Block& block, int32_t (&index)[3][kBlock]) const {
     if (num_stages_ == 1) {
-      find_nearest(block, stages_[0].seen_x, stages_[0].seen_y, num_points_, index[0]);
+      find_nearest(block, stages_[0].seen_x, stages_[0].seen_y, stages_[0].levels, index[0]);
       return;
     }
+    const int levels = stages_[1].levels;
     int32_t joint[kBlock];
-    find_nearest(block, sum_x_, sum_y_, kMaxPoints, joint);
+    find_nearest(block, sum_x_, sum_y_, kSlotLevels * levels, joint);
     for (int t = 0; t < kBlock; ++t) {
-      index[0][t] = joint[t] / kSlotLevels;
-      index[1][t] = joint[t] % kSlotLevels;
+      index[0][t] = joint[t] / levels;
+      index[1][t] = joint[t] % levels;
     }
     if (num_stages_ < 3) return;
     for (int t = 0; t < kBlock; ++t) {
       block.x[t] -= sum_x_[joint[t]];
       block.y[t] -= sum_y_[joint[t]];
     }
-    find_nearest(block, stages_[2].seen_x, stages_[2].seen_y, kSlotLevels, index[2]);
+    find_nearest(block, stages_[2].seen_x, stages_[2].seen_y, stages_[2].levels, index[2]);
   }
 };
 

@@ -3,7 +3,7 @@
 
 import torch
 
-from sphkv.attention.cuda.search_grid import CELLS, build_search_grid
+from sphkv.attention.cuda.search_grid import CELLS, build_search_grid, joint_planes
 from sphkv.attention.triton.search import build_search_table
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.rope import RopeSpec
@@ -20,15 +20,17 @@ def test_candidates_hold_the_nearest_sum():
     keys = random_states(geometry, rope, 256, first=5)[0].float()
     unit = rope.unrotate(rope.to_planes(keys), torch.arange(5, 261))
     unit = unit / keys.norm(dim=-1)[..., None, None]
-    counts = table.counts[:, :2].sum(1).tolist()
-    assert min(counts) > 4
-    for head, count in enumerate(counts):
-        for at in range(count):
-            plane, slot = int(table.planes[head, at, 0]), _slot(table, head, at)
-            point = unit[head, :, plane] @ table.roots[head, at].view(2, 2).T
-            sums = (table.seen[head, slot, 0][:, None] + table.seen[head, slot + 1, 0]).flatten(
-                0, 1
-            )
+    kinds = set()
+    for head in range(2):
+        for at, joint in enumerate(joint_planes(table, head)):
+            kinds.add(joint.half)
+            plane = int(table.planes[head, joint.plane, 0])
+            point = unit[head, :, plane] @ table.roots[head, joint.plane].view(2, 2).T
+            second = table.seen[head, joint.second, joint.half or 0]
+            if joint.half is not None:
+                # codes beyond the fourth point of a half must not be named
+                second = torch.cat([second[:: 1 + 3 * joint.half][:4], torch.full((12, 2), 1e3)])
+            sums = (table.seen[head, joint.first, 0][:, None] + second).flatten(0, 1)
             box = grid.boxes[head, at]
             cell = ((point - box[:2]) * box[2:]).clamp(0, CELLS - 1).long()
             chosen = grid.candidates[head, at, cell[:, 0] * CELLS + cell[:, 1]].long()
@@ -38,8 +40,4 @@ def test_candidates_hold_the_nearest_sum():
             assert float(is_long.float().mean()) < 0.1
             found = torch.where(is_long, distance.amin(1), found)
             torch.testing.assert_close(found, distance.amin(1), rtol=1e-6, atol=1e-9)
-
-
-def _slot(table, head, at):
-    num_12 = int(table.counts[head, 0])
-    return 3 * at if at < num_12 else 2 * at + num_12
+    assert kinds == {None, 0, 1}

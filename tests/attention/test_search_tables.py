@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from sphkv.attention.cuda.search_grid import joint_planes
 from sphkv.attention.cuda.search_tables import build_encode_tables, clip_fragments
 from sphkv.attention.triton.search import build_search_table
 from sphkv.codec.clipping import CLIP_RANGE, clip_weights
@@ -15,7 +16,7 @@ from sphkv.core.tiers import coded_tier
 from sphkv.testing.cases import CacheCase, random_calibration
 
 
-@pytest.fixture(scope="module", params=[2.0, 6.0])
+@pytest.fixture(scope="module", params=[2.0, 3.0, 4.0, 5.5])
 def tables(request):
     geometry = CacheCase(head_dim=64, num_kv_heads=2, group_size=2).geometry()
     rope = RopeSpec.from_config({"rope_theta": 10_000.0}, 64)
@@ -48,12 +49,30 @@ def test_the_nearest_point_has_the_largest_score_and_it_is_positive(tables):
         for slot in range(2, 3 * num_12, 3):
             scores, centre = torch.cat([found[slot], bias[slot]]), bias[slot - 2, :2]
             _check_scores(scores, torch.eye(2), centre, table.seen[head, slot, 0], draw)
+        first = table.planes[head, :, 3].cumsum(0) - table.planes[head, :, 3]
         for k in range(pairs):
-            slot, at = first_4 + num_4 + k, joint + num_4 + 2 * k
+            slot, at = len(found) - pairs + k, joint + num_4 + 2 * k
             for half, stride in ((0, 1), (1, 4)):
-                scores = found[slot, 12 * half : 12 * half + 12]
-                points = table.seen[head, slot, half][::stride][:4]
-                _check_scores(scores, roots[at + half], None, points, draw)
+                words, points = found[slot, 16 * half :], table.seen[head, slot, half][::stride][:4]
+                singles = int(table.planes[head, at + half, 3])
+                if singles == 0:
+                    _check_scores(words[:12], roots[at + half], None, points, draw)
+                elif singles == 1:
+                    torch.testing.assert_close(words[:8].view(4, 2), points)
+                else:
+                    centre = bias[first[at + half], :2]
+                    _check_scores(words[:12], torch.eye(2), centre, points, draw)
+
+
+def test_planes_know_their_slots_and_grids(tables):
+    table, built = tables
+    word = built.planes[..., 1]
+    slot, singles, grid = word & 0xFFFF, word >> 16 & 0xFF, word >> 24 & 0xFF
+    assert torch.equal(singles, table.planes[..., 3])
+    for head in range(2):
+        for at, joint in enumerate(joint_planes(table, head)):
+            assert int(grid[head, joint.plane]) == at
+            assert int(slot[head, joint.plane]) == joint.first
 
 
 def _check_scores(scores, root, centre, points, draw):
@@ -71,7 +90,7 @@ def _check_scores(scores, root, centre, points, draw):
 
 def test_planes_keep_turns_roots_and_distinct_rows(tables):
     table, built = tables
-    rows = built.planes[..., :2].flatten(1).sort(1).values
+    rows = _rows(built).flatten(1).sort(1).values
     row = torch.arange(64, dtype=torch.int32)
     assert torch.equal(rows, (256 * row + row % 8 * 16).expand(2, -1))
     turns = built.planes[..., 2:4].contiguous().view(torch.int64)[..., 0]
@@ -82,16 +101,22 @@ def test_planes_keep_turns_roots_and_distinct_rows(tables):
 def test_codes_have_places_in_the_rows_of_their_own_plane(tables):
     table, built = tables
     for head in range(2):
-        num_12, num_8, num_4, pairs, _ = table.counts[head].tolist()
-        kinds = [(3, 1)] * num_12 + [(2, 1)] * num_8 + [(1, 1)] * num_4 + [(1, 2)] * pairs
+        pairs = int(table.counts[head, 3])
         words = (built.places[head, :, None].long() ^ 4 * torch.arange(32)).sort(1).values
         assert len(words.unique()) == words.numel()
-        slot = plane = 0
-        for num_slots, num_planes in kinds:
-            own = set((built.planes[head, plane, :2] // 256).tolist())
-            assert set((words[slot : slot + num_slots] // 256).flatten().tolist()) <= own
-            slot, plane = slot + num_slots, plane + num_planes
-        assert slot == len(words)
+        singles = table.planes[head, :, 3].tolist()
+        first_pair, first_shared = sum(singles), int(table.counts[head, :3].sum())
+        owners = [plane for plane, count in enumerate(singles) for _ in range(count)]
+        owners += [first_shared + 2 * k for k in range(pairs)]
+        assert len(owners) == first_pair + pairs == len(words)
+        for slot, plane in enumerate(owners):
+            own = set((_rows(built)[head, plane] // 256).tolist())
+            assert set((words[slot] // 256).tolist()) <= own
+
+
+def _rows(built):
+    """Where the channels of each plane begin."""
+    return torch.stack([built.planes[..., 0] & 0xFFFF, built.planes[..., 0] >> 16], -1)
 
 
 @pytest.mark.parametrize("bits", CLIP_RANGE)

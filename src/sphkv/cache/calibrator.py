@@ -32,6 +32,8 @@ class PromptCalibrator:
             "mean": (2,),
             "pair": (4, 2),
             "single": (16, 2),
+            "joint": (16, 2),
+            "halves": (2, 4, 2),
             "stages": (3, 16, 2),
             "distortion": (len(CELL_BITS),),
         }

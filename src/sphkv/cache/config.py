@@ -19,7 +19,7 @@ from sphkv.store.config import StoreConfig
 PROMPT_CALIBRATION = CalibrationOptions(
     skip_tokens=0,
     max_tokens=1024,
-    fit=CodebookFit(iterations=5, refinements=4, stage_tokens=512),
+    fit=CodebookFit(iterations=5, refinements=3, stage_tokens=1024),
 )
 """Half the effort of a calibration that is kept: the user waits for the first token."""
 

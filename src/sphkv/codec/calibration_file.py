@@ -21,7 +21,7 @@ from sphkv.codec.codebook import CELL_BITS, PlaneCodebooks
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 
-FORMAT = "sphkv-calibration-1"
+FORMAT = "sphkv-calibration-2"
 _MAX_BYTES = 1 << 32
 
 
@@ -110,6 +110,8 @@ def _shapes(geometry: KVGeometry) -> dict[str, tuple[int, ...]]:
         "mean": (*lead, 2),
         "pair": (*lead, 4, 2),
         "single": (*lead, 16, 2),
+        "joint": (*lead, 16, 2),
+        "halves": (*lead, 2, 4, 2),
         "stages": (*lead, 3, 16, 2),
         "distortion": (*lead, len(CELL_BITS)),
     }

@@ -14,14 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CELL_BITS = (0, 2, 4, 8, 12)
-"""Bits a plane may get. 8 and 12 are two and three 16-point codebooks whose points add."""
+CELL_BITS = (0, 2, 4, 6, 8, 10, 12)
+"""Bits a plane may get: a 16-point codebook for every four of them, and one of four points for two
+more; their points add."""
 
 SLOT_LEVELS = 16
 PAIR_LEVELS = 4
 _SPLIT_SCALE = 0.7
+_RELAXATION = 1.9
+_SWEEPS = 3
 _START_ITERATIONS = 3
 _TINY = 1e-20
+_CACHED_SCORES = 1 << 19
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,14 +37,20 @@ class PlaneCodebooks:
         mean: ``[heads, planes, 2]`` the 0-bit cell.
         pair: ``[heads, planes, 4, 2]`` the 2-bit cell.
         single: ``[heads, planes, 16, 2]`` the 4-bit cell.
-        stages: ``[heads, planes, 3, 16, 2]`` additive stages; 8 bits use two, 12 bits all three.
-        distortion: ``[heads, planes, 5]`` expected query-weighted error by cell class.
+        joint: ``[heads, planes, 16, 2]`` the first stage of the 6-bit cell.
+        halves: ``[heads, planes, 2, 4, 2]`` four points that are added: to ``joint`` in the 6-bit
+            cell, to two of ``stages`` in the 10-bit cell.
+        stages: ``[heads, planes, 3, 16, 2]`` additive stages; 8 and 10 bits use two, 12 bits all
+            three.
+        distortion: ``[heads, planes, 7]`` expected query-weighted error by cell class.
     """
 
     metric_root: Tensor
     mean: Tensor
     pair: Tensor
     single: Tensor
+    joint: Tensor
+    halves: Tensor
     stages: Tensor
     distortion: Tensor
 
@@ -64,7 +74,7 @@ class AngleCodebook:
 
     A single slot serves one plane with 16 points. A pair slot serves two planes, four points
     each: its low two bits pick the first plane's point, its high two bits the second's. Single
-    slots come first. A plane may own several single slots; their points add.
+    slots come first. A plane may own several single slots and half a pair slot; their points add.
 
     Attributes:
         plane_bits: ``[heads, planes]`` int64 cell class of each plane.
@@ -117,18 +127,32 @@ def nearest_point(x: Tensor, points: Tensor) -> Tensor:
     Returns:
         ``[n, tokens]`` int64.
     """
-    levels = points.shape[1]
-    ones = torch.ones_like(x[..., :1])
-    left = torch.cat([x, x.square().sum(-1, keepdim=True), ones], -1)
-    right = torch.cat(
-        [-2 * points, torch.ones_like(points[..., :1]), points.square().sum(-1, keepdim=True)], -1
-    )
-    distance = torch.bmm(left, right.transpose(1, 2)).abs_()
-    # Floats of one sign order like their bits, so the index rides in the lowest bits and one
-    # plain minimum finds it: several times faster than argmin over a short dimension.
-    key = distance.view(torch.int32)
+    left, right = _quadratic(x, 1.0), _quadratic(points, -2.0)[..., [0, 1, 3, 2]]
+    rows, tokens, _ = x.shape
+    # scores that stay in a processor's cache are ranked several times faster
+    step = rows if x.is_cuda else max(1, _CACHED_SCORES // max(1, tokens * points.shape[1]))
+    if step >= rows:
+        return _smallest(torch.bmm(left, right.mT))
+    parts = zip(left.split(step), right.split(step), strict=True)
+    return torch.cat([_smallest(torch.bmm(one, other.mT)) for one, other in parts])
+
+
+def _quadratic(x: Tensor, factor: float) -> Tensor:
+    """Components times a factor, squared length and one: ``[n, tokens, 4]``."""
+    u, v = x.unbind(-1)
+    return torch.stack([factor * u, factor * v, u * u + v * v, torch.ones_like(u)], -1)
+
+
+def _smallest(distance: Tensor) -> Tensor:
+    """Index of the smallest entry ``[n, tokens]`` of ``distance [n, tokens, levels]``, which goes.
+
+    Floats of one sign order like their bits, so the index rides in the lowest bits and one plain
+    minimum finds it: several times faster than argmin over a short dimension.
+    """
+    levels = distance.shape[-1]
+    key = distance.abs_().view(torch.int32)
     key &= -levels
-    key |= torch.arange(levels, dtype=torch.int32, device=x.device)
+    key |= torch.arange(levels, dtype=torch.int32, device=key.device)
     return (key.amin(-1) & (levels - 1)).long()
 
 
@@ -138,7 +162,7 @@ def take_points(points: Tensor, index: Tensor) -> Tensor:
 
 
 def sum_points(first: Tensor, second: Tensor) -> Tensor:
-    """All 256 sums of two 16-point codebooks, code ``16 * first + second``."""
+    """All sums of two codebooks, code ``levels of the second * first + second``."""
     return (first.unsqueeze(2) + second.unsqueeze(1)).flatten(1, 2)
 
 
@@ -232,13 +256,10 @@ def _principal_stages(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return first, minor.unsqueeze(-1) * axes[:, None, :, 0]
 
 
-def _refine_stages(
+def _alternate(
     x: Tensor, weight: Tensor, stages: tuple[Tensor, Tensor], iterations: int
 ) -> tuple[Tensor, Tensor]:
-    """Alternate between the stages: each is fitted to what the other leaves over.
-
-    Both half-steps lower the error; a last pass assigns over all 256 sums, as the encoder does.
-    """
+    """Fit each stage to what the other leaves over, in turn; both half-steps lower the error."""
     first, second = stages
     b = nearest_point(x - take_points(first, nearest_point(x, first)), second)
     for _ in range(iterations):
@@ -248,10 +269,69 @@ def _refine_stages(
         rest = x - take_points(first, a)
         b = nearest_point(rest, second)
         second = _centroids(rest, weight, b, second)
-    joint = nearest_point(x, sum_points(first, second))
-    a, b = joint // SLOT_LEVELS, joint % SLOT_LEVELS
-    first = _centroids(x - take_points(second, b), weight, a, first)
-    return first, _centroids(x - take_points(first, a), weight, b, second)
+    return first, second
+
+
+def _refine_sums(
+    x: Tensor, weight: Tensor, stages: tuple[Tensor, Tensor], rounds: int
+) -> tuple[Tensor, Tensor]:
+    """Lloyd's algorithm over all sums of two stages, searched as the encoder does.
+
+    Given the codes, both stages follow from the masses and sums of the joint clusters. All rounds
+    but the last go farther than to that optimum: the next assignment then changes more, and about
+    half as many rounds are needed.
+    """
+    first, second = stages
+    levels, count = second.shape[1], first.shape[1] * second.shape[1]
+    for left in reversed(range(rounds)):
+        joint = nearest_point(x, sum_points(first, second))
+        mass, mean = _cluster_means(x, weight, joint, count)
+        mass = mass.reshape(len(x), -1, levels)
+        sums = mass.unsqueeze(-1) * mean.reshape(len(x), -1, levels, 2)
+        one, two = first, second
+        for _ in range(_SWEEPS):
+            one = _explain_rest(mass, sums, two, one)
+            two = _explain_rest(mass.mT, sums.transpose(1, 2), one, two)
+        step = _RELAXATION if left else 1.0
+        first, second = torch.lerp(first, one, step), torch.lerp(second, two, step)
+    return first, second
+
+
+def _explain_rest(mass: Tensor, sums: Tensor, other: Tensor, old: Tensor) -> Tensor:
+    """Points of one stage given the other's; ``mass [n, own, other]``, ``sums [..., 2]``."""
+    own = mass.sum(2, keepdim=True)
+    return torch.where(own > 0, (sums.sum(2) - mass @ other) / own.clamp(min=_TINY), old)
+
+
+def _fit_sums(
+    x: Tensor, weight: Tensor, single: Tensor, second: Tensor, options: CodebookFit
+) -> tuple[Tensor, Tensor]:
+    """Two stages of 16 points whose 256 sums fit the samples.
+
+    Clouds that fill an ellipse are fitted best from a grid along their principal axes, bent and
+    clustered ones from 16 points and those of the rest. Both are tried on half of the samples, and
+    each plane keeps what served it better.
+
+    Args:
+        x: ``[n, tokens, 2]``.
+        weight: ``[n, tokens]``.
+        single: ``[n, 16, 2]`` points of the 4-bit cell.
+        second: ``[n, 16, 2]`` points of what it leaves over.
+        options: Effort.
+    """
+    some, some_w = x[:, ::2].contiguous(), weight[:, ::2].contiguous()
+    grid = _alternate(some, some_w, _principal_stages(some, some_w), options.iterations)
+    starts = [_refine_sums(some, some_w, start, 2) for start in (grid, (single, second))]
+    errors = [_error(some, some_w, nearest_sums(some, *start)) for start in starts]
+    is_grid = (errors[0] < errors[1])[:, None, None]
+    one, two = (torch.where(is_grid, *parts) for parts in zip(*starts, strict=True))
+    return _refine_sums(x, weight, (one, two), options.refinements)
+
+
+def nearest_sums(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """The sum of a point of each stage that is nearest to ``x [n, tokens, 2]``."""
+    sums = sum_points(first, second)
+    return take_points(sums, nearest_point(x, sums))
 
 
 def _error(x: Tensor, weight: Tensor, approximation: Tensor) -> Tensor:
@@ -264,13 +344,13 @@ class CodebookFit:
 
     Attributes:
         iterations: Lloyd steps of the 2-bit and 4-bit cells.
-        refinements: Alternations between the two stages of the 8-bit cell.
-        stage_tokens: Samples used for the stages; the encoder searches 256 sums per sample.
+        refinements: Rounds over all sums of two stages.
+        stage_tokens: Samples used for the stages; each is compared with 256 sums per round.
     """
 
     iterations: int = 10
-    refinements: int = 10
-    stage_tokens: int = 1024
+    refinements: int = 3
+    stage_tokens: int = 2048
 
     def __post_init__(self) -> None:
         """Reject efforts that fit nothing."""
@@ -294,28 +374,32 @@ def _fit_rows(x: Tensor, w: Tensor, options: CodebookFit) -> list[Tensor]:
 
 
 def _fit_some_rows(x: Tensor, w: Tensor, options: CodebookFit) -> tuple[Tensor, ...]:
-    """Points of every cell class of ``x [n, tokens, 2]`` and distortions ``[n, 5]``."""
+    """Points of every cell class of ``x [n, tokens, 2]`` and distortions ``[n, 7]``."""
     grown = fit_points(x, w, levels=SLOT_LEVELS, iterations=options.iterations)
     mean, pair, single = grown[1], grown[PAIR_LEVELS], grown[SLOT_LEVELS]
-    stride = max(1, x.shape[1] // options.stage_tokens)
+    stride = -(-x.shape[1] // options.stage_tokens)
     some, some_w = x[:, ::stride].contiguous(), w[:, ::stride].contiguous()
-    first, second = _refine_stages(some, some_w, _principal_stages(x, w), options.refinements)
-    sums = sum_points(first, second)
-    coarse = take_points(sums, nearest_point(some, sums))
+    rest = some - take_points(single, nearest_point(some, single))
+    finer = fit_points(rest, some_w, levels=SLOT_LEVELS, iterations=_START_ITERATIONS)
+    joint, half = _refine_sums(some, some_w, (single, finer[PAIR_LEVELS]), options.refinements)
+    first, second = _fit_sums(some, some_w, single, finer[SLOT_LEVELS], options)
+    coarse = nearest_sums(some, first, second)
     rest = some - coarse
-    third = fit_points(rest, some_w, levels=SLOT_LEVELS, iterations=options.iterations)[SLOT_LEVELS]
-    fine = coarse + take_points(third, nearest_point(rest, third))
+    last = fit_points(rest, some_w, levels=SLOT_LEVELS, iterations=options.iterations)
+    tail, third = last[PAIR_LEVELS], last[SLOT_LEVELS]
     distortion = torch.stack(
         [
             _error(x, w, mean),
             _error(x, w, take_points(pair, nearest_point(x, pair))),
             _error(x, w, take_points(single, nearest_point(x, single))),
+            _error(some, some_w, nearest_sums(some, joint, half)),
             _error(some, some_w, coarse),
-            _error(some, some_w, fine),
+            _error(rest, some_w, take_points(tail, nearest_point(rest, tail))),
+            _error(rest, some_w, take_points(third, nearest_point(rest, third))),
         ],
         -1,
     )
-    return mean, pair, single, first, second, third, distortion
+    return mean, pair, single, joint, half, tail, first, second, third, distortion
 
 
 def fit_plane_codebooks(
@@ -338,19 +422,21 @@ def fit_plane_codebooks(
     if weight is None:
         weight = torch.ones_like(z[..., 0, 0])
     w = weight[:, None].expand(-1, planes, -1).reshape(heads * planes, tokens).contiguous()
-    mean, pair, single, first, second, third, distortion = _fit_rows(x, w, options)
+    *fitted, distortion = _fit_rows(x, w, options)
 
     def in_key_space(points: Tensor) -> Tensor:
         shaped = points.reshape(heads, planes, -1, 2)
         return torch.einsum("hnij,hnkj->hnki", inverse, shaped).contiguous()
 
-    stages = torch.stack([in_key_space(s) for s in (first, second, third)], 2)
+    mean, pair, single, joint, half, tail, *stages = (in_key_space(part) for part in fitted)
     return PlaneCodebooks(
         metric_root=root,
-        mean=in_key_space(mean)[:, :, 0],
-        pair=in_key_space(pair),
-        single=in_key_space(single),
-        stages=stages,
+        mean=mean[:, :, 0],
+        pair=pair,
+        single=single,
+        joint=joint,
+        halves=torch.stack([half, tail], 2),
+        stages=torch.stack(stages, 2),
         distortion=distortion.reshape(heads, planes, len(CELL_BITS)),
     )
 

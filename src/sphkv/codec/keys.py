@@ -92,64 +92,69 @@ def snap_to_slots(unit: Tensor, codebook: AngleCodebook) -> tuple[Tensor, Tensor
         head, plane = torch.nonzero(codebook.plane_bits == bits, as_tuple=True)
         for at in _chunks(len(head), tokens * (256 if bits > 4 else SLOT_LEVELS)):
             h, p = head[at], plane[at]
-            slot, half = _locate(codebook, h, p)
-            root = codebook.metric_root[h, p]
-            x = torch.bmm(by_plane[h, p], root.transpose(1, 2))
-            index, stages = _search(x, codebook, (h, slot, half), bits)
-            coded[h, :, p] = sum_stages(codebook, (h, slot, half), index)
-            shift = torch.where(half == 1, 2, 0).to(torch.uint8)[:, None]
-            for stage in range(stages):
+            stages = _stages(codebook, h, p, bits)
+            root = codebook.metric_root[h, p].mT
+            seen = [torch.bmm(stage.points, root) for stage in stages]
+            index = _search(torch.bmm(by_plane[h, p], root), seen)
+            coded[h, :, p] = sum(
+                take_points(stage.points, i) for stage, i in zip(stages, index, strict=True)
+            )
+            for stage, i in zip(stages, index, strict=True):
                 # both planes of a pair slot may be in this chunk, so their codes accumulate
-                part = index[stage].to(torch.uint8) << shift
-                codes.index_put_((h, slot + stage), part, accumulate=True)
+                part = i.to(torch.uint8) << stage.shift[:, None]
+                codes.index_put_((h, stage.slot), part, accumulate=True)
     return codes, coded
 
 
-def _search(
-    x: Tensor, codebook: AngleCodebook, where: tuple[Tensor, Tensor, Tensor], bits: int
-) -> tuple[list[Tensor], int]:
-    """Codes of each stage for planes with ``bits`` bits. ``x [n, tokens, 2]`` in the metric."""
-    h, slot, half = where
-    plane = codebook.slot_plane[h, slot, half]
-    root = codebook.metric_root[h, plane]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stage:
+    """One of the slots, or halves of a slot, of some planes: their points add.
 
-    def seen_by_queries(stage: int) -> Tensor:
-        return torch.bmm(codebook.points[h, slot + stage, half], root.transpose(1, 2))
+    Attributes:
+        slot: ``[n]`` int64.
+        shift: ``[n]`` uint8: 2 for the second plane of a pair slot.
+        points: ``[n, 16, 2]``, or ``[n, 4, 2]`` of half a slot.
+    """
 
-    if bits == 2:
-        # the pair's second plane steps its code by four; take one period of either
-        stride = torch.where(half == 1, PAIR_LEVELS, 1)[:, None]
-        rows = torch.arange(PAIR_LEVELS, device=x.device) * stride
-        points = seen_by_queries(0).gather(1, rows[..., None].expand(-1, -1, 2))
-        return [nearest_point(x, points)], 1
-    if bits == 4:
-        return [nearest_point(x, seen_by_queries(0))], 1
-    sums = sum_points(seen_by_queries(0), seen_by_queries(1))
-    joint = nearest_point(x, sums)
-    index = [joint // SLOT_LEVELS, joint % SLOT_LEVELS]
-    if bits == 12:
-        index.append(nearest_point(x - take_points(sums, joint), seen_by_queries(2)))
-    return index, len(index)
+    slot: Tensor
+    shift: Tensor
+    points: Tensor
 
 
-def sum_stages(
-    codebook: AngleCodebook, where: tuple[Tensor, Tensor, Tensor], index: list[Tensor]
-) -> Tensor:
-    """Coded components ``[n, tokens, 2]`` of planes whose stage codes are ``index``."""
-    h, slot, half = where
-    stride = torch.where(half == 1, PAIR_LEVELS, 1)[:, None]
-    total = take_points(codebook.points[h, slot, half], index[0] * stride)
-    for stage in range(1, len(index)):
-        total = total + take_points(codebook.points[h, slot + stage, half], index[stage])
-    return total
-
-
-def _locate(codebook: AngleCodebook, head: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
-    """First slot of each (head, plane), and which half of the slot it is."""
+def _stages(codebook: AngleCodebook, head: Tensor, plane: Tensor, bits: int) -> list[_Stage]:
+    """What planes with ``bits`` bits own: single slots, adjacent, then half a pair slot."""
     owner = codebook.slot_plane[head] == plane[:, None, None]  # [n, slots, 2]
-    slot = owner.any(-1).to(torch.uint8).argmax(-1)
-    row = torch.arange(len(head), device=head.device)
-    return slot, (~owner[row, slot, 0]).long()
+    slot = owner.any(-1).to(torch.uint8).argmax(-1)  # the first
+    none = torch.zeros_like(slot, dtype=torch.uint8)
+    stages = [_Stage(slot + k, none, codebook.points[head, slot + k, 0]) for k in range(bits // 4)]
+    if bits % 4:
+        singles = codebook.num_slots - codebook.num_pairs[head]
+        is_pair = torch.arange(codebook.num_slots, device=head.device) >= singles[:, None]
+        slot = (owner.any(-1) & is_pair).to(torch.uint8).argmax(-1)
+        half = (~owner[torch.arange(len(head), device=head.device), slot, 0]).long()
+        # the pair's second plane steps its code by four; take one period of either
+        level = torch.arange(PAIR_LEVELS, device=head.device) * (1 + 3 * half)[:, None]
+        points = codebook.points[head, slot, half]
+        points = points.gather(1, level[..., None].expand(-1, -1, 2))
+        stages.append(_Stage(slot, (2 * half).to(torch.uint8), points))
+    return stages
+
+
+def _search(x: Tensor, seen: list[Tensor]) -> list[Tensor]:
+    """Codes of each stage: of the nearest sum of the first two, and of what that leaves over.
+
+    Args:
+        x: ``[n, tokens, 2]`` in the metric.
+        seen: Points ``[n, levels, 2]`` of each stage in the metric.
+    """
+    if len(seen) == 1:
+        return [nearest_point(x, seen[0])]
+    sums, levels = sum_points(seen[0], seen[1]), seen[1].shape[1]
+    joint = nearest_point(x, sums)
+    index = [joint // levels, joint % levels]
+    if len(seen) == 3:
+        index.append(nearest_point(x - take_points(sums, joint), seen[2]))
+    return index
 
 
 def _chunks(rows: int, scores_per_row: int) -> list[slice]:

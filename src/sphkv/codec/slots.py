@@ -20,7 +20,7 @@ PAIR_STEP = 2
 _UNIT_BITS = 2
 _SLOT_BITS = 4
 _CELL_UNITS = tuple(bits // _UNIT_BITS for bits in CELL_BITS)
-_PAIR_CLASS = CELL_BITS.index(2)
+_HAS_HALF = tuple(bits % _SLOT_BITS > 0 for bits in CELL_BITS)
 
 
 def allocate_plane_bits(
@@ -29,10 +29,11 @@ def allocate_plane_bits(
     """Choose a cell class per plane that minimises distortion at exactly ``num_slots`` nibbles.
 
     Dynamic programming over planes, vectorised over heads: the state is (bits spent, number of
-    2-bit planes modulo ``2 * pair_step``), so the answer is the optimum, not a greedy one.
+    planes with half a slot modulo ``2 * pair_step``), so the answer is the optimum, not a greedy
+    one.
 
     Args:
-        distortion: ``[heads, planes, 5]`` error by cell class, in the order of ``CELL_BITS``.
+        distortion: ``[heads, planes, 7]`` error by cell class, in the order of ``CELL_BITS``.
         num_slots: Nibbles per key.
         pair_step: Pair slots must be a multiple of this.
 
@@ -61,22 +62,39 @@ def allocate_plane_bits(
         cell = choices[plane][row, spent, pairs].long()
         bits[:, plane] = torch.tensor(CELL_BITS)[cell]
         spent = spent - torch.tensor(_CELL_UNITS)[cell]
-        pairs = (pairs - (cell == _PAIR_CLASS).long()) % period
+        pairs = (pairs - torch.tensor(_HAS_HALF)[cell].long()) % period
     return bits
 
 
 def _relax(best: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
-    """Add one plane. ``best [heads, units + 1, period]``, ``cost [heads, 5]``."""
+    """Add one plane. ``best [heads, units + 1, period]``, ``cost [heads, 7]``."""
     candidates = []
     for cell, units in enumerate(_CELL_UNITS):
         moved = torch.full_like(best, torch.inf)
         if units <= best.shape[1] - 1:
             moved[:, units:] = best[:, : best.shape[1] - units]
-        if cell == _PAIR_CLASS:
+        if _HAS_HALF[cell]:
             moved = moved.roll(1, dims=2)
         candidates.append(moved + cost[:, cell, None, None])
     value, choice = torch.stack(candidates).min(0)
     return value, choice.to(torch.uint8)
+
+
+def order_slots(bits: Tensor) -> tuple[list[int], list[tuple[int, int]]]:
+    """Plane of each single slot and planes of each pair slot of a head.
+
+    Planes of whole slots come first, by falling bits; then those that share one, likewise, so that
+    the single slots of a pair's two planes follow each other in the order of the pairs.
+
+    Args:
+        bits: ``[planes]`` bits of each plane.
+    """
+    falling = torch.argsort(bits, descending=True, stable=True).tolist()
+    of_plane = bits.tolist()
+    halved = [plane for plane in falling if of_plane[plane] % _SLOT_BITS]
+    whole = [plane for plane in falling if not of_plane[plane] % _SLOT_BITS]
+    single = [plane for plane in whole + halved for _ in range(of_plane[plane] // _SLOT_BITS)]
+    return single, list(zip(halved[::2], halved[1::2], strict=True))
 
 
 def build_angle_codebook(
@@ -90,44 +108,50 @@ def build_angle_codebook(
         pair_step: Pair slots of a head are a multiple of this.
 
     Returns:
-        The slots, single ones first, by falling bits of their plane.
+        The slots, in the order of ``order_slots``.
     """
+    device, planes = planes.mean.device, planes.to("cpu")
     bits = allocate_plane_bits(planes.distortion, num_slots, pair_step=pair_step)
     heads = bits.shape[0]
     slot_plane = torch.zeros(heads, num_slots, 2, dtype=torch.int64)
     points = torch.zeros(heads, num_slots, 2, SLOT_LEVELS, 2)
-    num_pairs = torch.zeros(heads, dtype=torch.int64)
+    code = torch.arange(SLOT_LEVELS)
     for head in range(heads):
-        at = 0
-        for plane in torch.argsort(bits[head], descending=True, stable=True).tolist():
+        single, paired = order_slots(bits[head])
+        for plane in dict.fromkeys(single):
+            at = single.index(plane)
             stages = _stages_of(planes, head, plane, int(bits[head, plane]))
-            for stage in stages:
-                slot_plane[head, at] = plane
-                points[head, at, 0] = stage
-                at += 1
-        paired = torch.nonzero(bits[head] == CELL_BITS[_PAIR_CLASS])[:, 0].reshape(-1, 2)
-        num_pairs[head] = len(paired)
-        for first, second in paired.tolist():
-            slot_plane[head, at] = torch.tensor([first, second])
-            code = torch.arange(SLOT_LEVELS)
-            points[head, at, 0] = planes.pair[head, first].cpu()[code % PAIR_LEVELS]
-            points[head, at, 1] = planes.pair[head, second].cpu()[code // PAIR_LEVELS]
-            at += 1
-    constant = torch.where(bits.unsqueeze(-1) == 0, planes.mean.cpu(), torch.zeros(()))
+            points[head, at : at + len(stages), 0] = stages
+        first_pair = len(single)
+        slot_plane[head, :first_pair] = torch.tensor(single, dtype=torch.int64)[:, None]
+        slot_plane[head, first_pair:] = torch.tensor(paired, dtype=torch.int64).reshape(-1, 2)
+        for at, (first, second) in enumerate(paired, first_pair):
+            low = _half_of(planes, head, first, int(bits[head, first]))
+            high = _half_of(planes, head, second, int(bits[head, second]))
+            points[head, at, 0] = low[code % PAIR_LEVELS]
+            points[head, at, 1] = high[code // PAIR_LEVELS]
+    constant = torch.where(bits.unsqueeze(-1) == 0, planes.mean, torch.zeros(()))
     return AngleCodebook(
         plane_bits=bits,
-        num_pairs=num_pairs,
+        num_pairs=(bits % _SLOT_BITS > 0).sum(1) // 2,
         slot_plane=slot_plane,
         points=points,
         constant=constant,
-        metric_root=planes.metric_root.cpu(),
-    ).to(planes.mean.device)
+        metric_root=planes.metric_root,
+    ).to(device)
 
 
-def _stages_of(planes: PlaneCodebooks, head: int, plane: int, bits: int) -> list[Tensor]:
-    """Points of each single slot of one plane."""
+def _stages_of(planes: PlaneCodebooks, head: int, plane: int, bits: int) -> Tensor:
+    """Points ``[slots, 16, 2]`` of the single slots of one plane."""
     if bits == _SLOT_BITS:
-        return [planes.single[head, plane].cpu()]
-    if bits > _SLOT_BITS:
-        return list(planes.stages[head, plane, : bits // _SLOT_BITS].cpu())
-    return []
+        return planes.single[head, plane, None]
+    if bits == _SLOT_BITS + _UNIT_BITS:
+        return planes.joint[head, plane, None]
+    return planes.stages[head, plane, : bits // _SLOT_BITS]
+
+
+def _half_of(planes: PlaneCodebooks, head: int, plane: int, bits: int) -> Tensor:
+    """Points ``[4, 2]`` that one plane has in a pair slot."""
+    if bits == _UNIT_BITS:
+        return planes.pair[head, plane]
+    return planes.halves[head, plane, bits // _SLOT_BITS - 1]

@@ -22,7 +22,7 @@ from sphkv.store.store import PageStore
 USUAL_TIERS = ("k1v2", "k1.5v2", "k2v3", "k3v4", "k4v4")
 """Coded tiers of most cases: few, and far enough apart to differ in every width of a code."""
 
-_QUICK_FIT = CodebookFit(iterations=3, refinements=2, stage_tokens=128)
+_QUICK_FIT = CodebookFit(iterations=3, refinements=2, stage_tokens=256)
 
 
 @dataclass(frozen=True, slots=True)

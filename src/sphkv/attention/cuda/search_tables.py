@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.cuda.geometry import LANES
-from sphkv.attention.cuda.search_grid import build_search_grid
+from sphkv.attention.cuda.search_grid import build_search_grid, joint_planes
 from sphkv.attention.triton.search import SearchTable
 from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS, clip_weights
 from sphkv.codec.codebook import PAIR_LEVELS, SLOT_LEVELS
@@ -45,19 +45,31 @@ def build_encode_tables(table: SearchTable) -> EncodeTables:
     heads, num_slots = table.seen.shape[:2]
     device, num_planes = table.seen.device, table.planes.shape[1]
     planes = torch.zeros(heads, num_planes, PLANE_WORDS, dtype=torch.int32, device=device)
-    planes[..., :2] = _shared_rows(table.planes[..., 1:])
+    rows = _shared_rows(table.planes[..., 1:3])
+    planes[..., 0] = rows[..., 0] | rows[..., 1] << 16
     turn = table.turns[table.planes[..., 0].long()]
     planes[..., 2:4] = turn[..., None].view(torch.int32)
     planes[..., 4:8] = table.roots.view(torch.int32)
     slots = torch.zeros(heads, num_slots * SLOT_WORDS, device=device)
     boxes = torch.zeros(heads, num_planes, 4, device=device)
+    places = []
     for head in range(heads):
-        _fill_head(table, head, grid.boxes[head], boxes[head], slots[head])
+        joint = [plane.plane for plane in joint_planes(table, head)]
+        boxes[head, joint] = grid.boxes[head, : len(joint)]
+        first, singles = _first_slots(table, head)
+        number = torch.zeros_like(first)
+        number[joint] = torch.arange(len(joint), device=device)
+        planes[head, :, 1] = (first | singles << 16 | number << 24).to(torch.int32)
+        _fill_head(table, head, boxes[head], slots[head])
+        places.append(_code_places(table.counts[head].tolist(), first, singles, rows[head]))
     planes[..., 8:] = boxes.view(torch.int32)
-    places = [
-        _code_places(kinds, rows) for kinds, rows in zip(table.counts.tolist(), planes, strict=True)
-    ]
     return EncodeTables(table.counts, planes, slots, torch.stack(places), grid.candidates)
+
+
+def _first_slots(table: SearchTable, head: int) -> tuple[Tensor, Tensor]:
+    """First single slot of each plane of a head and how many it has, int64."""
+    singles = table.planes[head, :, 3].long()
+    return singles.cumsum(0) - singles, singles
 
 
 def _shared_rows(channel: Tensor) -> Tensor:
@@ -69,61 +81,81 @@ def _shared_rows(channel: Tensor) -> Tensor:
     return row * _ROW_BYTES + row % 8 * 16
 
 
-def _code_places(kinds: list[int], planes: Tensor) -> Tensor:
+def _code_places(kinds: list[int], first: Tensor, singles: Tensor, rows: Tensor) -> Tensor:
     """Where slots leave their codes: in the rows of their own plane, which has been read by then.
 
-    A word lies at its own offset in half a row, XOR-ed with the lowest bits: a warp that collects
-    codes of 16 slots at once finds them in different banks.
+    A pair slot is kept behind the single slots of its first plane. A word lies at its own offset in
+    half a row, XOR-ed with the lowest bits: a warp that collects codes of 16 slots at once finds
+    them in different banks.
 
     Args:
         kinds: Planes of 12, 8 and 4 bits, pair slots, bare planes.
-        planes: ``[planes, 12]``, rows first.
+        first: ``[planes]`` first single slot of each plane.
+        singles: ``[planes]`` single slots of each plane.
+        rows: ``[planes, 2]`` where the channels of each plane begin.
 
     Returns:
         ``[slots]`` int16, in bytes.
     """
-    num_12, num_8, num_4, pairs, _ = kinds
-    joint = num_12 + num_8
-    of_slot = [(plane, k) for plane in range(num_12) for k in range(3)]
-    of_slot += [(plane, k) for plane in range(num_12, joint) for k in range(2)]
-    of_slot += [(joint + k, 0) for k in range(num_4)]
-    of_slot += [(joint + num_4 + 2 * k, 0) for k in range(pairs)]
-    plane, k = torch.tensor(of_slot, device=planes.device).unbind(1)
-    slot = torch.arange(len(of_slot), device=planes.device)
-    row = planes[plane, k // 2] // _ROW_BYTES * _ROW_BYTES
+    device = first.device
+    plane = torch.arange(len(first), device=device).repeat_interleave(singles)
+    k = torch.arange(len(plane), device=device) - first[plane]
+    paired = sum(kinds[:3]) + 2 * torch.arange(kinds[3], device=device)
+    plane, k = torch.cat([plane, paired]), torch.cat([k, singles[paired]])
+    slot = torch.arange(len(plane), device=device)
+    row = rows[plane, k // 2] // _ROW_BYTES * _ROW_BYTES
     place = row + k % 2 * (_ROW_BYTES // 2) + slot % 4 * 8 + slot // 16 % 4 * 32
     return place.to(torch.int16)
 
 
-def _fill_head(table: SearchTable, head: int, grids: Tensor, boxes: Tensor, slots: Tensor) -> None:
-    """Write the boxes of planes ``[planes, 4]`` and the slots ``[80 * slots]`` of one head."""
+def _fill_head(table: SearchTable, head: int, boxes: Tensor, slots: Tensor) -> None:
+    """Write constants of bare planes ``[planes, 4]`` and slots ``[80 * slots]`` of a head."""
     num_12, num_8, num_4, pairs, _ = table.counts[head].tolist()
     seen, points, roots = table.seen[head], table.points[head], table.roots[head].view(-1, 2, 2)
     sizes = [words * SLOT_LEVELS * len(seen) for words in (2, 1, 2)]
     found, bias, stored = (part.view(len(seen), -1) for part in slots.split(sizes))
-    joint, first_4 = num_12 + num_8, 3 * num_12 + 2 * num_8
-    first_pair = first_4 + num_4
-    boxes[:joint] = grids[:joint]
+    joint, first_4, first_pair = num_12 + num_8, 3 * num_12 + 2 * num_8, len(seen) - pairs
     bare = joint + num_4 + 2 * pairs
     boxes[bare:, :2] = table.constants[head, bare:]
     # sums of points are searched as they are, points alone by their scores
-    found[:first_4] = seen[:first_4, 0].flatten(1)
+    found[:first_pair] = seen[:first_pair, 0].flatten(1)
     stored[:first_pair] = points[:first_pair, 0].flatten(1)
     last = 3 * torch.arange(num_12, device=seen.device) + 2
     factors, biases, centre = _scores(seen[last, 0])
     found[last], bias[last] = factors.flatten(1), biases
     bias[last - 2, :2] = centre
-    factors, biases = _scores_of_keys(seen[first_4:first_pair, 0], roots[joint : joint + num_4])
-    found[first_4:first_pair], bias[first_4:first_pair] = factors.flatten(1), biases
-    for half, stride in ((0, 1), (1, PAIR_LEVELS)):
-        rows = torch.arange(PAIR_LEVELS, device=seen.device) * stride
-        factors, biases = _scores_of_keys(
-            seen[first_pair:, half][:, rows], roots[joint + num_4 + half : bare : 2]
-        )
-        at, words = half * 3 * PAIR_LEVELS, torch.cat([factors.flatten(1), biases], 1)
-        found[first_pair:, at : at + 3 * PAIR_LEVELS] = words
-        at, words = half * 2 * PAIR_LEVELS, points[first_pair:, half][:, rows].flatten(1)
+    end_4 = first_4 + num_4
+    factors, biases = _scores_of_keys(seen[first_4:end_4, 0], roots[joint : joint + num_4])
+    found[first_4:end_4], bias[first_4:end_4] = factors.flatten(1), biases
+    first, singles = (part[joint + num_4 : bare] for part in _first_slots(table, head))
+    for half in range(2):
+        level = torch.arange(PAIR_LEVELS, device=seen.device) * (1 + 3 * half)
+        four, root = seen[first_pair:, half][:, level], roots[joint + num_4 + half : bare : 2]
+        words, centre = _half_words(four, root, singles[half::2])
+        found[first_pair:, half * SLOT_LEVELS : half * SLOT_LEVELS + words.shape[1]] = words
+        is_last = singles[half::2] == 2
+        bias[first[half::2][is_last], :2] = centre[is_last]
+        at, words = half * 2 * PAIR_LEVELS, points[first_pair:, half][:, level].flatten(1)
         stored[first_pair:, at : at + 2 * PAIR_LEVELS] = words
+
+
+def _half_words(points: Tensor, roots: Tensor, singles: Tensor) -> tuple[Tensor, Tensor]:
+    """What is searched of four points of half a slot, ``[slots, 12]``, and their centres.
+
+    Alone they are ranked by their scores of keys, behind one slot they are summed as they are, and
+    behind two slots they are ranked by the scores of what those leave over.
+
+    Args:
+        points: ``[slots, 4, 2]`` as queries see them.
+        roots: ``[slots, 2, 2]`` of their planes.
+        singles: ``[slots]`` single slots of their planes.
+    """
+    of_keys = torch.cat([part.flatten(1) for part in _scores_of_keys(points, roots)], 1)
+    factors, biases, centre = _scores(points)
+    of_rest = torch.cat([factors.flatten(1), biases], 1)
+    as_they_are = torch.cat([points.flatten(1), torch.zeros_like(biases)], 1)
+    kinds = torch.stack([of_keys, as_they_are, of_rest], 1)  # [slots, 3, 12]
+    return kinds[torch.arange(len(points), device=points.device), singles], centre
 
 
 def _scores(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import CELL_BITS, AngleCodebook
 from sphkv.codec.hadamard import unrotate
-from sphkv.codec.slots import allocate_plane_bits
+from sphkv.codec.slots import allocate_plane_bits, order_slots
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 from sphkv.store.layout import (
@@ -48,20 +48,19 @@ def synthetic_codebook(
     slot_plane = torch.zeros(heads, slots, 2, dtype=torch.int64)
     points = torch.zeros(heads, slots, 2, 16, 2)
     noise = torch.randn(heads, slots, 2, 16, 2, generator=generator)
-    num_pairs = (plane_bits == 2).sum(1) // 2
+    num_pairs = (plane_bits % 4 > 0).sum(1) // 2
     code = torch.arange(16)
     for head in range(heads):
-        at = 0
-        for plane in torch.argsort(plane_bits[head], descending=True, stable=True).tolist():
-            for stage in range(int(plane_bits[head, plane]) // 4):
-                slot_plane[head, at] = plane
-                points[head, at, 0] = noise[head, at, 0] * amplitude[head, plane] / 4**stage
-                at += 1
-        for pair in torch.nonzero(plane_bits[head] == 2)[:, 0].reshape(-1, 2):
-            slot_plane[head, at] = pair
+        single, paired = order_slots(plane_bits[head])
+        for at, plane in enumerate(single):
+            stage = single[:at].count(plane)
+            slot_plane[head, at] = plane
+            points[head, at, 0] = noise[head, at, 0] * amplitude[head, plane] / 4**stage
+        for at, pair in enumerate(paired, len(single)):
+            slot_plane[head, at] = torch.tensor(pair)
             for half, index in enumerate((code % 4, code // 4)):
-                points[head, at, half] = noise[head, at, half, index] * amplitude[head, pair[half]]
-            at += 1
+                scale = amplitude[head, pair[half]] / 4 ** single.count(pair[half])
+                points[head, at, half] = noise[head, at, half, index] * scale
     mean = torch.randn(heads, planes, 2, generator=generator) * amplitude[..., None]
     constant = torch.where(plane_bits[..., None] == 0, mean, torch.zeros(()))
     root = torch.eye(2).expand(heads, planes, 2, 2).contiguous()

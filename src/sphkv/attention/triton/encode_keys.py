@@ -12,13 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from sphkv.attention.triton.pieces import RADIUS_LO, RADIUS_STEP, turn_angle
-from sphkv.attention.triton.search import SearchTable
+from sphkv.attention.triton.search import PLANE_FIELDS, SearchTable
 from sphkv.store.layout import PageLayout
 
 # Cosine between a key and its code below which the radius only keeps the norm.
 _LEAST_COSINE = tl.constexpr(0.2)
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _CHANNELS = tl.constexpr(32)
+_FIELDS = tl.constexpr(PLANE_FIELDS)
 
 
 @triton.jit
@@ -65,6 +66,25 @@ def _nearest(seen_ptr, u, v, best, first, LEVELS: tl.constexpr, STRIDE: tl.const
 
 
 @triton.jit
+def _nearest_sum(first_ptr, second_ptr, u, v, best, LEVELS: tl.constexpr, STRIDE: tl.constexpr):
+    """Joint code ``LEVELS * first + second`` of the nearest sum of two points."""
+    for first in range(0, 16):
+        best = _nearest(
+            second_ptr, u - tl.load(first_ptr + first * 2), v - tl.load(first_ptr + first * 2 + 1),
+            best, first * LEVELS, LEVELS, STRIDE, -16 * LEVELS,
+        )  # fmt: skip
+    return best & (16 * LEVELS - 1)
+
+
+@triton.jit
+def _rest(seen_ptr, one, two, u, v):
+    """What a point of each of two adjacent slots leaves over."""
+    u -= tl.load(seen_ptr + one * 2) + tl.load(seen_ptr + 64 + two * 2)
+    v -= tl.load(seen_ptr + one * 2 + 1) + tl.load(seen_ptr + 64 + two * 2 + 1)
+    return u, v
+
+
+@triton.jit
 def _add_point(point_ptr, code, x, y, coded_x, coded_y):
     return coded_x + tl.load(point_ptr + code * 2), coded_y + tl.load(point_ptr + code * 2 + 1)
 
@@ -108,7 +128,7 @@ def _encode_keys_kernel(
     num_12, num_8 = tl.load(counts_ptr + head * 5), tl.load(counts_ptr + head * 5 + 1)
     num_4, num_pairs = tl.load(counts_ptr + head * 5 + 2), tl.load(counts_ptr + head * 5 + 3)
     num_bare = tl.load(counts_ptr + head * 5 + 4)
-    planes, roots = plane_ptr + head * PLANES * 3, root_ptr + head * PLANES * 4
+    planes, roots = plane_ptr + head * PLANES * _FIELDS, root_ptr + head * PLANES * 4
     constants = constant_ptr + head * PLANES * 2
     cosine = tl.zeros([2, HALF], tl.float32)
     length = tl.zeros([2, HALF], tl.float32)
@@ -116,26 +136,16 @@ def _encode_keys_kernel(
     seen, points = seen_ptr + head * SLOTS * 64, points_ptr + head * SLOTS * 64
     slot = num_12 * 0
     for at in range(0, num_12 + num_8):
-        x, y = _unit_plane(key_ptr, planes + at * 3, turn_ptr, where, position, inverse, DIM)
+        x, y = _unit_plane(key_ptr, planes + at * _FIELDS, turn_ptr, where, position, inverse, DIM)
         u, v = _through_root(roots + at * 4, x, y)
-        best = far
-        for first in range(0, 16):
-            stage = seen + slot * 64 + first * 2
-            best = _nearest(
-                seen + (slot + 1) * 64, u - tl.load(stage), v - tl.load(stage + 1),
-                best, first * 16, 16, 1, -256,
-            )  # fmt: skip
-        joint = best & 255
+        joint = _nearest_sum(seen + slot * 64, seen + (slot + 1) * 64, u, v, far, 16, 1)
         one, two = joint // 16, joint % 16
         coded_x, coded_y = _add_point(points + slot * 64, one, x, y, 0.0, 0.0)
         coded_x, coded_y = _add_point(points + (slot + 1) * 64, two, x, y, coded_x, coded_y)
         _put_codes(page, slot, one, live, HALF, KEY_OFFSET)
         _put_codes(page, slot + 1, two, live, HALF, KEY_OFFSET)
         if at < num_12:
-            rest_u = u - tl.load(seen + slot * 64 + one * 2)
-            rest_u -= tl.load(seen + (slot + 1) * 64 + two * 2)
-            rest_v = v - tl.load(seen + slot * 64 + one * 2 + 1)
-            rest_v -= tl.load(seen + (slot + 1) * 64 + two * 2 + 1)
+            rest_u, rest_v = _rest(seen + slot * 64, one, two, u, v)
             three = _nearest(seen + (slot + 2) * 64, rest_u, rest_v, far, 0, 16, 1, -16) & 15
             coded_x, coded_y = _add_point(points + (slot + 2) * 64, three, x, y, coded_x, coded_y)
             _put_codes(page, slot + 2, three, live, HALF, KEY_OFFSET)
@@ -144,7 +154,7 @@ def _encode_keys_kernel(
         cosine += x * coded_x + y * coded_y
         length += coded_x * coded_x + coded_y * coded_y
     for at in range(num_12 + num_8, num_12 + num_8 + num_4):
-        x, y = _unit_plane(key_ptr, planes + at * 3, turn_ptr, where, position, inverse, DIM)
+        x, y = _unit_plane(key_ptr, planes + at * _FIELDS, turn_ptr, where, position, inverse, DIM)
         u, v = _through_root(roots + at * 4, x, y)
         code = _nearest(seen + slot * 64, u, v, far, 0, 16, 1, -16) & 15
         coded_x, coded_y = _add_point(points + slot * 64, code, x, y, 0.0, 0.0)
@@ -154,23 +164,43 @@ def _encode_keys_kernel(
         length += coded_x * coded_x + coded_y * coded_y
     num_alone = num_12 + num_8 + num_4
     for pair in range(0, num_pairs):
-        at = num_alone + 2 * pair
+        at, shared = num_alone + 2 * pair, SLOTS - num_pairs + pair
         code = tl.zeros([2, HALF], tl.int32)
         for second in tl.static_range(2):
-            x, y = _unit_plane(
-                key_ptr, planes + (at + second) * 3, turn_ptr, where, position, inverse, DIM
-            )
+            plane = planes + (at + second) * _FIELDS
+            x, y = _unit_plane(key_ptr, plane, turn_ptr, where, position, inverse, DIM)
             u, v = _through_root(roots + (at + second) * 4, x, y)
-            side, stride = slot * 64 + second * 32, 1 + 3 * second
-            step = _nearest(seen + side, u, v, far, 0, 4, 1 + 3 * second, -4) & 3
-            coded_x, coded_y = _add_point(points + side, step * stride, x, y, 0.0, 0.0)
+            coded_x, coded_y = tl.zeros([2, HALF], tl.float32), tl.zeros([2, HALF], tl.float32)
+            side, stride = shared * 64 + second * 32, 1 + 3 * second
+            num_singles = tl.load(plane + 3)
+            step = far
+            if num_singles == 1:
+                joint = _nearest_sum(
+                    seen + slot * 64, seen + side, u, v, far, 4, 1 + 3 * second
+                )  # fmt: skip
+                one, step = joint // 4, joint % 4
+                coded_x, coded_y = _add_point(points + slot * 64, one, x, y, coded_x, coded_y)
+                _put_codes(page, slot, one, live, HALF, KEY_OFFSET)
+            else:
+                if num_singles == 2:
+                    joint = _nearest_sum(seen + slot * 64, seen + (slot + 1) * 64, u, v, far, 16, 1)
+                    one, two = joint // 16, joint % 16
+                    coded_x, coded_y = _add_point(points + slot * 64, one, x, y, coded_x, coded_y)
+                    coded_x, coded_y = _add_point(
+                        points + (slot + 1) * 64, two, x, y, coded_x, coded_y
+                    )
+                    _put_codes(page, slot, one, live, HALF, KEY_OFFSET)
+                    _put_codes(page, slot + 1, two, live, HALF, KEY_OFFSET)
+                    u, v = _rest(seen + slot * 64, one, two, u, v)
+                step = _nearest(seen + side, u, v, far, 0, 4, 1 + 3 * second, -4) & 3
+            slot += num_singles
+            coded_x, coded_y = _add_point(points + side, step * stride, x, y, coded_x, coded_y)
             code += step * stride
             cosine += x * coded_x + y * coded_y
             length += coded_x * coded_x + coded_y * coded_y
-        _put_codes(page, slot, code, live, HALF, KEY_OFFSET)
-        slot += 1
+        _put_codes(page, shared, code, live, HALF, KEY_OFFSET)
     for at in range(num_alone + 2 * num_pairs, num_alone + 2 * num_pairs + num_bare):
-        x, y = _unit_plane(key_ptr, planes + at * 3, turn_ptr, where, position, inverse, DIM)
+        x, y = _unit_plane(key_ptr, planes + at * _FIELDS, turn_ptr, where, position, inverse, DIM)
         coded_x, coded_y = tl.load(constants + at * 2), tl.load(constants + at * 2 + 1)
         cosine += x * coded_x + y * coded_y
         length += coded_x * coded_x + coded_y * coded_y

@@ -15,11 +15,11 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 
-PLANE_FIELDS = 3
-"""Words that describe a plane: its number and its two channels."""
+PLANE_FIELDS = 4
+"""Words that describe a plane: its number, its two channels, its single slots."""
 
 NUM_KINDS = 5
-"""Kinds of planes a head counts: 12, 8, 4 bits, pairs of 2-bit planes, planes without bits."""
+"""Kinds of planes a head counts: 12, 8, 4 bits, pairs that share a slot, planes without bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +28,8 @@ class SearchTable:
 
     Attributes:
         counts: ``[heads, 5]`` int32: planes of 12, 8 and 4 bits, pair slots, planes without bits.
-        planes: ``[heads, planes, 3]`` int32: number and channels, by falling bits; the two
-            planes of a pair slot follow each other.
+        planes: ``[heads, planes, 4]`` int32: number, channels and single slots. Planes of whole
+            slots by falling bits, then the two planes of each pair slot, then those without bits.
         roots: ``[heads, planes, 4]`` float32 metric roots, in the same order.
         seen: ``[heads, slots, 2, 16, 2]`` float32 points in the query metric.
         points: The same points as stored.
@@ -62,7 +62,7 @@ def build_search_table(
     seen = book.points @ by_slot.transpose(-1, -2)  # [heads, slots, 2, 16, 2]
     parts = (
         torch.stack(counts, 1).to(torch.int32),
-        torch.cat([order[..., None], channels], -1).to(torch.int32),
+        torch.cat([order[..., None], channels, bits[..., None] // 4], -1).to(torch.int32),
         root.flatten(2),
         seen,
         book.points,
@@ -73,12 +73,13 @@ def build_search_table(
 
 
 def _plane_order(book: AngleCodebook, head: int) -> Tensor:
-    """Planes of one head: those of single slots, of pair slots, and those without bits."""
+    """Planes of one head: those of whole slots, of pair slots, and those without bits."""
     singles = book.num_slots - int(book.num_pairs[head])
-    alone = list(dict.fromkeys(book.slot_plane[head, :singles, 0].tolist()))
     paired = book.slot_plane[head, singles:].flatten().tolist()
+    owners = dict.fromkeys(book.slot_plane[head, :singles, 0].tolist())
+    whole = [plane for plane in owners if plane not in paired]
     bare = torch.nonzero(book.plane_bits[head] == 0)[:, 0].tolist()
-    return torch.tensor([*alone, *paired, *bare])
+    return torch.tensor([*whole, *paired, *bare])
 
 
 class SearchTables:

@@ -18,7 +18,7 @@ from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 
 START_UP_CALIBRATION = CalibrationOptions(
-    fit=CodebookFit(iterations=5, refinements=4, stage_tokens=512)
+    fit=CodebookFit(iterations=5, refinements=3, stage_tokens=1024)
 )
 """Half the effort of a calibration that is kept: the server waits for it."""
 

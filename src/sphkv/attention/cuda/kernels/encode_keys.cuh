@@ -121,17 +121,21 @@ INLINE float distance(uint32_t one, uint32_t two, uint32_t shifted_code, float u
   return du * du + dv * dv;
 }
 
-// Nearest of all sums of two slots to the point of one lane, by all lanes.
+// Nearest of all sums of a slot and COUNT points of another to the point of one lane, by all lanes.
+template <int COUNT>
 INLINE int nearest_of_all(uint32_t one, uint32_t two, float u, float v, int lane) {
   int best = 0x7fffffff;
 #pragma unroll
-  for (int code = lane; code < LEVELS * LEVELS; code += 32)
+  for (int at = lane; at < LEVELS * COUNT; at += 32) {
+    const int code = at / COUNT * LEVELS | at % COUNT;
     best = min(best, (__float_as_int(distance(one, two, code, u, v)) & -256) | code);
+  }
   return __reduce_min_sync(ALL_LANES, best) & 255;
 }
 
-// Nearest sum of a point of each of two slots, among the candidates of a grid cell: up to eight,
+// Nearest sum of a point of a slot and one of COUNT, among the candidates of a grid cell: up to eight,
 // unused places repeat the first. A list whose second place alone repeats it stands for all sums.
+template <int COUNT>
 INLINE int nearest_sum(uint32_t one, uint32_t two, uint2 list, int mask, float u, float v, int lane) {
   constexpr int USUAL = 6;
   int best = 0x7fffffff;
@@ -153,21 +157,19 @@ INLINE int nearest_sum(uint32_t one, uint32_t two, uint2 list, int mask, float u
   for (uint32_t left = __ballot_sync(ALL_LANES, is_long); left; left &= left - 1) {
     const int at = __ffs(left) - 1;
     const float his_u = __shfl_sync(ALL_LANES, u, at), his_v = __shfl_sync(ALL_LANES, v, at);
-    const int found = nearest_of_all(one, two, his_u, his_v, lane);
+    const int found = nearest_of_all<COUNT>(one, two, his_u, his_v, lane);
     if (lane == at) code = found;
   }
   return code;
 }
 
-// A plane of 8 or 12 bits: two or three slots whose points add.
-INLINE void encode_joint(const EncodeParams& p, KeyMemory& m, Keys& keys, int head, int at, int num_12,
-                         int mask) {
-  const Plane& plane = m.plane[at];
-  const int slot = at < num_12 ? 3 * at : 2 * at + num_12;
-  Directions w(m, keys, plane);
-  w.see(plane);
-  const uint2* grid = p.grid + ((uint64_t)head * p.most_joint + at) * (GRID * GRID);
-  const uint32_t first = shared_address(m.slot.table[slot]), second = first + sizeof(m.slot.table[0]);
+// Codes of the first two stages of a plane: a slot, and COUNT points at `second`.
+template <int COUNT>
+INLINE void search_sums(const EncodeParams& p, const KeyMemory& m, const Keys& keys, int head,
+                        const Plane& plane, const Directions& w, uint32_t second, int mask,
+                        int (&one)[OWN], int (&two)[OWN]) {
+  const uint2* grid = p.grid + ((uint64_t)head * p.most_joint + plane.grid) * (GRID * GRID);
+  const uint32_t first = shared_address(m.slot.table[plane.slot]);
   uint2 list[OWN];
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
@@ -175,83 +177,123 @@ INLINE void encode_joint(const EncodeParams& p, KeyMemory& m, Keys& keys, int he
     const float cv = fminf(fmaxf((w.v[i] - plane.place.y) * plane.place.w, 0.f), GRID - 1.f);
     list[i] = __ldg(grid + (int)cu * GRID + (int)cv);
   }
-  int one[OWN], two[OWN];
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
-    const int code = nearest_sum(first, second, list[i], mask | 8, w.u[i], w.v[i], keys.lane);
+    const int code =
+        nearest_sum<COUNT>(first, second, list[i], mask | 8, w.u[i], w.v[i], keys.lane);
     one[i] = code >> 4, two[i] = code & 15;
   }
+}
+
+// Two slots of a plane whose points add: their codes and points. `w` keeps what they leave over,
+// counted from the centre of the points that follow.
+INLINE void encode_two(const EncodeParams& p, KeyMemory& m, Keys& keys, int head, const Plane& plane,
+                       Directions& w, int mask, float2 (&point)[OWN]) {
+  const int slot = plane.slot;
+  int one[OWN], two[OWN];
+  search_sums<LEVELS>(p, m, keys, head, plane, w, shared_address(m.slot.table[slot + 1]), mask, one,
+                      two);
   store_codes(m, keys, slot, one);
   store_codes(m, keys, slot + 1, two);
-  float2 point[OWN];
+  const float* centre = m.slot.bias[slot];
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
     const float2 a = m.slot.point[slot][one[i]], b = m.slot.point[slot + 1][two[i]];
     point[i] = {a.x + b.x, a.y + b.y};
+    const float2 c = ((const float2*)m.slot.table[slot])[one[i]];
+    const float2 d = ((const float2*)m.slot.table[slot + 1])[two[i]];
+    w.u[i] -= c.x + d.x + centre[0], w.v[i] -= c.y + d.y + centre[1];
   }
-  if (at < num_12) {
-    const float* centre = m.slot.bias[slot];
+}
+
+INLINE void add_points(const float2* point, const int (&code)[OWN], float2 (&sum)[OWN]) {
+#pragma unroll
+  for (int i = 0; i < OWN; i++) sum[i].x += point[code[i]].x, sum[i].y += point[code[i]].y;
+}
+
+// A plane of 8 or 12 bits: two or three slots whose points add.
+INLINE void encode_joint(const EncodeParams& p, KeyMemory& m, Keys& keys, int head, int at, int mask) {
+  const Plane& plane = m.plane[at];
+  Directions w(m, keys, plane);
+  w.see(plane);
+  float2 point[OWN];
+  encode_two(p, m, keys, head, plane, w, mask, point);
+  if (plane.singles == 3) {
+    const int slot = plane.slot + 2;
     int three[OWN];
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-      const float2 a = ((const float2*)m.slot.table[slot])[one[i]];
-      const float2 b = ((const float2*)m.slot.table[slot + 1])[two[i]];
-      w.u[i] -= a.x + b.x + centre[0], w.v[i] -= a.y + b.y + centre[1];
-    }
-    nearest<LEVELS>(m.slot.table[slot + 2], m.slot.bias[slot + 2], w.u, w.v, mask, three);
-    store_codes(m, keys, slot + 2, three);
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-      const float2 c = m.slot.point[slot + 2][three[i]];
-      point[i].x += c.x, point[i].y += c.y;
-    }
+    nearest<LEVELS>(m.slot.table[slot], m.slot.bias[slot], w.u, w.v, mask, three);
+    store_codes(m, keys, slot, three);
+    add_points(m.slot.point[slot], three, point);
   }
 #pragma unroll
   for (int i = 0; i < OWN; i++) w.count_in(keys, i, point[i]);
 }
 
-// A plane of COUNT levels of its own; `table`, `bias` and `point` are its part of a slot. The table
-// knows what queries make of the plane.
-template <int COUNT>
-INLINE void encode_single(const KeyMemory& m, Keys& keys, int at, const float* table,
-                          const float* bias, const float2* point, int mask, int (&code)[OWN]) {
-  const Directions w(m, keys, m.plane[at]);
-  nearest<COUNT>(table, bias, w.x, w.y, mask, code);
+// A plane of one slot, whose table knows what queries make of the plane.
+INLINE void encode_single(KeyMemory& m, Keys& keys, int at, int mask) {
+  const Plane& plane = m.plane[at];
+  const Directions w(m, keys, plane);
+  int code[OWN];
+  nearest<LEVELS>(m.slot.table[plane.slot], m.slot.bias[plane.slot], w.x, w.y, mask, code);
+  store_codes(m, keys, plane.slot, code);
 #pragma unroll
-  for (int i = 0; i < OWN; i++) w.count_in(keys, i, point[code[i]]);
+  for (int i = 0; i < OWN; i++) w.count_in(keys, i, m.slot.point[plane.slot][code[i]]);
 }
 
-// Two planes of two bits that share a slot.
-INLINE void encode_pair(KeyMemory& m, Keys& keys, int at, int slot, int mask) {
-  const float* table = m.slot.table[slot];
-  const float2* point = m.slot.point[slot];
-  int low[OWN], high[OWN];
-  encode_single<4>(m, keys, at, table, table + 8, point, mask | 12, low);
-  encode_single<4>(m, keys, at + 1, table + 12, table + 20, point + 4, mask | 12, high);
+// One of two planes that share a slot, behind none, one or two slots of its own. `table` and
+// `four` are its half of the shared slot.
+INLINE void encode_half(const EncodeParams& p, KeyMemory& m, Keys& keys, int head, const Plane& plane,
+                        const float* table, const float2* four, int mask, int (&code)[OWN]) {
+  Directions w(m, keys, plane);
+  float2 point[OWN] = {};
+  if (plane.singles == 0) {
+    nearest<4>(table, table + 8, w.x, w.y, mask | 12, code);
+  } else {
+    w.see(plane);
+    if (plane.singles == 1) {
+      int one[OWN];
+      search_sums<4>(p, m, keys, head, plane, w, shared_address(table), mask, one, code);
+      store_codes(m, keys, plane.slot, one);
+      add_points(m.slot.point[plane.slot], one, point);
+    } else {
+      encode_two(p, m, keys, head, plane, w, mask, point);
+      nearest<4>(table, table + 8, w.u, w.v, mask | 12, code);
+    }
+  }
+  add_points(four, code, point);
 #pragma unroll
-  for (int i = 0; i < OWN; i++) low[i] += 4 * high[i];
-  store_codes(m, keys, slot, low);
+  for (int i = 0; i < OWN; i++) w.count_in(keys, i, point[i]);
+}
+
+// Two planes that share a slot.
+INLINE void encode_pair(const EncodeParams& p, KeyMemory& m, Keys& keys, int head, int at, int slot,
+                        int mask) {
+  int both[OWN] = {};
+#pragma unroll 1
+  for (int half = 0; half < 2; half++) {
+    int code[OWN];
+    encode_half(p, m, keys, head, m.plane[at + half], m.slot.table[slot] + LEVELS * half,
+                m.slot.point[slot] + 4 * half, mask, code);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) both[i] |= code[i] << (2 * half);
+  }
+  store_codes(m, keys, slot, both);
 }
 
 // Planes of all kinds, in turn by the warps; the costly ones come first.
 INLINE void encode_slots(const EncodeParams& p, KeyMemory& m, Keys& keys, const int (&kinds)[5],
                          int head, int warp) {
-  const int num_12 = kinds[0], joint = num_12 + kinds[1], num_4 = kinds[2], pairs = kinds[3];
-  const int bare = kinds[4], first_4 = 2 * joint + num_12, first_pair = first_4 + num_4;
+  const int joint = kinds[0] + kinds[1], whole = joint + kinds[2], pairs = kinds[3];
   // the compiler would need two instructions for a mask and a level it knows
   const int mask = unknown(-LEVELS);
-  for (int item = warp; item < joint + num_4 + pairs + bare; item += WARPS) {
+  for (int item = warp; item < whole + pairs + kinds[4]; item += WARPS) {
     if (item < joint) {
-      encode_joint(p, m, keys, head, item, num_12, mask);
-    } else if (item < joint + num_4) {
-      const int slot = first_4 + item - joint;
-      int code[OWN];
-      encode_single<LEVELS>(m, keys, item, m.slot.table[slot], m.slot.bias[slot], m.slot.point[slot],
-                            mask, code);
-      store_codes(m, keys, slot, code);
-    } else if (item < joint + num_4 + pairs) {
-      const int k = item - joint - num_4;
-      encode_pair(m, keys, item + k, first_pair + k, mask);
+      encode_joint(p, m, keys, head, item, mask);
+    } else if (item < whole) {
+      encode_single(m, keys, item, mask);
+    } else if (item < whole + pairs) {
+      const int k = item - whole;
+      encode_pair(p, m, keys, head, item + k, SLOTS - pairs + k, mask);
     } else {
       const Plane& plane = m.plane[item + pairs];
       const Directions w(m, keys, plane);

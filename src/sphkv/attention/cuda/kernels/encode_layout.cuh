@@ -28,19 +28,21 @@ constexpr int PAGE_BYTES = Streams::BYTES;
 #define INFINITE __int_as_float(0x7f800000)
 
 struct Plane {
-  int row[2];                    // where its channels begin in shared memory, see search_tables.py
+  uint16_t row[2];               // where its channels begin in shared memory, see search_tables.py
+  uint16_t slot;                 // its first single slot
+  uint8_t singles, grid;         // how many it has; its search grid, if points are added
   uint32_t turn_low, turn_high;  // turns per position in units of 2^-64
   float4 root;                   // what queries make of the plane
-  float4 place;                  // two slots: low ends of the grid and cells per unit; none: the
-                                 // constant
+  float4 place;                  // of a grid: low ends and cells per unit; without bits: the constant
 };
 
 struct Slots {
-  // One slot of a plane: x and y of every level, for `nearest`; a pair of planes: x, y and bias of
-  // four levels of each; two slots and more: points as queries see them, x and y side by side. 128
-  // bytes each, so that offsets of points can be OR-ed to an address.
+  // One slot of a plane: x and y of every level, for `nearest`; points that are added: as queries
+  // see them, x and y side by side; a pair of planes: a half for each, x, y and bias of four levels,
+  // or four points behind one slot. 128 bytes each, so that offsets of points can be OR-ed to an
+  // address.
   float table[SLOTS][2 * LEVELS];
-  float bias[SLOTS][LEVELS];    // of one slot; in the first of three the centre of the last
+  float bias[SLOTS][LEVELS];    // of one slot; in the first of two the centre of what follows them
   float2 point[SLOTS][LEVELS];  // as stored; a pair: four levels of each plane
 };
 static_assert(sizeof(Slots) == 320 * SLOTS && sizeof(Plane) == 48, "search_tables.py knows them");
@@ -54,7 +56,7 @@ struct EncodeParams {
   const uint8_t* flags;        // [rows][PAGE]
   uint8_t* pages;              // [rows][PAGE_BYTES]
   const int* kinds;            // [heads][5] planes of 12, 8, 4 bits, pair slots, bare planes
-  const Plane* planes;         // [heads][PLANES] by falling bits
+  const Plane* planes;         // [heads][PLANES] in this order
   const Slots* slots;          // [heads]
   const uint16_t* places;      // [heads][SLOTS] where codes go in shared memory
   const uint2* grid;           // [heads][most_joint][GRID * GRID] candidates
