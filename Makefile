@@ -70,7 +70,7 @@ $(VLLM_STAMP): pyproject.toml $(PACKAGES) $(wildcard CMakeLists.txt csrc/*)
 	touch $@
 
 vllm-test: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

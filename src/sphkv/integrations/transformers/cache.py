@@ -26,8 +26,7 @@ from sphkv.core.tiers import TierSpec, TierTable
 from sphkv.errors import UnsupportedModelError
 from sphkv.integrations.transformers.architecture import ModelLayout, describe_model
 from sphkv.integrations.transformers.attached import AttachedCache
-from sphkv.integrations.transformers.forward import CachePass, read_step
-from sphkv.integrations.transformers.graph import DecoderGraph
+from sphkv.integrations.transformers.forward import CachePass, DecoderGraph, read_step
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.policy import RetentionPolicy, load_policy
 from sphkv.retention.protection import ProtectionRule, SegmentSpans
