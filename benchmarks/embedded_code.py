@@ -31,6 +31,7 @@ STAGES, LEVELS, GROUPS = 3, 16, 4
 _START_WEIGHTS = (0.0, 0.5, 1.0, 0.5, 1.0, 0.3, 0.5)
 _FLOOR = (0.0, 0.0005, 0.001, 0.003, 0.01, 0.01, 0.01)
 _TINY = 1e-20
+_RELAXATION = 1.8
 
 # Squared error of uniform codes of each width, as a part of a value's energy.
 _VALUE_ERROR = {2: 0.1117, 3: 0.0324, 4: 0.0086}
@@ -153,9 +154,12 @@ def _start(x: Tensor) -> Chain:
 
 
 def _refine(x: Tensor, chain: Chain, weight: Tensor, rounds: int) -> Chain:
-    """Alternate between codes and points; each point is the mean of what it has to explain."""
+    """Alternate between codes and points; each point is the mean of what it has to explain.
+
+    All rounds but the last go farther than that, so that fewer are needed.
+    """
     share = [weight[:, state, None, None] for state in range(STATES)]
-    for _ in range(rounds):
+    for left in reversed(range(rounds)):
         codes = encode_chain(x, chain, weight)
         fine, coarse = list(chain.fine.unbind(1)), list(chain.coarse.unbind(1))
         rest = x
@@ -173,7 +177,11 @@ def _refine(x: Tensor, chain: Chain, weight: Tensor, rounds: int) -> Chain:
                 mass = mass + odd + even
             fine[stage] = _means(rest - later / mass.clamp(min=_TINY), code, fine[stage])
             rest = rest - take_points(fine[stage], code)
-        chain = Chain(torch.stack(fine, 1), torch.stack(coarse, 1))
+        step = _RELAXATION if left else 1.0
+        chain = Chain(
+            torch.lerp(chain.fine, torch.stack(fine, 1), step),
+            torch.lerp(chain.coarse, torch.stack(coarse, 1), step),
+        )
     return chain
 
 
@@ -211,7 +219,7 @@ def fit_embedded(x: Tensor, num_planes: int) -> EmbeddedCode:
         (few, 5, equal),
         (samples, 5, equal),
         (samples, 0, TIER_WEIGHTS),
-        (samples, 6, TIER_WEIGHTS),
+        (x, 8, TIER_WEIGHTS),
     ):
         errors = state_errors(data, chain, encode_chain(data, chain, weight))
         units = allocate_units(errors.view(-1, num_planes, STATES))

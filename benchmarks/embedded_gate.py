@@ -50,6 +50,8 @@ MAX_DISTANCE = 4096
 KEY_FAMILIES = ("plain", "independent", "cut", "direct")
 VALUE_FAMILIES = ("independent", "uniform", "lloyd")
 VALUE_TIERS = ((2.0, 3), (1.0, 2), (2.0, 4))
+# More than a product's calibration spends, as the embedded fit does: effort shall not decide.
+FIT = CodebookFit(iterations=10, refinements=8, stage_tokens=4096)
 _LEAST_COSINE = 0.2
 _LOGIT_ROWS = 256
 
@@ -119,12 +121,12 @@ class Subject:
 class Codes:
     """What a model's calibration text tells: codes of keys and values of all families."""
 
-    def __init__(self, subject, tokens, fit):
+    def __init__(self, subject, tokens):
         geometry = subject.layout.geometry
         self.layout, self.num_planes = subject.layout, geometry.head_dim // 2
         self.num_heads = geometry.num_kv_heads
         units, metrics, values = self._collect(subject, tokens)
-        self.planes = fit_plane_codebooks(units, metrics, fit)
+        self.planes = fit_plane_codebooks(units, metrics, FIT)
         self.root, self.inverse = metric_roots(metrics)
         x = torch.einsum("hnij,htnj->hnti", self.root, units).flatten(0, 1).contiguous()
         self.mean = x.mean(1, keepdim=True)
@@ -264,7 +266,7 @@ def measure(path, args, device):
     loaded = time.perf_counter()
     calibration = args.books / "calibration" / f"{CALIBRATION_BOOK}.txt"
     tokens = subject.tokens(calibration, args.calibration_tokens)
-    codes = Codes(subject, tokens, CodebookFit())
+    codes = Codes(subject, tokens)
     fitted = time.perf_counter()
     books = torch.stack([subject.tokens(args.books / f"{b}.txt", args.tokens) for b in BOOKS])
     dense = subject.hidden(books, lambda *_: None)
