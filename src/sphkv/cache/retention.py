@@ -3,7 +3,8 @@
 
 New states are dense in the tail, then coded at the seal tier, and from then on priced like all
 others by the loss that made the prompt's decision. Nothing is ever written upward: a page's dense
-source is gone once it is coded.
+source is gone once it is coded. So what a stability gate can do is to spare the newest pages, to
+spend what it held back instead of demoting, and to seal what is still dense at a finer tier.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.errors import BudgetError
 from sphkv.retention.controller import RetentionController
-from sphkv.retention.gate import StabilityGate, danger_score
+from sphkv.retention.gate import StabilityGate, danger_score, tier_bounds
 from sphkv.retention.measure import MeasureConfig, PromptWork, measure_layer, paged_tokens
 from sphkv.retention.notes import RunNotes
 from sphkv.retention.policy import BlockShape
@@ -57,7 +58,8 @@ class RetentionResidency:
     Attributes:
         notes: What is remembered of each of those layers.
         gate: The stability gate; None if it is switched off.
-        drift: Predicted deviation of the model's logits.
+        drift: Predicted move of the model's logits by what is coded and gone; follows the pages
+            only where there is a gate.
         num_rebalances: Times old pages were demoted or dropped.
     """
 
@@ -140,13 +142,21 @@ class RetentionResidency:
         )
         pricer = self._pricer = self._pricer or self._start(keys.shape[1])
         priced = self._once(("priced", pricer.key, layer), lambda: pricer.price(found).to("cpu"))
-        notes = self._once(
-            ("notes", pricer.key, layer),
-            lambda: RunNotes.of_prompt(
-                pricer.run_losses(found).to("cpu"), priced, num_tokens=paged_tokens(keys.shape[1])
-            ),
-        )
-        self.notes.append(notes.copy())
+
+        def note() -> RunNotes:
+            features = found.features
+            bound = tier_bounds(
+                query,
+                features.radius,
+                features.mass,
+                found.errors,
+                scale=self._config.geometry.head_dim**-0.5,
+            )
+            losses = pricer.run_losses(found).to("cpu")
+            paged = paged_tokens(keys.shape[1])
+            return RunNotes.of_prompt(losses, priced, bound.to("cpu"), num_tokens=paged)
+
+        self.notes.append(self._once(("notes", pricer.key, layer), note).copy())
         self._controller.add_layer(priced)
 
     def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
@@ -212,8 +222,36 @@ class RetentionResidency:
             return notes + contract_bytes(self._store, self._with_windows(contract), paged)
 
         contract = self._controller.decide(limit, exact_bytes)
-        self.drift = (2 * self._controller.loss) ** 0.5
+        runs = contract.tier_id[..., :paged].unflatten(-1, (-1, RUN_TOKENS))
+        self.drift = self._drift_of(runs.amin(-1), tokens)
         return self._with_windows(contract)
+
+    def _drift_of(self, tier_id: Tensor, num_tokens: int) -> float:
+        """Predicted move of the model's logits.
+
+        Args:
+            tier_id: ``[layers with full attention, heads, runs]``.
+            num_tokens: Length of the sequence.
+        """
+        squares = sum(
+            float(notes.squared_drift(own, num_tokens).sum())
+            for notes, own in zip(self.notes, tier_id, strict=True)
+        )
+        return self._retention.policy.drift_scale * (2 * squares) ** 0.5
+
+    def _run_tiers(self, pages: PageList) -> Tensor:
+        """``[layers with full attention, heads, runs]`` uint8 tier of every run that was noted."""
+        full, heads = self._config.full_layers, self._config.geometry.num_kv_heads
+        runs = max(notes.num_runs for notes in self.notes)
+        place = torch.full((self._config.geometry.num_layers,), -1)
+        place[list(full)] = torch.arange(len(full))
+        layer = place[pages.layer_ids][:, None]
+        is_noted = (pages.runs >= 0) & (pages.runs < runs) & (layer >= 0)
+        at = (layer * heads + pages.head_ids[:, None]) * runs + pages.runs
+        tier_id = torch.zeros(len(full) * heads * runs, dtype=torch.uint8)
+        own = pages.tier_ids[:, None].expand_as(at)
+        tier_id[at[is_noted]] = own[is_noted].to(torch.uint8)
+        return tier_id.view(len(full), heads, runs)
 
     def _keep_short(self, tokens: int) -> WriteContract:
         """A prompt of which nothing can be decided: its sinks stay dense, the rest is coded.
@@ -264,17 +302,19 @@ class RetentionResidency:
         return limit - int(limit * self.gate.options.reserve_share)
 
     def _seal_bytes(self) -> int:
-        """Most bytes that sealing one page of every head adds, with a slab to spare.
+        """Most bytes that sealing the tail of every head adds, with a slab to spare.
 
         A demoted page takes its new place before its slab is empty and goes: the spare one keeps
         that moment under the ceiling too.
         """
-        geometry = self._config.geometry
-        pages = geometry.num_layers * geometry.num_kv_heads
-        key = (self._plan.tiers.id_of(self._plan.tier), PositionMode.CONTIGUOUS)
-        one = np.ones(geometry.num_kv_heads, dtype=np.int64)
+        geometry, tiers = self._config.geometry, self._plan.tiers
+        tier = self._store.seal_tier(self._sequence)
+        per_head = self._store.config.seal_tokens // tiers[tier].page_tokens
+        pages = geometry.num_layers * geometry.num_kv_heads * per_head
+        key = (tiers.id_of(tier), PositionMode.CONTIGUOUS)
+        grown = np.full(geometry.num_kv_heads, per_head, dtype=np.int64)
         tables = sum(
-            self._store.table(self._sequence, layer).growth_bytes(one)
+            self._store.table(self._sequence, layer).growth_bytes(grown)
             for layer in range(geometry.num_layers)
         )
         spare = self._store.config.max_slab_pages
@@ -294,11 +334,22 @@ class RetentionResidency:
         sealed = tail.first_position
         self._note_until(sealed)
         limit = self._limit(self._store.num_tokens(self._sequence) + num_new)
-        self._meet(limit, sealed, self._seal_bytes)
+        self._store.seal_at(self._sequence, self._plan.tier)
+        self._settle(limit, sealed, self._seal_bytes)
         if sealed == 0:
             self._seal_first()
         else:
+            if self.gate is not None and self.gate.is_on:
+                self._escalate(limit)
             self._store.make_room([self._sequence], num_new)
+
+    def _escalate(self, limit: int) -> None:
+        """Seal what is still dense at the next finer tier, if no older page has to go for it."""
+        tiers = self._plan.tiers
+        finer = min(tiers.id_of(self._plan.tier) + 1, tiers.dense_id)
+        self._store.seal_at(self._sequence, tiers[finer].name)
+        if self._used() + self._seal_bytes() > limit:
+            self._store.seal_at(self._sequence, self._plan.tier)
 
     def _note_until(self, position: int) -> None:
         """Note runs that are sealed and not young any more, as runs of their age usually are."""
@@ -320,6 +371,18 @@ class RetentionResidency:
         for layer, (keys, values) in enumerate(states):
             positions = torch.arange(tokens)
             self._store.write(self._sequence, layer, contract.layer(layer), keys, values, positions)
+
+    def _settle(self, limit: int, sealed: int, reserve: Callable[[], int]) -> None:
+        """Meet a limit, see ``_meet``, and predict the drift of what is left."""
+        try:
+            self._meet(limit, sealed, reserve)
+            if self.gate is not None and any(notes.num_runs for notes in self.notes):
+                pages = self._store.page_list(self._sequence)
+                tokens = self._store.num_tokens(self._sequence)
+                self.drift = self._drift_of(self._run_tiers(pages), tokens)
+        finally:
+            # keeping what was read of the pages costs the budget more than reading them again
+            self._store.forget_page_list(self._sequence)
 
     def _meet(self, limit: int, sealed: int, reserve: Callable[[], int]) -> None:
         """Demote or drop pages where that costs least until the bytes in use meet a limit.
@@ -353,8 +416,6 @@ class RetentionResidency:
                 break
             # tables and slabs take whole entries and pages: ask for that much more
             target -= over
-        # keeping what was read of the pages would cost the budget more than reading them again
-        self._store.forget_page_list(self._sequence)
         needed = self._used() + reserve()
         if needed > limit:
             raise BudgetError(needed, limit, limit, "what may not be dropped")
@@ -433,7 +494,7 @@ class RetentionResidency:
         # a share of fewer tokens allows fewer bytes
         sealed = self._store.tail(self._sequence, 0).first_position
         self._note_until(sealed)
-        self._meet(self._limit(num_tokens), sealed, lambda: 0)
+        self._settle(self._limit(num_tokens), sealed, lambda: 0)
 
     def fork(self, store: PageStore, sequence: int) -> RetentionResidency:
         """The same for a copy of the sequence."""
@@ -445,8 +506,10 @@ class RetentionResidency:
         return other
 
     def state(self) -> dict[str, Tensor]:
-        """Notes of every layer and the predicted drift, by name."""
+        """Notes of every layer, the predicted drift and the gate, by name."""
         state = {"drift": torch.tensor([self.drift], dtype=torch.float64)}
+        if self.gate is not None:
+            state["gate"] = self.gate.state()
         for index, notes in enumerate(self.notes):
             for name, tensor in notes.state().items():
                 state[f"notes.{index}.{name}"] = tensor
@@ -456,6 +519,8 @@ class RetentionResidency:
         """Take over what ``state`` gave."""
         self._is_decided = True
         self.drift = float(state["drift"])
+        if self.gate is not None:
+            self.gate.load_state(state["gate"].cpu())
         self.notes = []
         for index in range(len(self._config.full_layers)):
             lead = f"notes.{index}."
