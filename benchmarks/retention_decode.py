@@ -20,7 +20,7 @@ import torch
 
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.text import read_tokens
+from sphkv.evaluation.workloads.texts import read_tokens
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.cache import RetentionOptions, SphericalCache
 from sphkv.integrations.transformers.stepping import score

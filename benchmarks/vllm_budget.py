@@ -21,7 +21,7 @@ from sphkv.attention.request import AttentionOptions
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.text import read_tokens
+from sphkv.evaluation.workloads.texts import read_tokens
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import describe_model
 from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult, attach

@@ -10,24 +10,33 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
-from sphkv.baselines.bit_packing import pack_bits, packed_bytes, unpack_bits
 from sphkv.baselines.coded_layer import Coded, PairCodec, StateBlock
-from sphkv.baselines.fp8 import Float8
-from sphkv.baselines.gear import CorrectedIntegers
-from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
-from sphkv.baselines.kivi import KiviCodec, kivi_codec
-from sphkv.baselines.kvquant import NonuniformRows
-from sphkv.baselines.ott import TracedIntegers, trace_outliers
-from sphkv.baselines.outliers import join_outliers, split_outliers
-from sphkv.baselines.polarquant_recursive import PolarTree, angle_levels
-from sphkv.baselines.polarquant_rope import PolarPairs, PolarQuantRope
-from sphkv.baselines.qjl import SignSketch, sketch_rows
+from sphkv.baselines.integer_codes import (
+    ChannelIntegers,
+    TokenIntegers,
+    pack_bits,
+    packed_bytes,
+    unpack_bits,
+)
+from sphkv.baselines.kivi import KiviCodec, TracedIntegers, kivi_codec, trace_outliers
+from sphkv.baselines.outlier_codes import (
+    CorrectedIntegers,
+    NonuniformRows,
+    join_outliers,
+    split_outliers,
+)
+from sphkv.baselines.polarquant import PolarPairs, PolarQuantRope, PolarTree, angle_levels
 from sphkv.baselines.quantised import QuantisedCache
-from sphkv.baselines.rotatekv import RotatedIntegers
-from sphkv.baselines.rotation_lloyd import random_rotation
-from sphkv.baselines.scalar_levels import NearestLevel
+from sphkv.baselines.rotation_lloyd import NearestLevel, random_rotation
+from sphkv.baselines.rounding import Float8, RotatedIntegers
 from sphkv.baselines.settings import MethodShape
-from sphkv.baselines.turboquant import RotatedLevels, TurboQuant, sphere_levels
+from sphkv.baselines.turboquant import (
+    RotatedLevels,
+    SignSketch,
+    TurboQuant,
+    sketch_rows,
+    sphere_levels,
+)
 from sphkv.baselines.zipcache import SalientIntegers, saliency
 from sphkv.codec.hadamard import unrotate
 from sphkv.core.geometry import KVGeometry

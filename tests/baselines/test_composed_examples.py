@@ -7,9 +7,8 @@ from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
 from sphkv.baselines.composed import Composed, GroupRequest, KeepHighest
-from sphkv.baselines.diffkv import DiffKV, Thresholds
 from sphkv.baselines.group_layer import GroupLayer, integer_class
-from sphkv.baselines.rdkv import Brain16, LeastCost, RateDistortion
+from sphkv.baselines.mixed_widths import Brain16, DiffKV, LeastCost, RateDistortion, Thresholds
 from sphkv.baselines.settings import MethodShape
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec

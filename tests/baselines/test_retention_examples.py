@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions
-from sphkv.baselines.adakv import AdaptiveVotes, adaptive_units
 from sphkv.baselines.attention_scores import (
     SharedAttention,
     SharedScores,
@@ -17,7 +16,6 @@ from sphkv.baselines.attention_scores import (
     window_attention,
 )
 from sphkv.baselines.cake import MeanAndVariance, layer_preference, share_pages
-from sphkv.baselines.dense import KeepAll
 from sphkv.baselines.duo_attention import HeadKinds
 from sphkv.baselines.eviction import (
     EvictionCache,
@@ -26,16 +24,20 @@ from sphkv.baselines.eviction import (
     PromptPolicy,
     highest,
 )
-from sphkv.baselines.expected_attention import ExpectedWeights, mean_rotation
-from sphkv.baselines.h2o import HeavyHitters
 from sphkv.baselines.held_states import HeldStates
-from sphkv.baselines.kvzip import ReconstructionVotes
+from sphkv.baselines.keep_all import KeepAll
 from sphkv.baselines.layer_pages import LayerPages
-from sphkv.baselines.pyramidkv import PyramidVotes
+from sphkv.baselines.prompt_eviction import (
+    AdaptiveVotes,
+    ExpectedWeights,
+    PyramidVotes,
+    ReconstructionVotes,
+    WindowVotes,
+    adaptive_units,
+    mean_rotation,
+)
 from sphkv.baselines.settings import MethodShape
-from sphkv.baselines.snapkv import WindowVotes
-from sphkv.baselines.streaming_llm import SinksAndWindow
-from sphkv.baselines.tova import LastQuery
+from sphkv.baselines.step_eviction import HeavyHitters, LastQuery, SinksAndWindow
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
-from sphkv.baselines.offload import NewestPages
-from sphkv.baselines.prefix_reuse import PrefixReuseCache, SharedPrefix
+from sphkv.baselines.keep_all import NewestPages, PrefixReuseCache, SharedPrefix
 from sphkv.baselines.settings import MethodShape
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec

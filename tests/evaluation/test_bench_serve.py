@@ -10,11 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from sphkv.cli.main import main
-from sphkv.evaluation.bench.serve import ServeBenchConfig, bench_serve, make_prompts
-from sphkv.evaluation.bench.serve_load import (
+from sphkv.evaluation.bench.serve import (
     Answer,
     GaugeWatch,
+    ServeBenchConfig,
+    bench_serve,
     complete,
+    make_prompts,
     percentile,
     run_closed_loop,
     summarise,
@@ -114,7 +116,7 @@ def test_latencies():
 
 
 def test_the_largest_value_is_kept(monkeypatch):
-    monkeypatch.setattr("sphkv.evaluation.bench.serve_load._POLL_SECONDS", 0.001)
+    monkeypatch.setattr("sphkv.evaluation.bench.serve._POLL_SECONDS", 0.001)
     values = iter([1.0, 7.0])
 
     def read():

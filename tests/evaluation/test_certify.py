@@ -9,12 +9,11 @@ from sphkv.cache.retention import RetentionResidency
 from sphkv.cli.main import main
 from sphkv.errors import BudgetError
 from sphkv.evaluation.harness.subject import EngineSubject
-from sphkv.evaluation.report.studies import certificate_part
+from sphkv.evaluation.report.sections import certificate_part
 from sphkv.evaluation.runner.decoding import StopRule, decode_tokens
 from sphkv.evaluation.runner.session import Session
-from sphkv.evaluation.witness.bounds import Witness
 from sphkv.evaluation.witness.failures import FAILURE_CLASSES, diagnose
-from sphkv.evaluation.witness.suite import build_suite
+from sphkv.evaluation.witness.suite import Witness, build_suite
 from sphkv.evaluation.workloads.case import Case
 from sphkv.retention.gate import GateOptions
 

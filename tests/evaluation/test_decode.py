@@ -8,6 +8,7 @@ import torch
 
 from sphkv.baselines.registry import BASELINES
 from sphkv.cache.method import CacheMethodBase
+from sphkv.evaluation.environment import gpu_range
 from sphkv.evaluation.harness.decode import Decoder, follow_text
 from sphkv.evaluation.harness.states import PromptStates, read_prompt
 from sphkv.evaluation.harness.subject import MethodSubject, Subject
@@ -170,3 +171,14 @@ def test_divergence_of_a_model_from_itself_is_zero(session, prompt):
     assert found.summary()["kl"] == pytest.approx(0, abs=1e-9)
     assert found.summary()["nll_delta"] == 0
     assert len(found.nll) == NUM_FOLLOWING
+
+
+@pytest.mark.parametrize("is_gpu_used", [False, True])
+def test_a_range_is_closed_even_if_what_is_inside_fails(monkeypatch, is_gpu_used):
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_gpu_used)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+    with pytest.raises(KeyError), gpu_range("decode step"):
+        raise KeyError("inside")
+    assert calls == (["decode step", "end"] if is_gpu_used else [])

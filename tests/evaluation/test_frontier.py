@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 
 from sphkv.cli.main import main
 from sphkv.errors import UnfairComparisonError
-from sphkv.evaluation.frontier.envelope import (
+from sphkv.evaluation.frontier import (
+    OperatingPoint,
+    Panel,
+    PanelKey,
     build_frontier,
+    build_panels,
     choose_star,
     is_dominated,
     pareto_envelope,
@@ -18,7 +22,6 @@ from sphkv.evaluation.frontier.envelope import (
     synergy_gap,
     winner,
 )
-from sphkv.evaluation.frontier.points import OperatingPoint, Panel, PanelKey, build_panels
 from sphkv.evaluation.metrics.statistics import bootstrap_interval, paired_sign_flip
 from sphkv.evaluation.records import RecordFile
 

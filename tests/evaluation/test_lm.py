@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sphkv.cli.main import main
-from sphkv.evaluation.demo.text import hidden_facts, make_document
+from sphkv.evaluation.demo.run import hidden_facts, make_document
 from sphkv.evaluation.key_methods import (
     COORDINATES,
     CoordinateMethod,

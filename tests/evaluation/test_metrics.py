@@ -2,25 +2,28 @@
 import pytest
 
 from sphkv.evaluation.metrics.answers import (
+    Failure,
     begins_with_answer,
     best_f1,
-    exact_match,
-    normalise_answer,
-    token_f1,
-)
-from sphkv.evaluation.metrics.stability import (
-    Failure,
     count_failures,
     disagreement,
     drift_summary,
+    exact_match,
     failure_rate,
     is_looping,
     is_refusal,
     length_drift,
+    normalise_answer,
+    token_f1,
     trajectory_sensitivity,
 )
-from sphkv.evaluation.metrics.statistics import bootstrap_interval, mean_interval, paired_interval
-from sphkv.evaluation.metrics.throughput import DecodeTimes, quantile
+from sphkv.evaluation.metrics.statistics import (
+    DecodeTimes,
+    bootstrap_interval,
+    mean_interval,
+    paired_interval,
+    quantile,
+)
 from sphkv.evaluation.runner.decoding import StopRule
 
 

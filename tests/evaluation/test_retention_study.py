@@ -12,8 +12,8 @@ from sphkv.cli.main import main
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.evaluation.harness.decode import follow_text
-from sphkv.evaluation.harness.reference import DenseReference
 from sphkv.evaluation.harness.states import (
+    DenseReference,
     LayerStates,
     PromptStates,
     hidden_states,
@@ -21,11 +21,15 @@ from sphkv.evaluation.harness.states import (
 )
 from sphkv.evaluation.harness.subject import MethodSubject
 from sphkv.evaluation.metrics.divergence import token_divergence
-from sphkv.evaluation.retention.config import StudyConfig
-from sphkv.evaluation.retention.fit import describe_fit, head_sensitivity, regress_weights
-from sphkv.evaluation.retention.probes import Probe, rank_correlation
-from sphkv.evaluation.retention.study import recorded_config, summarise
-from sphkv.evaluation.retention.surprise import head_surprise
+from sphkv.evaluation.retention.fit import (
+    Probe,
+    describe_fit,
+    head_sensitivity,
+    head_surprise,
+    rank_correlation,
+    regress_weights,
+)
+from sphkv.evaluation.retention.study import StudyConfig, recorded_config, summarise
 from sphkv.integrations.transformers.listening import listening
 from sphkv.retention.measure import MeasureConfig
 

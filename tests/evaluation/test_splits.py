@@ -18,10 +18,10 @@ from sphkv.evaluation.splits import (
     load_manifest,
     open_split,
 )
-from sphkv.evaluation.workloads import filler
+from sphkv.evaluation.workloads import texts
 from sphkv.evaluation.workloads.case import token_hash
-from sphkv.evaluation.workloads.filler import book_files
 from sphkv.evaluation.workloads.qa import choose_questions
+from sphkv.evaluation.workloads.texts import book_files
 
 
 def words(text: str, **_: object) -> SimpleNamespace:
@@ -42,7 +42,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (folder / f"{book}.txt").write_text(text, encoding="utf-8")
             books.setdefault(split, {})[book] = hashlib.sha256(text.encode()).hexdigest()
     made = replace(manifest, books=books)
-    for module in (splits, filler):
+    for module in (splits, texts):
         monkeypatch.setattr(module, "load_manifest", lambda: made)
     return tmp_path
 

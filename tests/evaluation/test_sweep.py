@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sphkv.core.configs import build_config
-from sphkv.evaluation.metrics.stability import FAILURES
+from sphkv.evaluation.metrics.answers import FAILURES
 from sphkv.evaluation.records import (
     RecordFile,
     content_id,

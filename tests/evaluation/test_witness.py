@@ -4,18 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from sphkv.evaluation.metrics.stability import FAILURES, Reply
-from sphkv.evaluation.witness.bounds import (
+from sphkv.evaluation.metrics.answers import FAILURES, Reply
+from sphkv.evaluation.witness.failures import FAILURE_CLASSES, FailureFigures, summarise
+from sphkv.evaluation.witness.suite import (
     AnswerPair,
     WitnessBounds,
+    build_suite,
     judge_answers,
     judge_drift,
     judge_realisation,
     judge_seeds,
     summarise_pairs,
 )
-from sphkv.evaluation.witness.failures import FAILURE_CLASSES, FailureFigures, summarise
-from sphkv.evaluation.witness.suite import build_suite
 
 SAID = Reply("12", (1, 2, 3), is_ended=True)
 MUTE = dataclasses.replace(SAID, is_valid=False)

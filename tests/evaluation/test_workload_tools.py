@@ -4,19 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from sphkv.evaluation.runner.rollout import (
+from sphkv.evaluation.runner.decoding import (
     Episode,
     episode_failures,
     episode_quality,
     summarise_episodes,
 )
-from sphkv.evaluation.workloads.tool_cases import tool_cases
-from sphkv.evaluation.workloads.toolbench import made_up_api_tasks, read_api_tasks
 from sphkv.evaluation.workloads.tools import (
     format_task,
+    made_up_api_tasks,
     made_up_tool_tasks,
+    read_api_tasks,
     read_tool_tasks,
     run_statement,
+    tool_cases,
 )
 
 

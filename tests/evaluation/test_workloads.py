@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from sphkv.evaluation.workloads.case import Case, check_context
-from sphkv.evaluation.workloads.filler import made_up_text
-from sphkv.evaluation.workloads.lm import lm_cases
-from sphkv.evaluation.workloads.needles import hide_needles, make_needles, needle_cases
+from sphkv.evaluation.workloads.long_text import hide_needles, lm_cases, make_needles, needle_cases
 from sphkv.evaluation.workloads.qa import (
+    Question,
     answerable_questions,
     choose_questions,
+    common_distractors,
     fit_prompt,
     made_up_questions,
+    order_passages,
     qa_cases,
     read_questions,
-)
-from sphkv.evaluation.workloads.qa_documents import (
-    common_distractors,
     shared_cases,
     spread_passages,
 )
-from sphkv.evaluation.workloads.qa_prompt import Question, order_passages
+from sphkv.evaluation.workloads.texts import filler_name, filler_text, hub_texts, made_up_text
+from sphkv.evaluation.workloads.tools import read_tool_tasks
 
 
 def words(text, **_):
@@ -243,3 +244,50 @@ def test_questions_of_a_document_share_its_tokens():
         shared_cases(
             words, questions[:1], per_document=2, context=900, num_distractors=12, max_new_tokens=5
         )
+
+
+DATA = Path("hub:someone/books-small")
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    hub_texts.cache_clear()
+    yield
+    hub_texts.cache_clear()
+
+
+def a_hub(monkeypatch, load_dataset):
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+
+
+def test_texts_come_from_the_first_split_that_has_some(monkeypatch):
+    def load_dataset(name, *, split, streaming):
+        assert (name, streaming) == ("someone/books-small", True)
+        if split == "test":
+            raise ValueError("there is no such split")
+        return [{"text": f"{split} {number} " * 20} for number in range(99)]
+
+    a_hub(monkeypatch, load_dataset)
+    assert filler_text(DATA, 1, num_characters=12) == "validation 1"
+    assert filler_text(DATA, 9, num_characters=12) == "validation 1"
+    # a label is divided at its dashes, so it has none of its own
+    assert filler_name(DATA, 9) == "someone_books_small_1"
+    with pytest.raises(ValueError, match="someone_books_small_0 has"):
+        filler_text(DATA, 0, num_characters=10_000)
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="needs the package datasets"):
+        filler_text(DATA, 0, num_characters=10)
+
+    def load_dataset(name, **_):
+        raise ConnectionError("no route to the hub")
+
+    a_hub(monkeypatch, load_dataset)
+    with pytest.raises(ValueError, match=r"no texts of hub:someone.*no route to the hub"):
+        filler_text(DATA, 0, num_characters=10)
+    with pytest.raises(ValueError, match="questions come from a data folder"):
+        read_questions(DATA, "hotpotqa", 1)
+    with pytest.raises(ValueError, match="tool tasks come from a data folder"):
+        read_tool_tasks(DATA, 1)

@@ -28,24 +28,24 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
-from sphkv.baselines.adakv import SAFEGUARD, adaptive_units
 from sphkv.baselines.coded_layer import PAGE_HEADER_BYTES, PAGE_POINTER_BYTES
 from sphkv.baselines.eviction import LayerPrompt, PromptPolicy
 from sphkv.baselines.group_layer import GroupClass, GroupLayer, integer_class
 from sphkv.baselines.held_states import (
-    HeldStates,
-    Tagged,
     attend_held,
     check_query,
     check_states,
-    ledger_of,
 )
-from sphkv.baselines.kvzip import ReconstructionVotes
+from sphkv.baselines.prompt_eviction import (
+    SAFEGUARD,
+    ReconstructionVotes,
+    WindowVotes,
+    adaptive_units,
+    max_pool,
+)
+from sphkv.baselines.quantised import LayeredCache
 from sphkv.baselines.settings import MethodShape, changed_fields
-from sphkv.baselines.snapkv import WindowVotes, max_pool
-from sphkv.cache.method import CacheMethodBase
 from sphkv.core.geometry import KVGeometry
-from sphkv.store.ledger import ByteLedger
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,48 +197,35 @@ class Composed(GroupSettings):
         return KeepHighest(safeguards[self.votes])
 
 
-class ComposedCache(CacheMethodBase):
+class ComposedCache(LayeredCache[GroupLayer]):
     """A ``CacheMethod`` that drops some tokens and codes most others.
 
     Attributes:
         settings: Its hyper-parameters.
-        shape: Model, budget and tokens to come.
-        keeps_rebuilt: Whether layers stay rebuilt between steps; see ``QuantisedCache``.
     """
 
-    realisation = "format-only"
     residency = "evicted and coded"
 
     def __init__(self, shape: MethodShape, settings: GroupSettings) -> None:
         """Start empty."""
-        self.name = settings.label
-        self.shape = shape
-        self.geometry = shape.geometry
+        super().__init__(settings.label, shape)
         self.settings = settings
-        self.keeps_rebuilt = False
         self._policy = settings.policy()
         self._classes = settings.classes(shape.geometry)
-        self._layers: list[GroupLayer | None] = [None] * self.geometry.num_layers
 
     @property
     def setting(self) -> str:
         """What differs from the defaults."""
         return changed_fields(self.settings, but=("votes", "code"))
 
-    def num_tokens(self, layer: int = 0) -> int:
-        """Tokens a layer has been given."""
-        held = self._layers[layer]
-        return 0 if held is None else held.num_tokens
-
     def tier_shares(self) -> dict[str, float]:
         """States of each class, dense and dropped."""
         totals: dict[str, int] = {"max": 0, **{kind.name: 0 for kind in self._classes}}
         given = 0
-        for held in self._layers:
-            if held is not None:
-                given += held.num_tokens * self.geometry.num_kv_heads
-                for name, count in held.state_counts().items():
-                    totals[name] += count
+        for held in self._held():
+            given += held.num_tokens * self.geometry.num_kv_heads
+            for name, count in held.state_counts().items():
+                totals[name] += count
         shares = {name: count / max(1, given) for name, count in totals.items()}
         return {**shares, "drop": 1 - sum(shares.values())}
 
@@ -277,9 +264,7 @@ class ComposedCache(CacheMethodBase):
         self, layer: int, keys: Tensor, values: Tensor, *, query: Tensor | None = None
     ) -> None:
         """Score a prompt, drop and code."""
-        if self._layers[layer] is not None:
-            raise ValueError(f"layer {layer} holds {self.num_tokens(layer)} tokens already")
-        check_states(self.geometry, keys, values)
+        self._check_prompt(layer, keys, values)
         if query is None:
             raise ValueError(f"{self.name} chooses by attention: prefill needs the query")
         check_query(self.geometry, query, keys.shape[1])
@@ -326,10 +311,6 @@ class ComposedCache(CacheMethodBase):
             scores = max_pool(scores, self.settings.kernel)
         return scores
 
-    def read(self, layer: int) -> HeldStates:
-        """What queries of a layer see, rebuilt from the codes."""
-        return self._layer(layer).read()
-
     def attend(
         self,
         layer: int,
@@ -375,61 +356,5 @@ class ComposedCache(CacheMethodBase):
         while held.nbytes + token > limit and held.drop_least():
             pass
 
-    def crop(self, num_tokens: int) -> None:
-        """Forget the tokens from ``num_tokens`` on.
-
-        Raises:
-            ValueError: Tokens that would go are coded, or dropped ones would have to come back.
-        """
-        layers = [held for held in self._layers if held is not None]
-        for held in layers:
-            held.check_crop(num_tokens)
-        for held in layers:
-            held.crop(num_tokens)
-
-    def keep_rebuilt(self) -> None:
-        """From now on, keep every layer rebuilt between steps."""
-        self.keeps_rebuilt = True
-        for held in self._layers:
-            if held is not None:
-                held.keeps_rebuilt = True
-
-    def _layer(self, layer: int) -> GroupLayer:
-        held = self._layers[layer]
-        if held is None:
-            raise ValueError(f"layer {layer} has no prompt yet")
-        return held
-
-    def tensors(self) -> list[Tagged]:
-        """Every live tensor with its ledger kind."""
-        return [pair for held in self._layers if held is not None for pair in held.tensors()]
-
-    def live_tensors(self) -> list[Tensor]:
-        """Every live tensor."""
-        return [tensor for _, tensor in self.tensors()]
-
-    def metadata_bytes(self) -> int:
-        """Headers and pointers of pages, which are charged and not allocated."""
-        return sum(sum(held.page_bytes()) for held in self._layers if held is not None)
-
-    def resident_bytes(self) -> int:
-        """Bytes of every live tensor, and ``metadata_bytes``."""
-        return sum(held.nbytes for held in self._layers if held is not None)
-
-    def peak_bytes(self) -> int:
-        """Resident bytes and the layer, or layers, rebuilt in float32."""
-        state = 2 * torch.float32.itemsize * self.geometry.head_dim
-        sizes = [
-            state * sum(held.state_counts().values()) for held in self._layers if held is not None
-        ]
-        return self.resident_bytes() + (sum if self.keeps_rebuilt else max)([*sizes, 0])
-
-    def ledger(self) -> ByteLedger:
-        """The same bytes by kind: scales of keys count as radii, group attention as prot."""
-        held = ledger_of(self.tensors())
-        pages = [layer.page_bytes() for layer in self._layers if layer is not None]
-        return dataclasses.replace(
-            held,
-            headers=held.headers + sum(header for header, _ in pages),
-            ptr=held.ptr + sum(pointer for _, pointer in pages),
-        )
+    def _num_states(self, held: GroupLayer) -> int:
+        return sum(held.state_counts().values())

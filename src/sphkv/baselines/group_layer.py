@@ -340,13 +340,13 @@ class GroupLayer:
             counts[name] = counts.get(name, 0) + len(groups.heads) * groups.unit
         return counts
 
-    def page_bytes(self) -> tuple[int, int]:
-        """Bytes of headers and of pointers of the pages that coded states are charged for."""
+    def page_counts(self) -> int:
+        """Pages that coded states are charged for."""
         pages = 0
         for groups in self._groups.values():
             per_head = groups.heads.long().bincount() * groups.unit
             pages += int(((per_head + CODED_PAGE_TOKENS - 1) // CODED_PAGE_TOKENS).sum())
-        return pages * PAGE_HEADER_BYTES, pages * PAGE_POINTER_BYTES
+        return pages
 
     def tensors(self) -> list[Tagged]:
         """Every live tensor with its ledger kind."""
@@ -362,7 +362,8 @@ class GroupLayer:
     @property
     def nbytes(self) -> int:
         """Bytes of every live tensor and of page headers and pointers."""
-        return sum(tensor.nbytes for _, tensor in self.tensors()) + sum(self.page_bytes())
+        pages = self.page_counts() * (PAGE_HEADER_BYTES + PAGE_POINTER_BYTES)
+        return sum(tensor.nbytes for _, tensor in self.tensors()) + pages
 
 
 def _copy(states: Tensor) -> Tensor:

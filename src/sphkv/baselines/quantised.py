@@ -19,7 +19,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,19 +88,153 @@ class CodedSettings:
         return [dataclasses.replace(codec, **asked) for codec in own]
 
 
-class QuantisedCache(CacheMethodBase):
-    """A ``CacheMethod`` that codes every token but a few.
+class HeldLayer(Protocol):
+    """The states of one layer as ``LayeredCache`` sees them."""
+
+    keeps_rebuilt: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the layer has been given."""
+        ...
+
+    def read(self) -> HeldStates:
+        """What queries see, rebuilt in float32."""
+        ...
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Refuse a cut that cannot be made."""
+        ...
+
+    def crop(self, num_tokens: int) -> None:
+        """Forget tokens; ``check_crop`` has allowed it."""
+        ...
+
+    def tensors(self) -> list[Tagged]:
+        """Every live tensor with its ledger kind."""
+        ...
+
+    def page_counts(self) -> int:
+        """Pages that coded states are charged for."""
+        ...
+
+
+LayerT = TypeVar("LayerT", bound=HeldLayer)
+
+
+class LayeredCache(CacheMethodBase, Generic[LayerT]):
+    """A cache of layers whose states are rebuilt to be attended to.
 
     Attributes:
-        name: Label in reports.
         shape: Model, budget and tokens to come.
-        codec: The setting in use; None until the length of the prompt is known.
+        geometry: Sizes of the model.
         keeps_rebuilt: Whether every layer stays rebuilt between steps. It makes long runs of
             many steps cheap to evaluate and changes no output; ``peak_bytes`` then has all
             layers in it, and step times are not those of the method.
     """
 
     realisation = "format-only"
+
+    def __init__(self, name: str, shape: MethodShape) -> None:
+        """Start empty.
+
+        Args:
+            name: Label in reports.
+            shape: Model, budget and tokens to come.
+        """
+        self.name = name
+        self.shape = shape
+        self.geometry = shape.geometry
+        self.keeps_rebuilt = False
+        self._layers: list[LayerT | None] = [None] * self.geometry.num_layers
+
+    def _held(self) -> list[LayerT]:
+        """The layers that have a prompt."""
+        return [held for held in self._layers if held is not None]
+
+    def _layer(self, layer: int) -> LayerT:
+        held = self._layers[layer]
+        if held is None:
+            raise ValueError(f"layer {layer} has no prompt yet")
+        return held
+
+    def _check_prompt(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        if self._layers[layer] is not None:
+            raise ValueError(f"layer {layer} holds {self.num_tokens(layer)} tokens already")
+        check_states(self.geometry, keys, values)
+
+    def num_tokens(self, layer: int = 0) -> int:
+        """Tokens a layer has been given."""
+        held = self._layers[layer]
+        return 0 if held is None else held.num_tokens
+
+    def read(self, layer: int) -> HeldStates:
+        """What queries of a layer see, rebuilt from the codes."""
+        return self._layer(layer).read()
+
+    def crop(self, num_tokens: int) -> None:
+        """Forget the tokens from ``num_tokens`` on.
+
+        Raises:
+            ValueError: The cut goes through a block that was coded as a whole, or dropped tokens
+                would have to come back.
+        """
+        for held in self._held():
+            held.check_crop(num_tokens)
+        for held in self._held():
+            held.crop(num_tokens)
+
+    def keep_rebuilt(self) -> None:
+        """From now on, keep every layer rebuilt between steps."""
+        self.keeps_rebuilt = True
+        for held in self._held():
+            held.keeps_rebuilt = True
+
+    def tensors(self) -> list[Tagged]:
+        """Every live tensor with its ledger kind."""
+        return [pair for held in self._held() for pair in held.tensors()]
+
+    def live_tensors(self) -> list[Tensor]:
+        """Every live tensor."""
+        return [tensor for _, tensor in self.tensors()]
+
+    def metadata_bytes(self) -> int:
+        """Headers and pointers of pages, which are charged and not allocated."""
+        pages = sum(held.page_counts() for held in self._held())
+        return pages * (PAGE_HEADER_BYTES + PAGE_POINTER_BYTES)
+
+    def resident_bytes(self) -> int:
+        """Bytes of every live tensor, and ``metadata_bytes``."""
+        return sum(tensor.nbytes for tensor in self.live_tensors()) + self.metadata_bytes()
+
+    def _num_states(self, held: LayerT) -> int:
+        """States of a layer that are rebuilt, over all heads."""
+        return held.num_tokens * self.geometry.num_kv_heads
+
+    def peak_bytes(self) -> int:
+        """Resident bytes and the layer, or layers, rebuilt in float32."""
+        counts = [self._num_states(held) for held in self._held()]
+        states = sum(counts) if self.keeps_rebuilt else max(counts, default=0)
+        return self.resident_bytes() + states * 2 * torch.float32.itemsize * self.geometry.head_dim
+
+    def ledger(self) -> ByteLedger:
+        """The same bytes by kind: what belongs to keys besides codes counts as radii."""
+        held = ledger_of(self.tensors())
+        pages = sum(layer.page_counts() for layer in self._held())
+        return dataclasses.replace(
+            held,
+            headers=held.headers + pages * PAGE_HEADER_BYTES,
+            ptr=held.ptr + pages * PAGE_POINTER_BYTES,
+        )
+
+
+class QuantisedCache(LayeredCache[StateLayer]):
+    """A ``CacheMethod`` that codes every token but a few.
+
+    Attributes:
+        codec: The setting in use; None until the length of the prompt is known.
+    """
+
     residency = "coded"
 
     def __init__(
@@ -116,14 +250,10 @@ class QuantisedCache(CacheMethodBase):
         """
         if not codecs:
             raise ValueError(f"{name} has no setting for {shape.geometry}")
-        self.name = name
-        self.shape = shape
-        self.geometry = shape.geometry
+        super().__init__(name, shape)
         self.codec: CacheCodec | None = None
-        self.keeps_rebuilt = False
         self._label = label
         self._codecs = tuple(codecs)
-        self._layers: list[StateLayer | None] = [None] * self.geometry.num_layers
 
     @property
     def setting(self) -> str:
@@ -133,16 +263,10 @@ class QuantisedCache(CacheMethodBase):
 
     def tier_shares(self) -> dict[str, float]:
         """Coded and dense states."""
-        held = [layer for layer in self._layers if layer is not None]
-        given = sum(layer.num_tokens for layer in held)
-        share = sum(layer.num_coded for layer in held) / max(1, given)
+        given = sum(layer.num_tokens for layer in self._held())
+        share = sum(layer.num_coded for layer in self._held()) / max(1, given)
         label = "coded" if self.codec is None else self.codec.label
         return {label: share, "max": 1 - share}
-
-    def num_tokens(self, layer: int = 0) -> int:
-        """Tokens a layer has been given."""
-        held = self._layers[layer]
-        return 0 if held is None else held.num_tokens
 
     def plan(self, num_tokens: int) -> CacheCodec:
         """Take the best setting that fits the budget from so many tokens on.
@@ -171,9 +295,7 @@ class QuantisedCache(CacheMethodBase):
         self, layer: int, keys: Tensor, values: Tensor, *, query: Tensor | None = None
     ) -> None:
         """Code a prompt but for the tokens that the method keeps dense."""
-        if self._layers[layer] is not None:
-            raise ValueError(f"layer {layer} holds {self.num_tokens(layer)} tokens already")
-        check_states(self.geometry, keys, values)
+        self._check_prompt(layer, keys, values)
         if query is not None:
             check_query(self.geometry, query, keys.shape[1])
         codec = self.codec or self.plan(keys.shape[1])
@@ -181,10 +303,6 @@ class QuantisedCache(CacheMethodBase):
         held.keeps_rebuilt = self.keeps_rebuilt
         held.store_prompt(StateBlock(keys, values, 0, query))
         self._layers[layer] = held
-
-    def read(self, layer: int) -> HeldStates:
-        """What queries of a layer see, rebuilt from the codes."""
-        return self._layer(layer).read()
 
     def attend(
         self,
@@ -216,65 +334,9 @@ class QuantisedCache(CacheMethodBase):
             at = part.stop
         return torch.cat(outputs, 1) if outputs else query.float()
 
-    def crop(self, num_tokens: int) -> None:
-        """Forget the tokens from ``num_tokens`` on.
-
-        Raises:
-            ValueError: The cut goes through a coded block that cannot be divided.
-        """
-        layers = [held for held in self._layers if held is not None]
-        for held in layers:
-            held.check_crop(num_tokens)
-        for held in layers:
-            held.crop(num_tokens)
-
-    def keep_rebuilt(self) -> None:
-        """From now on, keep every layer rebuilt between steps."""
-        self.keeps_rebuilt = True
-        for held in self._layers:
-            if held is not None:
-                held.keeps_rebuilt = True
-
-    def _layer(self, layer: int) -> StateLayer:
-        held = self._layers[layer]
-        if held is None:
-            raise ValueError(f"layer {layer} has no prompt yet")
-        return held
-
     def tensors(self) -> list[Tagged]:
-        """Every live tensor with its ledger kind."""
-        tagged = [pair for held in self._layers if held is not None for pair in held.tensors()]
-        return tagged + (self.codec.tables() if self.codec is not None else [])
-
-    def live_tensors(self) -> list[Tensor]:
-        """Every live tensor."""
-        return [tensor for _, tensor in self.tensors()]
-
-    def metadata_bytes(self) -> int:
-        """Headers and pointers of pages, which are charged and not allocated."""
-        pages = sum(held.page_counts() for held in self._layers if held is not None)
-        return pages * (PAGE_HEADER_BYTES + PAGE_POINTER_BYTES)
-
-    def resident_bytes(self) -> int:
-        """Bytes of every live tensor, and ``metadata_bytes``."""
-        return sum(tensor.nbytes for _, tensor in self.tensors()) + self.metadata_bytes()
-
-    def peak_bytes(self) -> int:
-        """Resident bytes and the layer, or layers, rebuilt in float32."""
-        counts = [held.num_tokens for held in self._layers if held is not None]
-        tokens = sum(counts) if self.keeps_rebuilt else max(counts, default=0)
-        state = 2 * torch.float32.itemsize * self.geometry.head_dim
-        return self.resident_bytes() + tokens * state * self.geometry.num_kv_heads
-
-    def ledger(self) -> ByteLedger:
-        """The same bytes by kind: scales, norms and outliers of keys count as radii."""
-        held = ledger_of(self.tensors())
-        pages = sum(layer.page_counts() for layer in self._layers if layer is not None)
-        return dataclasses.replace(
-            held,
-            headers=held.headers + pages * PAGE_HEADER_BYTES,
-            ptr=held.ptr + pages * PAGE_POINTER_BYTES,
-        )
+        """Every live tensor with its ledger kind, the codec's tables among them."""
+        return super().tensors() + (self.codec.tables() if self.codec is not None else [])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,7 +6,6 @@ Nothing is imported before it is asked for.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Literal, cast
 from sphkv.attention.request import DecodeBackend
 from sphkv.baselines.settings import NUM_NEW, Baseline, MethodSettings, MethodShape
 from sphkv.cache.method import Realisation
+from sphkv.core.configs import check_name
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 
@@ -31,7 +31,7 @@ class BaselineSpec:
         realisation: ``"kernel-realized"`` reads its pages as they are with a kernel;
             ``"format-only"`` stores real codes but rebuilds a layer to attend to it.
         paper: Authors and year.
-        place: Module below ``sphkv.baselines`` and the settings class in it.
+        place: Module below ``sphkv.baselines`` and the settings class in it, as ``module.Class``.
         arguments: Fields of the settings that belong to the name.
     """
 
@@ -39,22 +39,30 @@ class BaselineSpec:
     family: Family
     realisation: Realisation
     paper: str
-    place: tuple[str, str]
+    place: str
     arguments: tuple[tuple[str, str], ...] = ()
 
     def settings(self) -> MethodSettings:
         """Hyper-parameters as in the paper; ``trials()`` of them has others."""
-        module, name = self.place
+        module, name = self.place.split(".")
         found = getattr(importlib.import_module(f"sphkv.baselines.{module}"), name)
         return cast(MethodSettings, found(**dict(self.arguments)))
 
 
-def _retention(name: str, paper: str, kind: str) -> BaselineSpec:
-    return BaselineSpec(name, "retention", "kernel-realized", paper, (name, kind))
+def _retention(name: str, paper: str, place: str) -> BaselineSpec:
+    return BaselineSpec(name, "retention", "kernel-realized", paper, place)
 
 
-def _bits(name: str, paper: str, kind: str, module: str | None = None) -> BaselineSpec:
-    return BaselineSpec(name, "bits", "format-only", paper, (module or name, kind))
+def _bits(name: str, paper: str, place: str) -> BaselineSpec:
+    return BaselineSpec(name, "bits", "format-only", paper, place)
+
+
+def _both(name: str, paper: str, place: str, **arguments: str) -> BaselineSpec:
+    return BaselineSpec(name, "both", "format-only", paper, place, tuple(arguments.items()))
+
+
+def _system(name: str, paper: str, place: str) -> BaselineSpec:
+    return BaselineSpec(name, "system", "kernel-realized", paper, place)
 
 
 _VOTES = {
@@ -65,65 +73,44 @@ _VOTES = {
 _CODES = {"int4": "4-bit integers", "int3": "3-bit integers", "kivi2": "KIVI's 2-bit integers"}
 
 
-def _composed() -> list[BaselineSpec]:
-    return [
-        BaselineSpec(
-            f"{votes}+{code}",
-            "both",
-            "format-only",
-            f"{paper} with {words}",
-            ("composed", "Composed"),
-            (("votes", votes), ("code", code)),
+_SPECS = (
+    BaselineSpec(
+        "dense", "dense", "kernel-realized", "Kwon et al. 2023 (paged bfloat16)", "keep_all.KeepAll"
+    ),
+    _bits("fp8", "Micikevicius et al. 2022", "rounding.Fp8"),
+    _bits("int4", "round to nearest", "rounding.Int4"),
+    _bits("int2", "round to nearest", "rounding.Int2"),
+    _bits("kivi", "Liu et al. 2024", "kivi.Kivi"),
+    _bits("turboquant", "Zandieh et al. 2025", "turboquant.TurboQuant"),
+    _retention("streaming_llm", "Xiao et al. 2023", "step_eviction.SinksAndWindow"),
+    _retention("h2o", "Zhang et al. 2023", "step_eviction.HeavyHitters"),
+    _retention("tova", "Oren et al. 2024", "step_eviction.LastQuery"),
+    _retention("snapkv", "Li et al. 2024", "prompt_eviction.WindowVotes"),
+    _retention("adakv", "Feng et al. 2024", "prompt_eviction.AdaptiveVotes"),
+    _retention("pyramidkv", "Cai et al. 2024", "prompt_eviction.PyramidVotes"),
+    _retention("cake", "Qin et al. 2025", "cake.MeanAndVariance"),
+    _retention("expected_attention", "Devoto et al. 2025", "prompt_eviction.ExpectedWeights"),
+    _retention("kvzip", "Kim et al. 2025", "prompt_eviction.ReconstructionVotes"),
+    _retention("duo_attention", "Xiao et al. 2024", "duo_attention.HeadKinds"),
+    _bits("kvquant", "Hooper et al. 2024", "outlier_codes.KVQuant"),
+    _bits("zipcache", "He et al. 2024", "zipcache.ZipCache"),
+    _bits("gear", "Kang et al. 2024", "outlier_codes.Gear"),
+    _bits("rotatekv", "Su et al. 2025", "rounding.RotateKV"),
+    _bits("ott", "Su et al. 2025", "kivi.Ott"),
+    _bits("polarquant_recursive", "Han et al. 2025", "polarquant.PolarQuantRecursive"),
+    _bits("polarquant_rope", "Wu et al. 2025", "polarquant.PolarQuantRope"),
+    _bits("qjl", "Zandieh et al. 2024", "turboquant.Qjl"),
+    *(
+        _both(
+            f"{votes}+{code}", f"{paper} with {words}", "composed.Composed", votes=votes, code=code
         )
         for votes, paper in _VOTES.items()
         for code, words in _CODES.items()
-    ]
-
-
-_SPECS = (
-    BaselineSpec(
-        "dense",
-        "dense",
-        "kernel-realized",
-        "Kwon et al. 2023 (paged bfloat16)",
-        ("dense", "KeepAll"),
     ),
-    _bits("fp8", "Micikevicius et al. 2022", "Fp8"),
-    _bits("int4", "round to nearest", "Int4", "uniform"),
-    _bits("int2", "round to nearest", "Int2", "uniform"),
-    _bits("kivi", "Liu et al. 2024", "Kivi"),
-    _bits("turboquant", "Zandieh et al. 2025", "TurboQuant"),
-    _retention("streaming_llm", "Xiao et al. 2023", "SinksAndWindow"),
-    _retention("h2o", "Zhang et al. 2023", "HeavyHitters"),
-    _retention("tova", "Oren et al. 2024", "LastQuery"),
-    _retention("snapkv", "Li et al. 2024", "WindowVotes"),
-    _retention("adakv", "Feng et al. 2024", "AdaptiveVotes"),
-    _retention("pyramidkv", "Cai et al. 2024", "PyramidVotes"),
-    _retention("cake", "Qin et al. 2025", "MeanAndVariance"),
-    _retention("expected_attention", "Devoto et al. 2025", "ExpectedWeights"),
-    _retention("kvzip", "Kim et al. 2025", "ReconstructionVotes"),
-    _retention("duo_attention", "Xiao et al. 2024", "HeadKinds"),
-    _bits("kvquant", "Hooper et al. 2024", "KVQuant"),
-    _bits("zipcache", "He et al. 2024", "ZipCache"),
-    _bits("gear", "Kang et al. 2024", "Gear"),
-    _bits("rotatekv", "Su et al. 2025", "RotateKV"),
-    _bits("ott", "Su et al. 2025", "Ott"),
-    _bits("polarquant_recursive", "Han et al. 2025", "PolarQuantRecursive"),
-    _bits("polarquant_rope", "Wu et al. 2025", "PolarQuantRope"),
-    _bits("qjl", "Zandieh et al. 2024", "Qjl"),
-    *_composed(),
-    BaselineSpec("rdkv", "both", "format-only", "RDKV, 2026", ("rdkv", "RateDistortion")),
-    BaselineSpec("diffkv", "both", "format-only", "Zhang et al. 2024", ("diffkv", "DiffKV")),
-    BaselineSpec(
-        "offload", "system", "kernel-realized", "Sheng et al. 2023", ("offload", "NewestPages")
-    ),
-    BaselineSpec(
-        "prefix_reuse",
-        "system",
-        "kernel-realized",
-        "Zheng et al. 2024",
-        ("prefix_reuse", "SharedPrefix"),
-    ),
+    _both("rdkv", "RDKV, 2026", "mixed_widths.RateDistortion"),
+    _both("diffkv", "Zhang et al. 2024", "mixed_widths.DiffKV"),
+    _system("offload", "Sheng et al. 2023", "keep_all.NewestPages"),
+    _system("prefix_reuse", "Zheng et al. 2024", "keep_all.SharedPrefix"),
 )
 
 BASELINES: dict[str, BaselineSpec] = {spec.name: spec for spec in _SPECS}
@@ -141,11 +128,7 @@ def find(name: str) -> BaselineSpec:
     Raises:
         ValueError: There is none; the message says which names are near.
     """
-    if name in BASELINES:
-        return BASELINES[name]
-    near = difflib.get_close_matches(name, BASELINES, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(BASELINES)}"
-    raise ValueError(f"no baseline {name!r}; {hint}")
+    return BASELINES[check_name("baseline", name, BASELINES)]
 
 
 def make_baseline(

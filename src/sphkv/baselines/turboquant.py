@@ -1,21 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TurboQuant: a random rotation, then the best scalar levels for a coordinate of the sphere.
-
-Zandieh et al., 2025, "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate",
-the MSE version. A vector is split into its norm, float16, and its direction; the direction is
-rotated by one random orthogonal matrix, after which every coordinate follows the same law with
-density proportional to ``(1 - x**2) ** ((d - 3) / 2)``, and takes the nearest of the Lloyd-Max
-levels of that law. Keys and values are coded alike, token by token. As in the presets of serving
-engines, the norm is corrected for what coding does to it, and four sinks are dense.
-
-Deviations: no split into outlier channels with more bits, and no one-bit sketch of the residual
-(the inner-product version). No layer is dense, where vLLM keeps the first and last two, which do
-not fit small budgets. Between whole widths, keys take the extra bit before values.
-"""
+"""Random projections of vectors: TurboQuant's rotated levels and QJL's signs."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -24,13 +13,17 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.request import AttentionOptions
-from sphkv.baselines.bit_packing import pack_bits, unpack_bits
 from sphkv.baselines.coded_layer import PairCodec
 from sphkv.baselines.held_states import HeldStates, check_states
-from sphkv.baselines.integer_codes import as_float16, check_bits
+from sphkv.baselines.integer_codes import (
+    TokenIntegers,
+    as_float16,
+    check_bits,
+    pack_bits,
+    unpack_bits,
+)
 from sphkv.baselines.quantised import CodedSettings, QuantisedCache
-from sphkv.baselines.rotation_lloyd import random_rotation
-from sphkv.baselines.scalar_levels import NearestLevel, lloyd_max_levels
+from sphkv.baselines.rotation_lloyd import NearestLevel, lloyd_max_levels, random_rotation
 from sphkv.baselines.settings import MethodShape, changed_fields
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
@@ -40,6 +33,10 @@ WIDTHS = ((8, 8), (6, 6), (5, 5), (5, 4), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2)
 
 _GRID = 1 << 16
 _SEED = 1
+SKETCH_BLOCK = 128
+SKETCH_WIDTHS = ((8, 8), (6, 4), (4, 4), (4, 3), (4, 2), (2, 2), (1, 2))
+"""Signs per key channel and bits of values, the best first."""
+_SKETCH_SEED = 1
 
 
 @functools.lru_cache(maxsize=64)
@@ -156,7 +153,19 @@ class RotatedBasisCache(QuantisedCache):
 
 @dataclass(frozen=True)
 class TurboQuant(CodedSettings):
-    """TurboQuant with four dense sinks.
+    """TurboQuant: a random rotation, then the best scalar levels for a coordinate of the sphere.
+
+    Zandieh et al., 2025, "TurboQuant: Online Vector Quantization with Near-optimal Distortion
+    Rate", the MSE version. A vector is split into its norm, float16, and its direction; the
+    direction is rotated by one random orthogonal matrix, after which every coordinate follows the
+    same law with density proportional to ``(1 - x**2) ** ((d - 3) / 2)``, and takes the nearest of
+    the Lloyd-Max levels of that law. Keys and values are coded alike, token by token. As in the
+    presets of serving engines, the norm is corrected for what coding does to it, and four sinks are
+    dense.
+
+    Deviations: no split into outlier channels with more bits, and no one-bit sketch of the residual
+    (the inner-product version). No layer is dense, where vLLM keeps the first and last two, which
+    do not fit small budgets. Between whole widths, keys take the extra bit before values.
 
     Attributes:
         corrects_norm: Whether stored norms undo what coding does to the length of a vector.
@@ -190,3 +199,105 @@ class TurboQuant(CodedSettings):
         """An empty cache."""
         codecs = self.chosen_codecs(shape)
         return RotatedBasisCache(self.name, shape, codecs, changed_fields(self))
+
+
+@functools.lru_cache(maxsize=64)
+def sketch_rows(num_rows: int, dim: int) -> Tensor:
+    """Projection ``[rows, dim]`` float32 whose blocks of ``dim`` rows are orthogonal.
+
+    Rows have norm ``sqrt(dim)``, as Gaussian rows have on average. Cached and shared.
+    """
+    with torch.inference_mode(False):
+        blocks = [
+            random_rotation(dim, _SKETCH_SEED + index) for index in range(-(-num_rows // dim))
+        ]
+        return (torch.cat(blocks)[:num_rows] * math.sqrt(dim)).contiguous()
+
+
+@dataclass(frozen=True)
+class SignSketch:
+    """Signs and norms of keys, with large channels sketched apart.
+
+    Attributes:
+        head_dim: Channels of a head.
+        ratio: Signs per channel.
+        num_outliers: Channels with a sketch of their own.
+    """
+
+    head_dim: int
+    ratio: int
+    num_outliers: int = 8
+
+    @property
+    def label(self) -> str:
+        """Signs per channel."""
+        return f"{self.ratio}"
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self.ratio * self.head_dim, (1 if self.ratio >= 4 else 2) * self.head_dim
+
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
+        """Packed signs and float16 norms of both parts, and the outlier channels."""
+        index = x.abs().mean(1).topk(min(self.num_outliers, self.head_dim), dim=-1).indices
+        wide = index[:, None].expand(-1, x.shape[1], -1)
+        outliers = torch.zeros_like(x).scatter_(2, wide, x.gather(2, wide))
+        tensors = {"channels": index.to(torch.int16)}
+        for name, part, rows in zip(
+            ("", "outlier_"), (x - outliers, outliers), self._sizes, strict=True
+        ):
+            signs = part @ sketch_rows(rows, self.head_dim).to(x.device).T > 0
+            tensors[f"{name}codes"] = pack_bits(signs.to(torch.uint8), bits=1)
+            norm = part.norm(dim=-1, keepdim=True)
+            tensors[f"{name}norm"] = as_float16(norm, name="key norm").half()
+        return tensors
+
+    def decode(self, tensors: dict[str, Tensor], num_tokens: int) -> Tensor:
+        """``[heads, tokens, head_dim]`` float32."""
+        index = tensors["channels"].long()
+        is_outlier = torch.zeros(index.shape[0], 1, self.head_dim, device=index.device)
+        is_outlier.scatter_(2, index[:, None], 1.0)
+        restored = torch.zeros(())
+        masks = (1 - is_outlier, is_outlier)
+        for name, mask, rows in zip(("", "outlier_"), masks, self._sizes, strict=True):
+            signs = unpack_bits(tensors[f"{name}codes"], bits=1, count=rows).float() * 2 - 1
+            sketch = sketch_rows(rows, self.head_dim).to(signs.device)
+            gain = tensors[f"{name}norm"].float() * (math.sqrt(math.pi / 2) / rows)
+            restored = restored + signs @ sketch * gain * mask
+        return restored
+
+    def tables(self) -> list[Tensor]:
+        """Both projections."""
+        return [sketch_rows(rows, self.head_dim) for rows in self._sizes]
+
+
+@dataclass(frozen=True)
+class Qjl(CodedSettings):
+    """QJL with eight outlier channels and a buffer of 128 tokens.
+
+    QJL: the signs of a random projection of each key, and its norm.
+
+    Zandieh et al., 2024, "QJL: 1-Bit Quantized JL Transform for KV Cache Quantization with Zero
+    Overhead". With rows ``s`` of a random projection, ``sqrt(pi / 2) / m * |k| * sum sign(s k) s``
+    is an unbiased estimate of the key for inner products with any query. The eight largest channels
+    of a prompt have a sketch of their own. Values are 2-bit integers per token in groups of 32; the
+    newest 128 tokens wait dense.
+
+    Deviations: the sketch has a multiple of the head dim many signs in every layer (the paper: 256
+    of 128 channels, 512 in the first 15 layers), made of random rotations, which the paper
+    recommends ("orthogonalised"); the key norm is float16. The outlier channels' sketch has as many
+    signs as in the published code: two per channel of the head, or one where the other sketch has
+    four and more.
+    """
+
+    name: ClassVar[str] = "qjl"
+
+    def codecs(self, geometry: KVGeometry, ropes: Sequence[RopeSpec]) -> list[PairCodec]:
+        """All sketches."""
+        dim = geometry.head_dim
+        return [
+            PairCodec(
+                SignSketch(dim, ratio), TokenIntegers(bits, dim, 32), block_tokens=SKETCH_BLOCK
+            )
+            for ratio, bits in SKETCH_WIDTHS
+        ]

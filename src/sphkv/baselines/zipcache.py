@@ -22,11 +22,16 @@ import torch
 from torch import Tensor
 
 from sphkv.baselines.attention_scores import mean_over_group, probe_attention
-from sphkv.baselines.bit_packing import pack_bits, unpack_bits
 from sphkv.baselines.coded_layer import Coded, CodedLayer, StateBlock
 from sphkv.baselines.eviction import highest
 from sphkv.baselines.held_states import Tagged
-from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers, as_float16
+from sphkv.baselines.integer_codes import (
+    ChannelIntegers,
+    TokenIntegers,
+    as_float16,
+    pack_bits,
+    unpack_bits,
+)
 from sphkv.baselines.quantised import CodedSettings
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec

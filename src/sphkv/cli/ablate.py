@@ -22,7 +22,7 @@ COLUMNS = (
 )
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the flags."""
     parser = commands.add_parser(
         "ablate",
@@ -68,8 +68,8 @@ def run_fit(args: argparse.Namespace) -> int:
     for path in (args.out, args.policy_out):
         check_writable(path)
     # imported late, so that `sphkv --help` needs no torch
-    from sphkv.evaluation.retention.config import StudyConfig
     from sphkv.evaluation.retention.fit import fit_on_books
+    from sphkv.evaluation.retention.study import StudyConfig
 
     config = StudyConfig(
         model=args.model, data=args.data, context=args.context, calibration=args.calibration
@@ -101,8 +101,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure every variant at every budget."""
     check_writable(args.out)
     # imported late, so that `sphkv --help` needs no torch
-    from sphkv.evaluation.retention.config import BUDGETS, DEFAULT_VARIANTS, StudyConfig
-    from sphkv.evaluation.retention.study import StudyRunner
+    from sphkv.evaluation.retention.study import BUDGETS, DEFAULT_VARIANTS, StudyConfig, StudyRunner
 
     config = StudyConfig(
         model=args.model,

@@ -18,7 +18,7 @@ _FAILURE_COLUMNS = (
 )  # fmt: skip
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the flags."""
     parser = commands.add_parser(
         "certify",

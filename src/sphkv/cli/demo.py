@@ -14,7 +14,7 @@ from typing import Any
 from sphkv.cli.output import check_writable, format_table, write_text
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the flags."""
     parser = commands.add_parser(
         "demo",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sphkv generate``: continue a prompt with a coded cache."""
+"""``sphkv calibrate`` fits a model's codebooks; ``sphkv generate`` continues a prompt with them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,40 @@ import sys
 
 from sphkv.cli.output import check_writable, format_table
 
+COLUMNS = ("file", "bytes", "model", "tokens", "seconds")
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the flags."""
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``calibrate`` and ``generate``."""
+    _add_calibrate(commands)
+    _add_generate(commands)
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the flags of ``calibrate``."""
+    parser = commands.add_parser(
+        "calibrate", help="fit a model's codebooks on a text", allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, help="smollm2, a local folder or a hub name")
+    parser.add_argument("--text", required=True, help="UTF-8 text file")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the text to use")
+    parser.add_argument("--out", required=True, help="safetensors file to write")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_run_calibrate)
+
+
+def _run_calibrate(args: argparse.Namespace) -> int:
+    """Calibrate and save."""
+    check_writable(args.out)
+    from sphkv.evaluation.generate import CalibrateConfig, calibrate_to_file
+
+    done = calibrate_to_file(CalibrateConfig(args.model, args.text, args.tokens, args.out))
+    print(json.dumps(done, indent=2) if args.json else format_table(COLUMNS, [done]))
+    return 0
+
+
+def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the flags of ``generate``."""
     parser = commands.add_parser(
         "generate", help="continue a prompt with a coded cache", allow_abbrev=False
     )
@@ -32,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="with --retention: spare states where decisions are close",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run_generate)
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
@@ -49,7 +80,7 @@ def add_prompt_flags(parser: argparse.ArgumentParser, *, is_required: bool = Tru
     parser.add_argument("--backend", default="auto", help="auto, or a name of sphkv ls backends")
 
 
-def run(args: argparse.Namespace) -> int:
+def _run_generate(args: argparse.Namespace) -> int:
     """Generate and print the text, and what the cache holds on stderr."""
     check_writable(args.save_cache)
     from sphkv.evaluation.generate import GenerateConfig, generate

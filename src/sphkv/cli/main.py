@@ -8,26 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sphkv import __version__
-from sphkv.cli import (
-    ablate,
-    bench,
-    calibrate,
-    certify,
-    compare,
-    demo,
-    eval_lm,
-    eval_needle,
-    eval_qa,
-    eval_tools,
-    frontier,
-    generate,
-    inspect,
-    ls,
-    plan,
-    report,
-    sweep,
-    validate,
-)
+from sphkv.cli import ablate, bench, certify, demo, evaluate, generate, inspect, report, sweep
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -43,26 +24,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sphkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    evaluate = commands.add_parser("eval", help="measure quality", allow_abbrev=False)
-    workloads = evaluate.add_subparsers(dest="workload", required=True, metavar="WORKLOAD")
-    eval_lm.add_parser(workloads)
-    eval_needle.add_parser(workloads)
-    eval_qa.add_parser(workloads)
-    eval_tools.add_parser(workloads)
-    ablate.add_parser(commands)
-    bench.add_parser(commands)
-    calibrate.add_parser(commands)
-    certify.add_parser(commands)
-    compare.add_parser(commands)
-    demo.add_parser(commands)
-    frontier.add_parser(commands)
-    generate.add_parser(commands)
-    inspect.add_parser(commands)
-    ls.add_parser(commands)
-    plan.add_parser(commands)
-    report.add_parser(commands)
-    sweep.add_parser(commands)
-    validate.add_parser(commands)
+    # as they are listed: try it, use it, measure it, read what was measured
+    for module in (demo, generate, inspect, evaluate, sweep, report, certify, ablate, bench):
+        module.add_parsers(commands)
     return parser
 
 

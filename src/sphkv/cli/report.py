@@ -1,31 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sphkv report``: a sweep's records as one page, a table and a picture."""
+"""``sphkv frontier`` and ``sphkv report``: what a sweep's records say, as tables or as a page."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
-from sphkv.cli.frontier import add_record_flags
-from sphkv.cli.output import write_text
+from sphkv.cli.output import check_writable, format_table, write_json, write_text
+
+_FRONTIER_COLUMNS = (
+    "method", "retained", "least_b_kv", "share", "star_budget", "star_b_kv", "star_tok_s",
+    "gamma_s", "gamma_m", "gamma_m_iso", "r_iso_s", "realisation",
+)  # fmt: skip
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the flags."""
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``frontier`` and ``report``."""
+    _add_frontier(commands)
+    _add_report(commands)
+
+
+def _add_frontier(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the flags of ``frontier``."""
+    parser = commands.add_parser(
+        "frontier", help="iso-quality frontiers of a sweep's records", allow_abbrev=False
+    )
+    _add_record_flags(parser)
+    parser.add_argument("--out", help="file for the JSON result")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=_run_frontier)
+
+
+def _add_record_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that say which records and how much quality may be lost."""
+    parser.add_argument("records", nargs="+", help="record files of sweeps")
+    parser.add_argument("--delta", type=float, default=0.8, help="points of 100 below dense")
+    parser.add_argument("--kl", type=float, default=0.05, help="nats, for language modelling")
+    parser.add_argument("--quality", help="field to judge by, such as agreement_f1")
+
+
+def _run_frontier(args: argparse.Namespace) -> int:
+    """Print one table per panel."""
+    check_writable(args.out)
+    from sphkv.evaluation.frontier import build_frontier, build_panels, frontier_rows, winner
+    from sphkv.evaluation.records import load_records
+
+    records = load_records([Path(path) for path in args.records])
+    panels = build_panels(records, delta=args.delta, kl=args.kl, quality_field=args.quality)
+    result = []
+    for panel in panels:
+        frontier = build_frontier(panel)
+        rows, best = frontier_rows(frontier), winner(frontier)
+        key = panel.key
+        result.append(
+            {
+                "model": key.model,
+                "workload": key.workload,
+                "context": key.context,
+                "tolerance": panel.tolerance,
+                "unit": panel.unit,
+                "least_b_kv": None if best is None else {"method": best[0], "margin": best[1]},
+                "methods": rows,
+                "left_out": list(panel.left_out),
+                "refused": [list(refusal) for refusal in panel.refused],
+            }
+        )
+        if not args.json:
+            print(f"\n{key.model}, {key.workload}, {key.context} tokens: ", end="")
+            print(f"within {panel.tolerance:g} {panel.unit} of dense")
+            print(format_table(_FRONTIER_COLUMNS, rows))
+            if panel.left_out:
+                print(f"{len(panel.left_out)} prompts are not finished and were left out")
+            if not frontier.is_informative:
+                print("dense itself scores nothing here: no method can be told from another")
+            if best is not None:
+                margin = "no other retained" if best[1] is None else f"next needs {best[1]:.2f}x"
+                print(f"least bytes at equal quality: {best[0]} ({margin})")
+    if args.out:
+        write_json(args.out, result)
+    if args.json:
+        print(json.dumps(result, indent=2))
+    return 0
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the flags of ``report``."""
     parser = commands.add_parser(
         "report", help="self-contained page of a sweep's records", allow_abbrev=False
     )
-    add_record_flags(parser)
+    _add_record_flags(parser)
     parser.add_argument("--out", help="folder for report.html, points.csv and PNG")
     parser.add_argument("--readme", help="file whose table of decoding is rebuilt")
     parser.add_argument("--picture", help="with --readme: the picture beside it, .svg or .png")
     parser.add_argument("--ablation", help="record of sphkv ablate, to show beside")
     parser.add_argument("--certificate", help="certificate of sphkv certify, to show beside")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run_report)
 
 
-def run(args: argparse.Namespace) -> int:
+def _run_report(args: argparse.Namespace) -> int:
     """Write the page and what lies beside it, or the README's table and picture."""
     if args.out is None and args.readme is None:
         raise ValueError("give --out FOLDER, --readme FILE or both")
@@ -48,7 +122,7 @@ def _write_readme(args: argparse.Namespace) -> None:
 def _write_page(args: argparse.Namespace) -> int:
     from sphkv.evaluation.records import load_records
     from sphkv.evaluation.report.page import draw_png, make_frontiers, points_csv, render_report
-    from sphkv.evaluation.report.studies import load_study
+    from sphkv.evaluation.report.sections import load_study
 
     studies = {
         name: load_study(Path(path), field=field)

@@ -3,18 +3,38 @@
 
 Nothing is guessed: an unknown key, a missing key or a value of the wrong type is a
 ``ValueError`` that names the key and the value. Precedence is defaults, then file, then flags.
+Names that people type are checked against the known ones.
 """
 
 import dataclasses
 import difflib
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 ConfigT = TypeVar("ConfigT")
+
+
+def check_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """The name if it is known.
+
+    Args:
+        kind: What the name stands for, for the message.
+        name: As it was given.
+        known: All names.
+
+    Raises:
+        ValueError: It is not; the message suggests the nearest ones.
+    """
+    names = list(known)
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(names))}"
+    raise ValueError(f"there is no {kind} {name!r}; {hint}")
 
 
 def build_config(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a record must say about where it was measured."""
+"""The machine under a measurement: what a record says about it, and ranges its profiler shows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -62,3 +64,17 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
+
+
+@contextmanager
+def gpu_range(name: str) -> Iterator[None]:
+    """An NVTX range around what runs inside; nothing where CUDA is not in use."""
+    # asking whether a GPU is there would start the driver; only a program that uses one pays
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()

@@ -13,12 +13,13 @@ import torch
 from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.harness.states import PromptStates, read_prompt
+from sphkv.evaluation.runner.decoding import Episode, run_episode, summarise_episodes
 from sphkv.evaluation.runner.methods import DENSE
-from sphkv.evaluation.runner.rollout import Episode, run_episode, summarise_episodes
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.workloads.case import check_context
-from sphkv.evaluation.workloads.tool_cases import EPISODE_TOKENS, STATEMENT_TOKENS
 from sphkv.evaluation.workloads.tools import (
+    EPISODE_TOKENS,
+    STATEMENT_TOKENS,
     ToolTask,
     format_task,
     made_up_tool_tasks,

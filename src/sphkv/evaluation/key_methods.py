@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sphkv.baselines.coded_layer import PartCodec
 from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
-from sphkv.baselines.rotatekv import RotatedIntegers
 from sphkv.baselines.rotation_lloyd import RotationLloyd
+from sphkv.baselines.rounding import RotatedIntegers
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.coordinates import (
     HypersphericalMap,

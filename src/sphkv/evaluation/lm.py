@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sphkv.codec.calibration import default_calibration
+from sphkv.core.configs import check_name
 from sphkv.core.tiers import DENSE_BITS
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.harness.states import hidden_states, read_prompt
@@ -26,10 +27,9 @@ from sphkv.evaluation.key_methods import (
     tier_for_bits,
 )
 from sphkv.evaluation.metrics.divergence import token_divergence
-from sphkv.evaluation.names import check_name
 from sphkv.evaluation.runner.session import Session
-from sphkv.evaluation.text import read_tokens
 from sphkv.evaluation.workloads.case import check_context
+from sphkv.evaluation.workloads.texts import read_tokens
 from sphkv.integrations.transformers.listening import transformed_states
 
 CALIBRATION_TOKENS = 4096

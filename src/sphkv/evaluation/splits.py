@@ -21,8 +21,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from sphkv.core.configs import check_name
 from sphkv.errors import SplitError
-from sphkv.evaluation.names import check_name
 from sphkv.evaluation.workloads.case import Case
 
 SplitName = Literal["calibration", "development", "test"]

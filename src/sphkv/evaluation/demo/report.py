@@ -13,6 +13,8 @@ _LINES = ("#4475b5", "#c2570c")
 
 _STYLE = """
 :root { --ink: #1d2430; --paper: #ffffff; --line: #d5dbe4; --soft: #5b6675; }
+
+
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6eaf0; --paper: #14181f; --line: #333b48; --soft: #9aa5b5; }
 }

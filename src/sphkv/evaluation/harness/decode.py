@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from sphkv.evaluation.environment import gpu_range
 from sphkv.evaluation.harness.subject import Pass, Subject
-from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.schema import StepColumns
 
 FOLLOWING_TOKENS = 512

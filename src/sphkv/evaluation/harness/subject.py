@@ -24,8 +24,8 @@ from sphkv.core.contract import WriteContract
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
 from sphkv.errors import BudgetError
+from sphkv.evaluation.environment import gpu_range
 from sphkv.evaluation.harness.states import PromptStates
-from sphkv.evaluation.ranges import gpu_range
 from sphkv.evaluation.schema import MethodDescription
 from sphkv.integrations.transformers.cache import SphericalCache
 from sphkv.integrations.transformers.method import MethodCache

@@ -10,11 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sphkv.evaluation.frontier.envelope import PanelFrontier
-from sphkv.evaluation.frontier.points import record_quality
+from sphkv.evaluation.frontier import PanelFrontier, record_quality
 from sphkv.evaluation.report.charts import Mark, Series, number_text, scatter, stacked_bars
 from sphkv.evaluation.report.sections import panel_title, table
-from sphkv.evaluation.runner.mechanism import MARGIN_EDGES
+from sphkv.evaluation.runner.continuation import MARGIN_EDGES
 from sphkv.evaluation.runner.methods import DENSE
 from sphkv.retention.gate import GateOptions, StabilityGate, danger_score
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sphkv.evaluation.frontier.envelope import PanelFrontier, build_frontier
-from sphkv.evaluation.frontier.points import build_panels
+from sphkv.evaluation.frontier import PanelFrontier, build_frontier, build_panels
 from sphkv.evaluation.report.charts import colour_of
 from sphkv.evaluation.report.mechanism import (
     allocation_parts,
@@ -22,10 +21,12 @@ from sphkv.evaluation.report.mechanism import (
     tier_maps,
 )
 from sphkv.evaluation.report.sections import (
+    ablation_part,
     behaviour_curves,
     behaviour_table,
     budget_curves,
     byte_bars,
+    certificate_part,
     drift_bars,
     facet_table,
     frontier_panels,
@@ -33,10 +34,11 @@ from sphkv.evaluation.report.sections import (
     readoff_tables,
     time_bars,
 )
-from sphkv.evaluation.report.studies import ablation_part, certificate_part
 
 _STYLE = """
 :root { --ink: #1d2430; --paper: #ffffff; --line: #d5dbe4; --soft: #5b6675; --grey: #9aa3af; }
+
+
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6eaf0; --paper: #14181f; --line: #333b48; --soft: #9aa5b5; --grey: #6b7686; }
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sphkv.evaluation.frontier.points import check_fair
+from sphkv.evaluation.frontier import check_fair
 from sphkv.evaluation.metrics.divergence import KL_TOLERANCE, NLL_TOLERANCE
 from sphkv.evaluation.metrics.statistics import MeanInterval, mean_interval, paired_interval
 from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM

@@ -3,15 +3,21 @@
 
 Sensitivities are the diagonal of the Fisher information of attention outputs: half its trace per
 channel is the KL that a unit squared move of a head's output causes. One backward pass of a short
-text gives them. What heads do that no prompt predicts is measured on other stretches of the texts.
-The weights of angle, radius, value and drop terms are then regressed on measured KL of probes.
-Derivation: docs/math/retention.md, section 5.
+text gives them.
+
+Some heads rest on the sinks for hundreds of tokens and then copy from one place. Dropping the runs
+that such a head has not looked at seems free, and is not. What later queries lose beyond what was
+predicted, the head's surprise, is measured on other stretches of the texts.
+
+The weights of angle, radius, value and drop terms are then regressed on measured KL of probes:
+small changes of a prompt's states, predicted and measured. Derivation: docs/math/retention.md,
+section 5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +25,41 @@ import torch
 from torch import Tensor
 
 from sphkv.cache.plan import retention_tiers
+from sphkv.core.tiers import RUN_TOKENS, TierTable
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.harness.states import PromptStates, read_prompt
-from sphkv.evaluation.retention.config import StudyConfig
-from sphkv.evaluation.retention.probes import Probe, measure_probes, rank_correlation
+from sphkv.evaluation.harness.decode import follow_text
+from sphkv.evaluation.harness.states import DenseReference, LayerStates, PromptStates, read_prompt
+from sphkv.evaluation.harness.subject import MethodSubject
+from sphkv.evaluation.metrics.divergence import token_divergence
 from sphkv.evaluation.retention.study import (
+    StudyConfig,
     StudyRunner,
     calibration_books,
     recorded_config,
 )
-from sphkv.evaluation.retention.surprise import head_surprise
-from sphkv.evaluation.text import read_tokens
+from sphkv.evaluation.workloads.texts import read_tokens
 from sphkv.integrations.transformers.listening import listening
-from sphkv.retention.measure import MeasureConfig
+from sphkv.retention.features import (
+    drop_losses,
+    measure_features,
+    pool_runs,
+    surprise_shift,
+    window_rows,
+)
+from sphkv.retention.measure import (
+    LayerInput,
+    MeasureConfig,
+    measure_layer,
+    predict_rows,
+    protected_states,
+    row_share,
+)
 from sphkv.retention.policy import RetentionPolicy, save_policy
+from sphkv.retention.pricing import rank_units
+from sphkv.retention.protection import widen_to_runs
+from sphkv.retention.scores import unit_tokens
+
+_PARTS = 6
 
 # Leading tokens see so little context that their gradients say nothing about long prompts.
 _SKIPPED_TOKENS = 64
@@ -43,6 +70,213 @@ _STRETCHES = 6
 _LATER_TOKENS = 128
 _GAUSS_NEWTON_STEPS = 100
 _DAMPING = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One change of some layers, what was predicted and what happened.
+
+    Attributes:
+        name: Layers and change.
+        kind: ``"tier"`` or ``"drop"``.
+        terms: Predicted angle, value and drop terms, unweighted.
+        by_age: What age alone predicts: the sum of 1 / age over dropped states, and bits lost.
+        by_votes: The same with attention votes.
+        kl: Measured KL.
+    """
+
+    name: str
+    kind: str
+    terms: tuple[float, float, float]
+    by_age: float
+    by_votes: float
+    kl: float
+
+
+def measure_probes(
+    runner: StudyRunner,
+    policy: RetentionPolicy,
+    prompt: PromptStates,
+    report: Callable[[str], None],
+) -> list[Probe]:
+    """Change a few layers at a time by every tier and by dropping tokens, and measure KL."""
+    shape = runner.session.shape
+    config = MeasureConfig(
+        shape.geometry, shape.ropes, retention_tiers(shape.geometry.head_dim), policy=policy
+    )
+    tiers = config.tiers
+    layers = [
+        measure_layer(config, runner.codec, layer, (part.query, part.keys, part.values))
+        for layer, part in enumerate(prompt.layers)
+    ]
+    probes = []
+    count = len(layers)
+    for part in range(_PARTS):
+        chosen = range(part * count // _PARTS, (part + 1) * count // _PARTS)
+        for tier in (1, 3):
+            probes.append(_tier_probe(runner, prompt, layers, chosen, tiers, tier))
+        for number in range(3):
+            probes.append(_drop_probe(runner, prompt, layers, chosen, number))
+        report(f"layers {chosen[0]}..{chosen[-1]} probed")
+    return probes
+
+
+def _kl(runner: StudyRunner, prompt: PromptStates, method: DenseReference) -> float:
+    subject = MethodSubject(runner.session.model, method, prompt.geometry)
+    run = follow_text(subject, prompt.following)
+    found = token_divergence(runner.session.model, prompt.hidden[1:], run.hidden)
+    return max(float(found.kl.mean()), 1e-12)
+
+
+def _tier_probe(
+    runner: StudyRunner,
+    prompt: PromptStates,
+    layers: Sequence[LayerInput],
+    chosen: range,
+    tiers: TierTable,
+    tier: int,
+) -> Probe:
+    """Code all states of some layers at one tier, but those that a cache never codes."""
+    method = DenseReference(prompt, capacity=prompt.following.shape[1])
+    angle = value = votes = age = 0.0
+    tokens = prompt.num_tokens
+    spec = tiers[tier]
+    for layer in chosen:
+        part, found = prompt.layers[layer], layers[layer]
+        at = torch.arange(tokens).expand(part.keys.shape[0], -1)
+        encoded = runner.codec.encode(layer, spec, part.keys, part.values, at)
+        keys, values = runner.codec.decode(layer, spec, encoded, at)
+        kept = found.protected[..., None]
+        method.change(
+            layer, torch.where(kept, part.keys, keys), torch.where(kept, part.values, values)
+        )
+        f, e = found.features, found.errors
+        pull, energy, mass = (
+            x.masked_fill(found.protected, 0)
+            for x in (
+                f.shift * f.radius.square(),
+                f.energy * f.value_norm.square(),
+                f.mass,
+            )
+        )
+        angle += float((pull.sum(1) * (e.angle + e.radius)[:, tier]).sum())
+        value += float((energy.sum(1) * e.value[:, tier]).sum())
+        value += float((mass.sum(1) * e.common[:, tier]).sum())
+        lost = e.angle[:, tier] + e.value[:, tier]
+        votes += float((mass.sum(1) * lost).sum())
+        age += float(lost.sum()) * float((1 / torch.arange(1, tokens + 1)).sum())
+    kl = _kl(runner, prompt, method)
+    name = f"{spec.name} in layers {chosen[0]}..{chosen[-1]}"
+    return Probe(name, "tier", (angle, value, 0.0), age, votes, kl)
+
+
+def _drop_probe(
+    runner: StudyRunner,
+    prompt: PromptStates,
+    layers: Sequence[LayerInput],
+    chosen: range,
+    number: int,
+) -> Probe:
+    """Drop a third of the older tokens: the least pulling, the oldest, or an arbitrary one."""
+    method = DenseReference(prompt, capacity=prompt.following.shape[1])
+    tokens = prompt.num_tokens
+    middle = torch.arange(16, tokens - 64)
+    drop = votes = age = 0.0
+    for layer in chosen:
+        part, found = prompt.layers[layer], layers[layer]
+        kept = torch.ones(part.keys.shape[:2], dtype=torch.bool)
+        for head in range(part.keys.shape[0]):
+            order = {
+                0: found.features.shift[head, middle].argsort(),
+                1: torch.arange(middle.numel()),
+                2: torch.randperm(
+                    middle.numel(), generator=torch.Generator().manual_seed(layer * 100 + head)
+                ),
+            }[number]
+            gone = middle[order[: middle.numel() // 3]]
+            kept[head, gone] = False
+            drop += float(drop_losses(found.rows, part.values, gone[None], head)[-1])
+            if found.features.surprise is not None:
+                drop += float(found.features.surprise[head, gone].sum())
+            votes += float(found.features.mass[head, gone].sum())
+            age += float((1 / (tokens - gone).float()).sum())
+        method.change(layer, part.keys, part.values, kept=kept)
+    kl = _kl(runner, prompt, method)
+    label = ("least pulling", "oldest", "arbitrary")[number]
+    name = f"{label} third dropped in layers {chosen[0]}..{chosen[-1]}"
+    return Probe(name, "drop", (0.0, 0.0, drop), age, votes, kl)
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's rank correlation; ties share their mean rank."""
+    if len(first) != len(second) or len(first) < 2:
+        raise ValueError(f"need two lists of equal length, got {len(first)} and {len(second)}")
+    a, b = (_ranks(torch.tensor(x, dtype=torch.float64)) for x in (first, second))
+    a, b = a - a.mean(), b - b.mean()
+    return float((a @ b) / (a.norm() * b.norm()).clamp(min=1e-300))
+
+
+def _ranks(values: Tensor) -> Tensor:
+    below = (values[None] < values[:, None]).sum(1)
+    equal = (values[None] == values[:, None]).sum(1)
+    return below + (equal - 1) / 2.0
+
+
+def head_surprise(
+    config: MeasureConfig, texts: Iterable[PromptStates], *, num_later: int
+) -> Tensor:
+    """Part of the later queries of every head that turn to a token unforeseen, per factor of age.
+
+    The less important half of a prompt's runs is dropped; what the queries after the prompt lose
+    beyond the predicted loss is compared with what they would lose if every one of them turned to
+    one token in each factor e of age.
+
+    Args:
+        config: Model, tiers and a policy that expects no surprise.
+        texts: Texts whose last ``num_later`` tokens come after the prompt.
+        num_later: Tokens after the prompt.
+
+    Returns:
+        ``[layers, heads]`` float32.
+    """
+    geometry = config.geometry
+    total = torch.zeros(geometry.num_layers, geometry.num_kv_heads, 2)
+    for text in texts:
+        for layer, states in enumerate(text.layers):
+            total[layer] += _excess(config, layer, states, num_later)
+    excess, most = total.unbind(-1)
+    return (excess / most.clamp(min=torch.finfo(torch.float32).tiny)).clamp(0, 1)
+
+
+def _excess(config: MeasureConfig, layer: int, states: LayerStates, num_later: int) -> Tensor:
+    """``[heads, 2]`` loss beyond what is predicted, and the most that surprise could cause."""
+    query, keys, values = states.query, states.keys, states.values
+    tokens = keys.shape[1] - num_later
+    known = values[:, :tokens]
+    _, rows = predict_rows(config, layer, query[:, :tokens], keys[:, :tokens])
+    features = measure_features(
+        rows, keys[:, :tokens], known, sinks=config.protection.sink_tokens, recent=RUN_TOKENS
+    )
+    later = window_rows(
+        query[:, tokens:],
+        torch.arange(tokens, keys.shape[1]),
+        keys,
+        scale=config.geometry.head_dim**-0.5,
+        share=row_share(config, layer),
+    )
+    # what they give is known, however near to a token they stand
+    later = replace(later, is_valid=torch.ones_like(later.is_valid))
+    free = ~widen_to_runs(protected_states(config, features.radius))
+    score, most = pool_runs(features, RUN_TOKENS).shift, surprise_shift(rows, known)
+    coverage = rows.coverage()
+    found = []
+    for head in range(keys.shape[0]):
+        runs = rank_units(score[head], free[head, ::RUN_TOKENS], block_units=1)
+        gone = unit_tokens(runs[runs.shape[0] // 2 :], RUN_TOKENS, tokens).reshape(1, -1)
+        predicted = drop_losses(rows, known, gone, head)[-1] * (1 / coverage[head, gone]).mean()
+        lost = drop_losses(later, values, gone, head)[-1]
+        found.append(torch.stack([lost - predicted, most[head, gone].sum()]))
+    return torch.stack(found)
 
 
 def head_sensitivity(model: Any, input_ids: Tensor, *, seed: int = 0) -> Tensor:

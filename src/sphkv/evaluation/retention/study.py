@@ -1,31 +1,178 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint control against its partial variants at equal bytes: KL and answer agreement."""
+"""Joint control against its partial variants at equal bytes: KL and answer agreement.
+
+Prompts are books, and questions whose evidence lies among many passages.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sphkv.baselines.attention_scores import SharedAttention
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.budget import ByteBudget
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.harness.decode import follow_text
+from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS, follow_text
+from sphkv.evaluation.harness.states import PromptStates
 from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.metrics.divergence import token_divergence
-from sphkv.evaluation.retention.config import VARIANT_OPTIONS, StudyConfig
-from sphkv.evaluation.retention.prompts import StudyPrompt, lm_prompts, qa_prompts
+from sphkv.evaluation.runner.reading import SharedWork
 from sphkv.evaluation.runner.session import Session
-from sphkv.evaluation.runner.shared_work import SharedWork
+from sphkv.evaluation.workloads.long_text import lm_cases
+from sphkv.evaluation.workloads.qa import DATASETS, choose_questions, qa_cases
 from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
+from sphkv.retention.policy import BlockShape, ControlOptions
+from sphkv.retention.protection import SegmentSpans, find_segments
 
+BUDGETS = ("20%", "15%", "10%", "7%", "5%")
+
+VARIANT_OPTIONS: dict[str, ControlOptions] = {
+    "Joint": ControlOptions(),
+    "KeepDrop": ControlOptions(variant="keepdrop", fixed_tier="max"),
+    "KeepDrop-best": ControlOptions(variant="keepdrop"),
+    "Quant": ControlOptions(variant="quant"),
+    "Decoupled": ControlOptions(variant="decoupled"),
+    "Joint-tokens": ControlOptions(shapes=tuple(BlockShape)),
+    "Uniform-head": ControlOptions(shapes=(BlockShape.RUNS,), uniform_heads=True),
+    "NoSeg": ControlOptions(use_segments=False),
+    "One-shot": ControlOptions(solver="one-shot"),
+}
+DEFAULT_VARIANTS = ("Joint", "KeepDrop", "Quant", "Decoupled")
+
+_ANSWER_TOKENS = 16
 _CALIBRATION_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StudyConfig:
+    """What is compared, and on what.
+
+    Attributes:
+        model: ``smollm2``, a local folder or a hub name.
+        data: Folder with ``pg19`` and ``longbench``.
+        variants: Names of ``VARIANT_OPTIONS``.
+        budgets: Shares of dense bytes, or other budgets.
+        context: Tokens of a prompt.
+        num_following: Tokens after a prompt on which the language model is compared.
+        num_texts: Books.
+        num_questions: Questions with their evidence in the middle.
+        policy: Policy file; None takes equal weights.
+        calibration: Calibration file; None calibrates on ``pg19/calibration``.
+        page_tokens: States of a coded page.
+    """
+
+    model: str
+    data: str
+    variants: tuple[str, ...] = DEFAULT_VARIANTS
+    budgets: tuple[str, ...] = BUDGETS
+    context: int = 2048
+    num_following: int = FOLLOWING_TOKENS
+    num_texts: int = 3
+    num_questions: int = 4
+    policy: str | None = None
+    calibration: str | None = None
+    page_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        """Reject unknown variants and budgets."""
+        for name in self.variants:
+            if name not in VARIANT_OPTIONS:
+                known = ", ".join(VARIANT_OPTIONS)
+                raise ValueError(f"variant must be one of {known}, got {name!r}")
+        for budget in self.budgets:
+            ByteBudget.parse(budget)
+        for name in ("context", "num_following", "page_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("num_texts", "num_questions"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StudyPrompt:
+    """A prompt with its dense states.
+
+    Attributes:
+        name: Label in records.
+        workload: ``"lm"`` or ``"qa"``.
+        states: What the dense model computed.
+        following: ``[1, tokens]`` that are fed after it: of the book, or the dense model's answer.
+        reference: ``[tokens, width]`` hidden states of the dense model after each of them.
+        segments: Retrieved passages.
+    """
+
+    name: str
+    workload: str
+    states: PromptStates
+    following: Tensor
+    reference: Tensor
+    segments: SegmentSpans
+
+
+def lm_prompts(session: Session, config: StudyConfig) -> list[StudyPrompt]:
+    """Stretches of books, followed by what the books say next."""
+    cases = lm_cases(
+        session.tokenizer,
+        data=Path(config.data),
+        context=config.context,
+        num_following=config.num_following,
+        num_prompts=config.num_texts,
+    )
+    prompts = []
+    for case in cases:
+        read = session.reader.read(case)
+        following = read.states.following
+        prompts.append(
+            StudyPrompt(case.case_id, "lm", read.states, following, read.reference, SegmentSpans())
+        )
+    return prompts
+
+
+def qa_prompts(session: Session, config: StudyConfig) -> list[StudyPrompt]:
+    """Questions over passages, followed by the dense model's own greedy answer.
+
+    A question to which the dense model says nothing is left out.
+    """
+    if config.num_questions == 0:
+        return []
+    cases = qa_cases(
+        session.tokenizer,
+        choose_questions(Path(config.data), DATASETS, config.num_questions, ()),
+        context=config.context,
+        max_new_tokens=_ANSWER_TOKENS,
+    )
+    prompts = []
+    for case in cases:
+        read = session.reader.read(case)
+        if not read.answer_ids:
+            continue
+        following = read.states.input_ids.new_tensor([read.answer_ids])
+        segments = passage_segments(session.tokenizer, list(case.prompt_ids))
+        prompts.append(
+            StudyPrompt(case.case_id, "qa", read.states, following, read.reference[1:], segments)
+        )
+    return prompts
+
+
+def passage_segments(tokenizer: Any, ids: list[int]) -> SegmentSpans:
+    """Where the passages of a prompt lie, found by its separators."""
+    marks = [tokenizer(text, add_special_tokens=False).input_ids for text in _PASSAGE_MARKS]
+    turns = [tokenizer(text, add_special_tokens=False).input_ids for text in _TURN_MARKS]
+    return find_segments(ids, passage_marks=marks, turn_marks=turns)
+
+
+_PASSAGE_MARKS = ("Passage ", "Document ", "<document>")
+_TURN_MARKS = ("Question:", "Use only the passages", "<|im_start|>", "<|im_end|>")
 
 
 def calibration_books(data: str) -> list[Path]:

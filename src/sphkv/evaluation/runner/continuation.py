@@ -2,40 +2,144 @@
 """One measured point: a prompt stored by a method, and what the model says after it.
 
 A prompt is read once by the dense model. Each method then stores those states its own way, so that
-its cost is the time to store and the time to decode.
+its cost is the time to store and the time to decode. A point also tells how it came about (tiers,
+margins and what tipped over) and, over seeds, whether success is a matter of luck.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from sphkv.core.tiers import RUN_TOKENS
+from sphkv.evaluation.environment import gpu_range
 from sphkv.evaluation.harness.decode import ByteTrace, follow_text
 from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.metrics.answers import (
+    Reply,
     begins_with_answer,
     best_f1,
     exact_match,
+    reply_failures,
     token_f1,
+    trajectory_sensitivity,
 )
-from sphkv.evaluation.metrics.divergence import answer_divergence, token_divergence
-from sphkv.evaluation.metrics.stability import Reply, reply_failures
-from sphkv.evaluation.metrics.throughput import DecodeTimes
-from sphkv.evaluation.ranges import gpu_range
-from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
-from sphkv.evaluation.runner.mechanism import describe_allocation, describe_margins
+from sphkv.evaluation.metrics.divergence import TokenDivergence, answer_divergence, token_divergence
+from sphkv.evaluation.metrics.statistics import DecodeTimes
+from sphkv.evaluation.runner.decoding import (
+    decode_tokens,
+    drawn,
+    episode_quality,
+    run_episode,
+    stop_rule,
+)
 from sphkv.evaluation.runner.methods import decode_bytes
-from sphkv.evaluation.runner.reading import ReadCase
-from sphkv.evaluation.runner.rollout import episode_quality, run_episode
+from sphkv.evaluation.runner.reading import ReadCase, exact_subject
 from sphkv.evaluation.schema import (
     AnswerQuality,
     EpisodeQuality,
+    MarginCounts,
     Memory,
     Result,
     TextQuality,
 )
+from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
+
+MARGIN_EDGES = (0.1, 0.3, 1.0, 3.0)
+"""Gaps of the two best tokens, in nats, between which tokens are counted; small is brittle."""
+
+_COLUMNS = 96
+_FIRST = ord("a")
+
+
+def describe_allocation(subject: Subject) -> dict[str, Any] | None:
+    """Where the controller spent its bytes; None of a method that has no controller.
+
+    ``map`` has one text per layer and head: the tier, by its place in ``tiers`` as a letter, of
+    evenly spaced tokens of the prompt.
+    """
+    decision = subject.decision()
+    if decision is None:
+        return None
+    contract, tiers = decision.contract, decision.tiers
+    tier_id = contract.tier_id.flatten(0, 1)
+    at = torch.linspace(0, contract.num_tokens - 1, _COLUMNS).round().long()
+    each = state_bytes_of(contract.tier_id, tiers.state_bytes(subject.geometry.head_dim))
+    spread = head_spread(each)
+    labels = decision.segments.label(contract.num_tokens, recent_tokens=RUN_TOKENS)
+    return {
+        "tiers": [tier.name for tier in tiers],
+        "map": ["".join(chr(_FIRST + tier) for tier in row) for row in tier_id[:, at].tolist()],
+        "num_tokens": contract.num_tokens,
+        "states": contract.state_counts(len(tiers)).sum((0, 1)).tolist(),
+        "head_bytes_per_token": [round(size, 3) for size in spread.bytes_per_token],
+        "head_entropy": spread.entropy,
+        "head_gini": spread.gini,
+        "segments": segment_spread(each, labels),
+    }
+
+
+def describe_margins(found: TokenDivergence, subject: Subject) -> MarginCounts:
+    """How often the best token changed, by how sure the exact model was of it.
+
+    Args:
+        found: The method against the exact model.
+        subject: A controller also tells the drift it predicts, to be set against its margins.
+    """
+    bins = torch.bucketize(found.margin, torch.tensor(MARGIN_EDGES, device=found.margin.device))
+    num_bins = len(MARGIN_EDGES) + 1
+    counts: MarginCounts = {
+        "tokens": torch.bincount(bins, minlength=num_bins).tolist(),
+        "tipped": torch.bincount(bins[~found.is_same], minlength=num_bins).tolist(),
+    }
+    decision = subject.decision()
+    if decision is not None:
+        counts["drift"] = decision.drift
+        counts["margins"] = [round(margin, 4) for margin in found.own_margin.tolist()]
+    return counts
+
+
+def sampled_quality(
+    model: Any, tokenizer: Any, read: ReadCase, make: Callable[[], Subject], seeds: range
+) -> dict[str, Any]:
+    """Scores of sampled answers and ``S_traj``, the same random numbers for both caches.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        read: The prompt.
+        make: An empty cache of the method.
+        seeds: One answer each.
+    """
+    case = read.case
+    stops = stop_rule(tokenizer, at_line_end=case.stops_at_newline)
+
+    def score(cache: Subject, seed: int) -> float:
+        last = read.states.hidden[-1:]
+        got = decode_tokens(model, cache, last, case.max_new_tokens, stops, choose=drawn(seed))
+        text = tokenizer.decode(got.token_ids, skip_special_tokens=True).strip()
+        judge = begins_with_answer if case.workload == "needle" else best_f1
+        return judge(text, case.answers)
+
+    ours, dense = [], []
+    for seed in seeds:
+        cache = make()
+        cache.store_prompt(read.states)
+        ours.append(score(cache, seed))
+        if seed not in read.work.sampled:
+            exact = exact_subject(model, read.states, case.max_new_tokens)
+            read.work.sampled[seed] = score(exact, seed)
+        dense.append(read.work.sampled[seed])
+    return {
+        "sampled": ours,
+        "sampled_reference": dense,
+        "s_traj": trajectory_sensitivity({case.case_id: ours}),
+        "s_traj_reference": trajectory_sensitivity({case.case_id: dense}),
+    }
 
 
 @dataclass(frozen=True, slots=True)

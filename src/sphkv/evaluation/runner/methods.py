@@ -13,12 +13,12 @@ from sphkv.cache.config import CacheConfig, RetentionConfig
 from sphkv.cache.plan import choose_seal_tier, retention_tiers
 from sphkv.codec.calibration import Calibration
 from sphkv.core.budget import ByteBudget
+from sphkv.core.configs import check_name
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierTable, ladder
 from sphkv.evaluation.harness.subject import EngineSubject, MethodSubject, Subject, TimedEngine
-from sphkv.evaluation.names import check_name
-from sphkv.evaluation.runner.shared_work import SharedWork
+from sphkv.evaluation.runner.reading import SharedWork
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.policy import ControlOptions, RetentionPolicy
 from sphkv.retention.protection import ProtectionRule, SegmentSpans

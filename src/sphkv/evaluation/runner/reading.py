@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts read once by the dense model, for every method to store."""
+"""Prompts read once by the dense model, for every method to store.
+
+A sweep stores a prompt many times. Work that depends on the prompt alone is kept, with the seconds
+it took, so that every point can still be charged for it.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sphkv.baselines.attention_scores import SharedAttention
-from sphkv.evaluation.harness.reference import DenseReference
-from sphkv.evaluation.harness.states import LayerStates, PromptStates, read_prompt
+from sphkv.baselines.attention_scores import SharedAttention, SharedScores
+from sphkv.evaluation.environment import gpu_range
+from sphkv.evaluation.harness.states import DenseReference, LayerStates, PromptStates, read_prompt
 from sphkv.evaluation.harness.subject import MethodSubject
-from sphkv.evaluation.ranges import gpu_range
-from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
-from sphkv.evaluation.runner.rollout import Episode, run_episode
-from sphkv.evaluation.runner.shared_work import SharedWork
+from sphkv.evaluation.runner.decoding import Episode, decode_tokens, run_episode, stop_rule
 from sphkv.evaluation.workloads.case import Case
 from sphkv.integrations.transformers.architecture import model_geometry
+from sphkv.retention.measure import PromptWork
 
 _GPU_TOKENS = 2048
+
+
+class SharedWork:
+    """Work on one prompt.
+
+    Attributes:
+        scores: What policies that drop tokens found out.
+        layers: What the controller found out about this prompt.
+        sampled: Score of the exact model's answer by seed.
+    """
+
+    def __init__(self, attention: SharedAttention) -> None:
+        """Nothing is found yet.
+
+        Args:
+            attention: What tokens receive, for caches that count it; prompts with the same
+                beginning share it.
+        """
+        self.scores = SharedScores(attention)
+        self.layers = PromptWork()
+        self.sampled: dict[int, float] = {}
+
+    @property
+    def reused_s(self) -> float:
+        """Seconds saved so far."""
+        return self.scores.attention.reused_s + self.scores.reused_s + self.layers.reused_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from sphkv.evaluation.records import content_id
 from sphkv.evaluation.runner.methods import MethodFactory, ModelShape
 from sphkv.evaluation.runner.reading import PromptReader
 from sphkv.evaluation.workloads.case import Case
-from sphkv.evaluation.workloads.filler import made_up_text
+from sphkv.evaluation.workloads.texts import made_up_text
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import describe_model
 from sphkv.integrations.transformers.calibrate import calibrate_model

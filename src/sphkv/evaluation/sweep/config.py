@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from sphkv.core.budget import ByteBudget
+from sphkv.core.configs import check_name
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
-from sphkv.evaluation.names import check_name
 from sphkv.evaluation.runner.continuation import DecodeWindow
 from sphkv.evaluation.runner.methods import DENSE, check_method
 from sphkv.evaluation.splits import Split, open_split
 from sphkv.evaluation.workloads.case import Case, check_context
-from sphkv.evaluation.workloads.lm import lm_cases
-from sphkv.evaluation.workloads.needles import needle_cases
-from sphkv.evaluation.workloads.qa import DATASETS, answerable_questions, choose_questions, qa_cases
-from sphkv.evaluation.workloads.qa_documents import shared_cases
-from sphkv.evaluation.workloads.tool_cases import ToolSource, tool_cases
+from sphkv.evaluation.workloads.long_text import lm_cases, needle_cases
+from sphkv.evaluation.workloads.qa import (
+    DATASETS,
+    answerable_questions,
+    choose_questions,
+    qa_cases,
+    shared_cases,
+)
+from sphkv.evaluation.workloads.tools import ToolSource, tool_cases
 
 DENSE_BUDGET = "100%"
 _MOST_ANSWER = 32

@@ -18,13 +18,12 @@ import torch
 from sphkv.core.configs import config_to_dict
 from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.frontier.points import QUALITY_FIELD
+from sphkv.evaluation.frontier import QUALITY_FIELD
 from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.records import content_id, write_text
-from sphkv.evaluation.runner.continuation import measure_case
+from sphkv.evaluation.runner.continuation import measure_case, sampled_quality
 from sphkv.evaluation.runner.methods import JOINT
 from sphkv.evaluation.runner.reading import ReadCase
-from sphkv.evaluation.runner.sampling import sampled_quality
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.schema import Identity, Setup
 from sphkv.evaluation.splits import check_calibration

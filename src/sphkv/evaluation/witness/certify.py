@@ -15,8 +15,8 @@ from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS, follow_text
 from sphkv.evaluation.harness.subject import Subject
+from sphkv.evaluation.metrics.answers import Reply
 from sphkv.evaluation.metrics.divergence import token_divergence
-from sphkv.evaluation.metrics.stability import Reply
 from sphkv.evaluation.records import content_id
 from sphkv.evaluation.runner.decoding import (
     DecodedAnswer,
@@ -27,10 +27,14 @@ from sphkv.evaluation.runner.decoding import (
 from sphkv.evaluation.runner.methods import JOINT
 from sphkv.evaluation.runner.reading import ReadCase, exact_subject
 from sphkv.evaluation.runner.session import Session
-from sphkv.evaluation.witness.bounds import (
+from sphkv.evaluation.witness.failures import diagnose
+from sphkv.evaluation.witness.suite import (
     AnswerPair,
     Witness,
     WitnessBounds,
+    WitnessPrompt,
+    build_suite,
+    first_of_each,
     judge_answers,
     judge_budget,
     judge_drift,
@@ -38,10 +42,8 @@ from sphkv.evaluation.witness.bounds import (
     judge_seeds,
     summarise_pairs,
 )
-from sphkv.evaluation.witness.failures import diagnose
-from sphkv.evaluation.witness.suite import WitnessPrompt, build_suite, first_of_each
 from sphkv.evaluation.workloads.case import check_context
-from sphkv.evaluation.workloads.lm import lm_cases
+from sphkv.evaluation.workloads.long_text import lm_cases
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from sphkv.evaluation.workloads.toolbench import ApiTask
-from sphkv.evaluation.workloads.tools import ToolTask
+if TYPE_CHECKING:
+    from sphkv.evaluation.workloads.tools import ApiTask, ToolTask
 
 WorkloadName = Literal["lm", "qa", "needle", "tools"]
 

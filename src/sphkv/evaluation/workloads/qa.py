@@ -2,7 +2,8 @@
 """W2: questions over many passages, of which a few hold the answer.
 
 A prompt is instructions, passages under separators, and the question. It is fitted to a context by
-leaving out whole distractors; supporting passages are never cut.
+leaving out whole distractors; supporting passages are never cut. Where several questions share a
+document, it is read once and each is asked after it.
 """
 
 from __future__ import annotations
@@ -10,25 +11,76 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sphkv.errors import SplitError
 from sphkv.evaluation.metrics.answers import best_f1
 from sphkv.evaluation.splits import load_manifest
 from sphkv.evaluation.workloads.case import Case
-from sphkv.evaluation.workloads.filler import made_up_text
-from sphkv.evaluation.workloads.hub import refuse_hub
-from sphkv.evaluation.workloads.qa_prompt import (
-    ANSWER_POSITIONS,
-    AnswerPosition,
-    Question,
-    format_prompt,
-    order_passages,
+from sphkv.evaluation.workloads.texts import made_up_text, refuse_hub
+
+AnswerPosition = Literal["early", "middle", "late"]
+ANSWER_POSITIONS: tuple[AnswerPosition, ...] = ("early", "middle", "late")
+Passage = tuple[str, str]
+"""Title and text."""
+
+_BEFORE = (
+    "Read the passages below and answer the question that follows them. Reply with the answer "
+    "alone, in a few words.\n\n"
 )
+_AFTER = "\n\nUse only the passages above.\n\nQuestion: {question}\nAnswer:"
 
 DATASETS = ("hotpotqa", "2wikimqa")
 _MOST_CANDIDATES = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question with its passages.
+
+    Attributes:
+        question_id: Unique within its dataset.
+        text: The question.
+        answers: Any of these is right.
+        supporting: Passages that are needed, as (title, text).
+        distractors: Passages that are not, nearest in topic first.
+    """
+
+    question_id: str
+    text: str
+    answers: tuple[str, ...]
+    supporting: tuple[Passage, ...]
+    distractors: tuple[Passage, ...]
+
+
+def order_passages(
+    question: Question, num_distractors: int, position: AnswerPosition
+) -> list[Passage]:
+    """Passages in prompt order, the supporting ones together at an early, middle or late place."""
+    if position not in ANSWER_POSITIONS:
+        raise ValueError(f"position must be one of {', '.join(ANSWER_POSITIONS)}, got {position!r}")
+    kept = list(question.distractors[:num_distractors])
+    at = {"early": 0, "middle": len(kept) // 2, "late": len(kept)}[position]
+    return [*kept[:at], *question.supporting, *kept[at:]]
+
+
+def format_passages(passages: Sequence[Passage]) -> str:
+    """Instructions and numbered passages."""
+    return _BEFORE + "\n\n".join(
+        f"Passage {number}: {title}\n{text}" for number, (title, text) in enumerate(passages, 1)
+    )
+
+
+def format_question(question: Question) -> str:
+    """What comes after the passages."""
+    return _AFTER.format(question=question.text)
+
+
+def format_prompt(question: Question, passages: Sequence[Passage]) -> str:
+    """Instructions, numbered passages, question."""
+    return format_passages(passages) + format_question(question)
 
 
 def read_questions(data: Path, dataset: str, limit: int) -> list[Question]:
@@ -272,5 +324,118 @@ def qa_cases(
                 facets={"position": position, "num_distractors": used},
                 split=split,
             )
+        )
+    return cases
+
+
+def common_distractors(questions: Sequence[Question]) -> list[Passage]:
+    """Distractors of all questions in turn; none supports a question or holds an answer."""
+    answers = [answer.lower() for question in questions for answer in question.answers]
+    seen = {passage for question in questions for passage in question.supporting}
+    found: list[Passage] = []
+    for rank in range(max(len(question.distractors) for question in questions)):
+        for question in questions:
+            if rank >= len(question.distractors):
+                continue
+            passage = question.distractors[rank]
+            if passage in seen or any(answer in passage[1].lower() for answer in answers):
+                continue
+            seen.add(passage)
+            found.append(passage)
+    return found
+
+
+def spread_passages(questions: Sequence[Question], distractors: Sequence[Passage]) -> list[Passage]:
+    """Passages in prompt order, the evidence of the questions spread from first to last."""
+    parts: list[Passage] = []
+    at = 0
+    for index, question in enumerate(questions):
+        stop = round(len(distractors) * index / max(1, len(questions) - 1))
+        parts += [*distractors[at:stop], *question.supporting]
+        at = stop
+    return [*parts, *distractors[at:]]
+
+
+def document_cases(
+    tokenizer: Any,
+    questions: Sequence[Question],
+    *,
+    name: str,
+    context: int,
+    num_distractors: int | None,
+    max_new_tokens: int,
+) -> list[Case]:
+    """One case per question of a document that holds the evidence of all.
+
+    Args:
+        tokenizer: Of the model.
+        questions: At least one.
+        name: Of the document.
+        context: Most tokens of a prompt.
+        num_distractors: Exactly so many; None fills the context.
+        max_new_tokens: Most tokens of an answer.
+
+    Raises:
+        ValueError: Not even the evidence fits, or fewer distractors than asked for.
+    """
+    ends = [
+        tokenizer(format_question(question), add_special_tokens=False).input_ids
+        for question in questions
+    ]
+    pool = common_distractors(questions)
+    if num_distractors is not None and num_distractors > len(pool):
+        raise ValueError(f"{name} has {len(pool)} distractors, not {num_distractors}")
+    room = context - max(len(ids) for ids in ends)
+    low, high = -1, len(pool) if num_distractors is None else num_distractors
+    document: list[int] = []
+    while low < high:
+        middle = (low + high + 1) // 2
+        ids = tokenizer(format_passages(spread_passages(questions, pool[:middle]))).input_ids
+        if len(ids) <= room:
+            low, document = middle, ids
+        else:
+            high = middle - 1
+    if low < (num_distractors or 0):
+        raise ValueError(
+            f"{name} does not fit into {context} tokens with {num_distractors or 0} distractors"
+        )
+    cases = []
+    for index, (question, end) in enumerate(zip(questions, ends, strict=True)):
+        position = ANSWER_POSITIONS[index * len(ANSWER_POSITIONS) // len(questions)]
+        cases.append(
+            Case(
+                case_id=f"{name}-{question.question_id}-{position}",
+                workload="qa",
+                group=name,
+                prompt_ids=(*document, *end),
+                num_shared=len(document),
+                answers=question.answers,
+                max_new_tokens=max_new_tokens,
+                facets={"position": position, "num_distractors": low},
+            )
+        )
+    return cases
+
+
+def shared_cases(
+    tokenizer: Any,
+    questions: Sequence[Question],
+    *,
+    per_document: int,
+    context: int,
+    num_distractors: int | None,
+    max_new_tokens: int,
+) -> list[Case]:
+    """Questions in documents of ``per_document`` each; the others as ``document_cases``."""
+    cases: list[Case] = []
+    count = num_distractors
+    for number, at in enumerate(range(0, len(questions), per_document)):
+        cases += document_cases(
+            tokenizer,
+            questions[at : at + per_document],
+            name=f"qa-{context}-{number}" + ("" if count is None else f"-d{count}"),
+            context=context,
+            num_distractors=count,
+            max_new_tokens=max_new_tokens,
         )
     return cases

@@ -1,14 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain text to fill a context with: books of a data folder, or made up."""
+"""Plain text: a file's, books of a data folder, texts of a hub's dataset, or made up.
+
+A dataset of a hub is named ``--data hub:NAME``, where one is reachable.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import random
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from sphkv.evaluation.splits import load_manifest
-from sphkv.evaluation.workloads.hub import hub_name, hub_texts
 
+# more than any tokenizer packs into a token on average
+_MOST_CHARACTERS_PER_TOKEN = 16
+
+PREFIX = "hub:"
+NUM_TEXTS = 8
+_SPLITS = ("test", "validation", "train")
+_COLUMN = "text"
 _PLACES = (
     "the mill", "the upper bridge", "the old quarry", "the chapel yard", "the fish market",
     "the orchard wall", "the ropewalk", "the toll house", "the granary", "the dry dock",
@@ -30,6 +44,75 @@ _ENDINGS = (
     "and the account was entered twice by mistake", "for the price of a pair of boots",
     "before the bell had struck four", "to the surprise of the whole street",
 )  # fmt: skip
+
+
+def read_tokens(tokenizer: Any, path: str, count: int, *, offset: int = 0) -> Tensor:
+    """The first ``count`` tokens after ``offset`` characters, ``[1, count]``.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is no UTF-8 text or too short; nothing is padded or repeated.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"no text file at {file}")
+    try:
+        text = file.read_text(encoding="utf-8")[offset:]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no UTF-8 text: {error}") from error
+    piece = text[: _MOST_CHARACTERS_PER_TOKEN * count]
+    ids: Tensor = tokenizer(piece, return_tensors="pt").input_ids[:, :count]
+    if ids.shape[1] < count:
+        raise ValueError(f"{file} has {ids.shape[1]} tokens after offset {offset}, not {count}")
+    return ids
+
+
+def hub_name(data: Path) -> str | None:
+    """Name of the dataset if a data folder is none but a hub's dataset."""
+    text = str(data)
+    return text.removeprefix(PREFIX) if text.startswith(PREFIX) else None
+
+
+def refuse_hub(data: Path, what: str) -> None:
+    """Say that something needs a folder.
+
+    Raises:
+        ValueError: A hub was named.
+    """
+    name = hub_name(data)
+    if name is not None:
+        raise ValueError(
+            f"{what} come from a data folder; {PREFIX}{name} gives texts for lm and needle only"
+        )
+
+
+@functools.lru_cache(maxsize=4)
+def hub_texts(name: str) -> tuple[str, ...]:
+    """The first texts of a dataset with a column ``text``.
+
+    Raises:
+        ValueError: The package that reads hubs is missing, the hub cannot be reached, or the
+            dataset has no texts.
+    """
+    try:
+        load_dataset = importlib.import_module("datasets").load_dataset
+    except ImportError as error:
+        raise ValueError(
+            f"{PREFIX}{name} needs the package datasets, which is not installed; name a folder "
+            "instead"
+        ) from error
+    problems = []
+    for split in _SPLITS:
+        try:
+            rows = load_dataset(name, split=split, streaming=True)
+            found = tuple(str(row[_COLUMN]) for _, row in zip(range(NUM_TEXTS), rows, strict=False))
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            problems.append(f"{split}: {error}")
+            continue
+        if found:
+            return found
+        problems.append(f"{split}: no rows")
+    raise ValueError(f"no texts of {PREFIX}{name}: {'; '.join(problems)}")
 
 
 def made_up_text(num_characters: int, seed: int) -> str:
