@@ -25,7 +25,7 @@ from sphkv.core.rope import RopeSpec
 from sphkv.errors import BudgetError
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.measure import PromptWork
-from sphkv.retention.policy import VARIANTS, ControlOptions, RetentionPolicy
+from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import ProtectionRule
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)
@@ -415,3 +415,58 @@ def test_a_loaded_gate_goes_on_where_it_was(tmp_path):
 def test_a_budget_nothing_can_hold_is_refused_at_once():
     with pytest.raises(BudgetError, match="bytes"):
         make_engine("100B")
+
+
+def tiers_held(engine: CacheEngine) -> Tensor:
+    """``[pages]`` tiers of pages that hold nothing protected."""
+    assert engine.store is not None
+    pages = engine.store.page_list(engine.rows[0].sequence)
+    engine.store.forget_page_list(engine.rows[0].sequence)
+    return pages.tier_ids[~pages.is_protected]
+
+
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [
+        (ControlOptions(variant="keepdrop", fixed_tier="max"), "40%"),
+        (ControlOptions(variant="keepdrop", fixed_tier="k3v3"), "22%"),
+        (ControlOptions(variant="keepdrop"), "22%"),
+        (ControlOptions(variant="decoupled", keep_share=0.7), "30%"),
+    ],
+)
+def test_a_variant_with_one_tier_keeps_to_it_while_decoding(options, budget):
+    engine = make_engine(budget, options=options)
+    run(engine, 900)
+    for _ in range(200):
+        run(engine, 1)
+    assert residency_of(engine).num_rebalances > 0 or options.fixed_tier != "max"
+    held = set(tiers_held(engine).tolist())
+    if options.variant == "keepdrop":
+        assert len(held) == 1
+    if options.fixed_tier is not None:
+        assert held == {retention_tiers(GEOMETRY.head_dim).id_of(options.fixed_tier)}
+
+
+def test_quant_drops_nothing_while_decoding():
+    engine = make_engine("40%", options=ControlOptions(variant="quant"))
+    run(engine, 900)
+    for _ in range(200):
+        run(engine, 1)
+    assert engine.describe().tiers["drop"] == 0
+
+
+def test_uniform_heads_stay_uniform_while_decoding():
+    options = ControlOptions(shapes=(BlockShape.RUNS,), uniform_heads=True)
+    engine = make_engine("22%", options=options)
+    run(engine, 900)
+    for _ in range(200):
+        run(engine, 1)
+    assert residency_of(engine).num_rebalances > 0
+    assert engine.store is not None
+    pages = engine.store.page_list(engine.rows[0].sequence)
+    heads = pages.layer_ids * GEOMETRY.num_kv_heads + pages.head_ids
+    counts = [
+        torch.bincount(pages.tier_ids[(heads == head) & ~pages.is_protected], minlength=10)
+        for head in range(4)
+    ]
+    assert all(torch.equal(each, counts[0]) for each in counts[1:])

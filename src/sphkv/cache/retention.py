@@ -106,6 +106,7 @@ class RetentionResidency:
         self.gate = StabilityGate(gate) if gate is not None else None
         self._on_contract = on_contract
         self._is_decided = False
+        self._seal_tier = plan.tier
         self.notes: list[RunNotes] = []
         self.drift = 0.0
         self.num_rebalances = 0
@@ -189,6 +190,7 @@ class RetentionResidency:
         paged = max(0, tokens // RUN_TOKENS - 1) * RUN_TOKENS
         contract = self._decide(tokens, paged) if self.notes else self._keep_short(tokens)
         self._is_decided = True
+        self._seal_tier = self._tier_of_new(contract)
         if self._on_contract is not None:
             self._on_contract(contract)
         for layer, (keys, values) in enumerate(self._pending):
@@ -252,6 +254,17 @@ class RetentionResidency:
         own = pages.tier_ids[:, None].expand_as(at)
         tier_id[at[is_noted]] = own[is_noted].to(torch.uint8)
         return tier_id.view(len(full), heads, runs)
+
+    def _tier_of_new(self, contract: WriteContract) -> str:
+        """Tier at which new states are sealed.
+
+        A variant that is held to one tier is held to it while decoding too: the lowest that the
+        prompt's decision took.
+        """
+        if self._retention.options.variant == "joint":
+            return self._plan.tier
+        coded = contract.tier_id[(contract.tier_id > 0) & ~contract.protected]
+        return self._plan.tiers[int(coded.min())].name if coded.numel() else self._plan.tier
 
     def _keep_short(self, tokens: int) -> WriteContract:
         """A prompt of which nothing can be decided: its sinks stay dense, the rest is coded.
@@ -334,7 +347,7 @@ class RetentionResidency:
         sealed = tail.first_position
         self._note_until(sealed)
         limit = self._limit(self._store.num_tokens(self._sequence) + num_new)
-        self._store.seal_at(self._sequence, self._plan.tier)
+        self._store.seal_at(self._sequence, self._seal_tier)
         self._settle(limit, sealed, self._seal_bytes)
         if sealed == 0:
             self._seal_first()
@@ -346,10 +359,10 @@ class RetentionResidency:
     def _escalate(self, limit: int) -> None:
         """Seal what is still dense at the next finer tier, if no older page has to go for it."""
         tiers = self._plan.tiers
-        finer = min(tiers.id_of(self._plan.tier) + 1, tiers.dense_id)
+        finer = min(tiers.id_of(self._seal_tier) + 1, tiers.dense_id)
         self._store.seal_at(self._sequence, tiers[finer].name)
         if self._used() + self._seal_bytes() > limit:
-            self._store.seal_at(self._sequence, self._plan.tier)
+            self._store.seal_at(self._sequence, self._seal_tier)
 
     def _note_until(self, position: int) -> None:
         """Note runs that are sealed and not young any more, as runs of their age usually are."""
@@ -408,9 +421,9 @@ class RetentionResidency:
             choices = self._choices(pages)
             held = choices.bytes_of(pages.tier_ids)
             needed = self._used() + reserve() - target
-            found = allocate_tiers(choices, max(0, held - needed))
-            changed = (found.tier_id < pages.tier_ids).nonzero()[:, 0]
-            self._apply(pages.select(changed), found.tier_id[changed], limit)
+            tier_id = self._rechoose(choices, pages, max(0, held - needed))
+            changed = (tier_id < pages.tier_ids).nonzero()[:, 0]
+            self._apply(pages.select(changed), tier_id[changed], limit)
             over = self._used() + reserve() - limit
             if over <= 0:
                 break
@@ -431,7 +444,8 @@ class RetentionResidency:
         """What each tier of each page would lose and cost.
 
         A page at the seal tier may go to any lower one. A page below it was coded twice if it
-        were demoted again, which gains next to nothing: it stays or goes.
+        were demoted again, which gains next to nothing: it stays or goes. So does every page of a
+        variant that knows one tier, and one that keeps everything drops none.
         """
         tokens = self._store.num_tokens(self._sequence)
         place = {layer: index for index, layer in enumerate(self._config.full_layers)}
@@ -441,12 +455,50 @@ class RetentionResidency:
         each = losses[where[:, None], pages.head_ids[:, None], runs.clamp(0, losses.shape[2] - 1)]
         # runs past a page's last one point to the first run, whose loss may be infinite
         loss = torch.where((runs >= 0)[..., None], each, 0.0).sum(1)
-        tier = torch.arange(loss.shape[1])[None]
-        own = pages.tier_ids[:, None]
-        seal = self._plan.tiers.id_of(self._plan.tier)
-        is_barred = (tier > 0) & (tier < own) & (own < seal)
-        loss = torch.where(is_barred, torch.maximum(loss, loss[:, :1]), loss)
-        return TierChoices(loss, self._tier_bytes, ceiling=pages.tier_ids)
+        tier, own = torch.arange(loss.shape[1])[None], pages.tier_ids[:, None]
+        variant = self._retention.options.variant
+        is_barred = (tier > 0) & (tier < own)
+        if variant == "joint":
+            is_barred &= own < self._plan.tiers.id_of(self._seal_tier)
+        if variant != "quant":
+            loss = torch.where(is_barred, torch.maximum(loss, loss[:, :1]), loss)
+        floor = torch.ones_like(pages.tier_ids) if variant == "quant" else None
+        return TierChoices(loss, self._page_bytes(pages), floor=floor, ceiling=pages.tier_ids)
+
+    def _page_bytes(self, pages: PageList) -> Tensor:
+        """Bytes of every tier, ``[tiers]``; ``[pages, tiers]`` if some pages are dense."""
+        dense = self._plan.tiers.dense_id
+        is_dense = pages.tier_ids == dense
+        if not bool(is_dense.any()):
+            return self._tier_bytes
+        # a dense page holds half the states of a coded one, but not half a page once it is coded
+        cost = self._tier_bytes.repeat(pages.num_pages, 1)
+        per_page = self._costs.page_bytes[BlockShape.RUNS][dense]
+        cost[is_dense] = torch.cummax(cost[is_dense].clamp(max=per_page), 1).values
+        return cost
+
+    def _rechoose(self, choices: TierChoices, pages: PageList, budget: int) -> Tensor:
+        """Tier of every page under a number of bytes.
+
+        Where all heads are held to the same tiers, pages of equal rank in their heads, by tier and
+        then by loss, are one unit.
+        """
+        if not self._retention.options.uniform_heads:
+            return allocate_tiers(choices, budget).tier_id
+        heads = pages.layer_ids * self._config.geometry.num_kv_heads + pages.head_ids
+        order = choices.distortion[:, 0].argsort(descending=True, stable=True)
+        for key in (-pages.tier_ids, heads):
+            order = order[key[order].argsort(stable=True)]
+        counts = heads.bincount()
+        first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order)) - first[heads[order]]
+        shape = (int(rank.max()) + 1, choices.distortion.shape[1])
+        loss = torch.zeros(shape).index_add_(0, rank, choices.distortion.float())
+        cost = torch.zeros(shape, dtype=torch.int64)
+        cost.index_add_(0, rank, choices.cost.expand(pages.num_pages, -1))
+        found = allocate_tiers(TierChoices(loss, cost), budget).tier_id[rank]
+        return torch.minimum(found, pages.tier_ids)
 
     def _apply(self, pages: PageList, tier_id: Tensor, limit: int) -> None:
         """Demote pages, or drop them, and give the places they leave back.
@@ -499,15 +551,19 @@ class RetentionResidency:
     def fork(self, store: PageStore, sequence: int) -> RetentionResidency:
         """The same for a copy of the sequence."""
         other = RetentionResidency(self._config, self._plan, store, sequence, self._ceiling)
-        other._is_decided = self._is_decided
+        other._is_decided, other._seal_tier = self._is_decided, self._seal_tier
         other.notes = [notes.copy() for notes in self.notes]
         other.drift, other.num_rebalances = self.drift, self.num_rebalances
         other.gate = copy.deepcopy(self.gate)
         return other
 
     def state(self) -> dict[str, Tensor]:
-        """Notes of every layer, the predicted drift and the gate, by name."""
-        state = {"drift": torch.tensor([self.drift], dtype=torch.float64)}
+        """Notes of every layer, the seal tier, the predicted drift and the gate, by name."""
+        seal = self._plan.tiers.id_of(self._seal_tier)
+        state = {
+            "drift": torch.tensor([self.drift], dtype=torch.float64),
+            "seal_tier": torch.tensor([seal]),
+        }
         if self.gate is not None:
             state["gate"] = self.gate.state()
         for index, notes in enumerate(self.notes):
@@ -519,6 +575,7 @@ class RetentionResidency:
         """Take over what ``state`` gave."""
         self._is_decided = True
         self.drift = float(state["drift"])
+        self._seal_tier = self._plan.tiers[int(state["seal_tier"])].name
         if self.gate is not None:
             self.gate.load_state(state["gate"].cpu())
         self.notes = []
@@ -533,7 +590,7 @@ class RetentionResidency:
 
     def describe(self) -> str:
         """The seal tier and what the controller is restricted to."""
-        return f"{self._retention.options.variant}, seals at {self._plan.tier}"
+        return f"{self._retention.options.variant}, seals at {self._seal_tier}"
 
 
 def page_costs(config: CacheConfig, plan: ResidencyPlan, store: PageStore) -> PageCosts:
