@@ -163,7 +163,7 @@ def test_questions_that_dense_cannot_answer_are_left_out():
         return f" {question.answers[0]}\nmore" if len(asked) % 2 == 0 else " nobody knows"
 
     names = answerable_questions(
-        words, answer, data=None, datasets=(), count=3, least_f1=0.5, max_new_tokens=7
+        words, answer, candidates=made_up_questions(30), count=3, least_f1=0.5, max_new_tokens=7
     )
     assert names == ("made-up-1", "made-up-3", "made-up-5")
     assert all(size < 70 and limit == 7 for size, limit in asked)
@@ -171,8 +171,7 @@ def test_questions_that_dense_cannot_answer_are_left_out():
         answerable_questions(
             words,
             lambda ids, limit: "",
-            data=None,
-            datasets=(),
+            candidates=made_up_questions(30),
             count=1,
             least_f1=0.5,
             max_new_tokens=7,

@@ -241,6 +241,15 @@ class RetentionResidency:
         )
         return self._retention.policy.drift_scale * (2 * squares) ** 0.5
 
+    def predict_drift(self) -> float:
+        """How far what is coded and gone may move the model's logits, by the pages as they are."""
+        if self._is_decided and any(notes.num_runs for notes in self.notes):
+            pages = self._store.page_list(self._sequence)
+            tokens = self._store.num_tokens(self._sequence)
+            self.drift = self._drift_of(self._run_tiers(pages), tokens)
+            self._store.forget_page_list(self._sequence)
+        return self.drift
+
     def _run_tiers(self, pages: PageList) -> Tensor:
         """``[layers with full attention, heads, runs]`` uint8 tier of every run that was noted."""
         full, heads = self._config.full_layers, self._config.geometry.num_kv_heads
@@ -389,10 +398,8 @@ class RetentionResidency:
         """Meet a limit, see ``_meet``, and predict the drift of what is left."""
         try:
             self._meet(limit, sealed, reserve)
-            if self.gate is not None and any(notes.num_runs for notes in self.notes):
-                pages = self._store.page_list(self._sequence)
-                tokens = self._store.num_tokens(self._sequence)
-                self.drift = self._drift_of(self._run_tiers(pages), tokens)
+            if self.gate is not None:
+                self.predict_drift()
         finally:
             # keeping what was read of the pages costs the budget more than reading them again
             self._store.forget_page_list(self._sequence)

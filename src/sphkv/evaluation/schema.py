@@ -173,14 +173,16 @@ class MarginCounts(TypedDict):
     Attributes:
         tokens: Tokens by margin.
         tipped: Of these, with another best token.
-        drift: Predicted drift; of a controller only.
+        drift: Predicted drift at the end; of a controller only.
         margins: Margin of every token; of a controller only.
+        tipped_at: Tokens with another best token, counted from 0; of a controller only.
     """
 
     tokens: list[int]
     tipped: list[int]
     drift: NotRequired[float]
     margins: NotRequired[list[float]]
+    tipped_at: NotRequired[list[int]]
 
 
 class TextQuality(KLSummary):
