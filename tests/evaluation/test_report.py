@@ -164,9 +164,10 @@ CERTIFICATE = {
          "is_mute": False, "exemplar": "<lost>"},
     ],
     "failures": [
-        {"failure": "refusal flip", "num_prompts": 3, "drift_trigger": 0.4, "drift_fix": 0.1,
-         "lost_trigger": 2, "lost_fix": 0, "delta_t_trigger": 1.0, "delta_t_fix": 0.0,
-         "cost_bytes_per_token": 12.0},
+        {"failure": "refusal flip", "budget": "5%", "is_triggered": True, "is_recovered": True,
+         "s_traj_trigger": 0.2, "s_traj_fix": 0.1, "num_prompts": 3,
+         "drift_trigger": 0.4, "drift_fix": 0.1, "lost_trigger": 2, "lost_fix": 0,
+         "delta_t_trigger": 1.0, "delta_t_fix": 0.0, "cost_bytes_per_token": 12.0},
     ],
 }  # fmt: skip
 

@@ -180,7 +180,7 @@ def point(method: str, workload: str, case: str, kl: float | None, **more: Any) 
     quality = {
         "kl": kl, "kl_max": 2.0, "same_top1": 0.5, "nll_delta": 0.1, "by_margin": margins,
         "is_same": 1.0, "failures": ["derailment"] if kl and kl > 0.25 else [],
-        "length_drift": -2, "s_traj": 0.25,
+        "length_drift": -2, "s_traj": 0.25, "f1_reference": 0.0 if case == "unknown" else 1.0,
     }  # fmt: skip
     return {
         "method": method,
@@ -203,6 +203,7 @@ def test_an_ablation_leaves_a_variant_empty_that_some_prompt_could_not_use():
             point("joint", "lm", "b", 0.3),
             point("joint", "qa", "q", 0.2),
             point("joint", "needle", "n", 0.4),
+            point("joint", "needle", "unknown", 9.0),
             point("joint:quant", "lm", "a", None),
             point("joint:quant", "lm", "b", 0.1),
         ]

@@ -47,17 +47,23 @@ _ABLATION_COLUMNS = {
     "s_traj": "S_traj",
     "psi": "Psi",
     "num_prompts": "prompts",
+    "num_answered": "of these answered by dense",
     "note": "",
 }
 _FAILURE_COLUMNS = {
     "failure": "failure",
+    "budget": "budget",
     "num_prompts": "prompts",
+    "is_triggered": "triggered",
+    "is_recovered": "recovered",
     "drift_trigger": "KL, triggered",
     "drift_fix": "KL, fixed",
     "lost_trigger": "lost, triggered",
     "lost_fix": "lost, fixed",
     "delta_t_trigger": "Delta T, triggered",
     "delta_t_fix": "Delta T, fixed",
+    "s_traj_trigger": "S_traj, triggered",
+    "s_traj_fix": "S_traj, fixed",
     "cost_bytes_per_token": "bytes per token pinned",
 }
 

@@ -53,6 +53,9 @@ Angle-only. A2: fixed tiers and kept shares are tried in turn, so that each part
 at its best."""
 
 BUDGETS = ("5%", "10%", "20%")
+ANSWERED_F1 = 0.5
+"""F1 from which dense's own answer counts as one; what dense cannot answer shows nothing."""
+
 _ANSWER_TOKENS = 16
 
 
@@ -123,7 +126,7 @@ class AblationConfig:
                 self.length,
                 num_questions=self.num_questions,
                 max_new_tokens=_ANSWER_TOKENS,
-                answerable_f1=0.5,
+                answerable_f1=ANSWERED_F1,
                 clutter=self.clutter,
                 split=self.split,
                 purpose=self.purpose,
@@ -148,9 +151,9 @@ class AblationConfig:
 def ablation_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Means over prompts, one row per budget and variant, in the order of the records.
 
-    ``lm_*`` are of stretches, ``qa_*`` of questions and needles: divergence, answers that are
-    dense's, failures that dense does not have, change of length, variance over seeds. A variant
-    that some prompt leaves without a contract has no means there.
+    ``lm_*`` are of stretches, ``qa_*`` and what follows them of questions and needles that dense
+    answers: divergence, answers that are dense's, failures that dense does not have, change of
+    length, variance over seeds. A variant that some prompt leaves without a contract has no means.
     """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for record in records:
@@ -171,7 +174,12 @@ def _row(budget: str, variant: str, members: Sequence[Mapping[str, Any]]) -> dic
     row["attend_ms"] = _mean(
         [1e3 * text["times"]["attend_s"] / text["times"]["num_measured"] for text in texts]
     )
-    answered = [member["quality"] for member in _measured(members, ("qa", "needle"))]
+    answered = [
+        member["quality"]
+        for member in _measured(members, ("qa", "needle"))
+        if member["quality"]["f1_reference"] >= ANSWERED_F1
+    ]
+    row["num_answered"] = len(answered)
     row["qa_kl"] = _mean([quality["kl"] for quality in answered])
     row["qa_same"] = _mean([quality["is_same"] for quality in answered])
     row["r_fail"] = failure_rate([q["failures"] for q in answered]) if answered else None
