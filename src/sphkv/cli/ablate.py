@@ -95,13 +95,11 @@ def run_tune(args: argparse.Namespace) -> int:
     """Choose what records decide, and say by how much."""
     for path in (args.out, args.policy_out):
         check_writable(path)
-    from sphkv.evaluation.records import load_records
-    from sphkv.evaluation.retention.study import tune_policy
-    from sphkv.retention.policy import RetentionPolicy, load_policy, save_policy
+    from sphkv.evaluation.retention.study import tune_by_files
 
-    policy = RetentionPolicy() if args.policy is None else load_policy(args.policy)
-    tuned, record = tune_policy(policy, load_records([Path(path) for path in args.records]))
-    save_policy(tuned, args.policy_out)
+    policy = None if args.policy is None else Path(args.policy)
+    records = [Path(path) for path in args.records]
+    record = tune_by_files(records, policy, Path(args.policy_out))
     if args.out:
         write_json(args.out, record)
     print(format_table(("variant", "kl", "better", "prompts"), record["segments"]))

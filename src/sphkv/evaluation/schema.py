@@ -549,8 +549,8 @@ def validate_file(path: Path) -> list[Fault]:
     seen: set[str] = set()
     text = path.read_text(encoding="utf-8")
     if _is_certificate(text):
-        found = check_value(json.loads(text), Certificate)
-        return [Fault(1, field, problem) for field, problem in found]
+        wrong = check_value(json.loads(text), Certificate)
+        return [Fault(1, field, problem) for field, problem in wrong]
     for number, row in enumerate(text.splitlines(), 1):
         try:
             line = json.loads(row)

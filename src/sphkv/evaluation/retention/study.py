@@ -17,9 +17,10 @@ from typing import Any
 from sphkv.errors import SplitError
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
 from sphkv.evaluation.metrics.answers import failure_rate
+from sphkv.evaluation.records import load_records
 from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM, find_variant
 from sphkv.evaluation.sweep.config import QAWorkload, SplitWorkload, SweepConfig
-from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.policy import RetentionPolicy, load_policy, save_policy
 
 STUDIES: dict[str, tuple[str, ...]] = {
     "a1": (JOINT, "joint:rebuild", UNIFORM),
@@ -221,6 +222,20 @@ def tune_policy(
     scale = policy.drift_scale if gate is None else gate["drift_scale"]
     tuned = replace(policy, segment_weights=weights, drift_scale=scale)
     return tuned, {"segments": segments, "segment_weights": list(weights), "gate": gate}
+
+
+def tune_by_files(records: Sequence[Path], policy: Path | None, out: Path) -> dict[str, Any]:
+    """As ``tune_policy``, from record files and a policy file to another policy file.
+
+    Args:
+        records: Record files.
+        policy: What to start from; equal weights if None.
+        out: Where the tuned policy is written.
+    """
+    start = RetentionPolicy() if policy is None else load_policy(policy)
+    tuned, record = tune_policy(start, load_records(records))
+    save_policy(tuned, out)
+    return {**record, "records": [path.name for path in records]}
 
 
 def _choose_weights(
