@@ -51,7 +51,7 @@ def lm_quality(kl):
     return {"kl": kl, "kl_counts": [1, 0, 2, 0, 0, 0, 0, 1], "by_margin": margins}
 
 
-# danger 2, 2, 0.2 and 0.1: the gate goes on at once and stays on for its cooldown
+# danger 2, 2, 0.2 and 0.1: the gate goes on at once and goes off with the third
 GATED = {**lm_quality(0.03)["by_margin"], "drift": 1.0, "margins": [0.5, 0.5, 5.0, 10.0]}
 ALLOCATION = {
     "tiers": ["drop", "k2v3", "max"],
@@ -145,7 +145,7 @@ def test_the_page_is_whole_and_fetches_nothing(folder):
     # runs of equal tiers, dropped states left blank
     assert text.count("<title>head 0: ") - text.count("<title>head 0: 20.0 B") == 3
     assert "H_alloc 0.600 nats, G_alloc 0.170" in words
-    assert "1 switches, on for 4 of 4 tokens" in words
+    assert "2 switches, on for 2 of 4 tokens" in words
     assert re.search(r"class='number unstable' title='2 of 4 tokens'>50%<", text)
     assert re.search(r"class='number conservative' title='1 of 10 tokens'>10%<", text)
     assert re.search(r"class='number safe' title='1 of 100 tokens'>1%<", text)

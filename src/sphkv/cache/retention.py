@@ -61,6 +61,7 @@ class RetentionResidency:
         drift: Predicted move of the model's logits by what is coded and gone; follows the pages
             only where there is a gate.
         num_rebalances: Times old pages were demoted or dropped.
+        num_escalated: Times the gate had the tail sealed at a finer tier.
     """
 
     kind = "retention"
@@ -110,6 +111,7 @@ class RetentionResidency:
         self.notes: list[RunNotes] = []
         self.drift = 0.0
         self.num_rebalances = 0
+        self.num_escalated = 0
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._controller = RetentionController(self._costs, self._retention.options)
         self._pricer: LayerPricer | None = None
@@ -372,6 +374,8 @@ class RetentionResidency:
         self._store.seal_at(self._sequence, tiers[finer].name)
         if self._used() + self._seal_bytes() > limit:
             self._store.seal_at(self._sequence, self._seal_tier)
+        else:
+            self.num_escalated += 1
 
     def _note_until(self, position: int) -> None:
         """Note runs that are sealed and not young any more, as runs of their age usually are."""
@@ -561,6 +565,7 @@ class RetentionResidency:
         other._is_decided, other._seal_tier = self._is_decided, self._seal_tier
         other.notes = [notes.copy() for notes in self.notes]
         other.drift, other.num_rebalances = self.drift, self.num_rebalances
+        other.num_escalated = self.num_escalated
         other.gate = copy.deepcopy(self.gate)
         return other
 
@@ -596,8 +601,15 @@ class RetentionResidency:
             self.notes.append(RunNotes.from_state(own))
 
     def describe(self) -> str:
-        """The seal tier and what the controller is restricted to."""
-        return f"{self._retention.options.variant}, seals at {self._seal_tier}"
+        """The seal tier, what the controller is restricted to, and what its gate did."""
+        told = f"{self._retention.options.variant}, seals at {self._seal_tier}"
+        if self.gate is None:
+            return told
+        gate = self.gate
+        return (
+            f"{told}; gate on in {gate.num_on_steps} of {gate.num_steps} steps, "
+            f"{gate.num_switches} switches, sealed finer {self.num_escalated} times"
+        )
 
 
 def page_costs(config: CacheConfig, plan: ResidencyPlan, store: PageStore) -> PageCosts:

@@ -31,7 +31,7 @@ class GateOptions:
 
     tau_drop: float = 0.5
     tau_prot: float = 1.0
-    cooldown_steps: int = 8
+    cooldown_steps: int = 0
     reserve_share: float = 0.02
 
     def __post_init__(self) -> None:
