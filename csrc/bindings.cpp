@@ -36,12 +36,18 @@ std::unique_ptr<Engine> make_engine(const std::string& name) {
   if (name == "avx512") return make_avx512_engine();
   if (name == "avx2") return make_avx2_engine();
   if (name == "float32") return make_exact_engine();
+  if (name == "rebuild") {
+    if (auto engine = make_neon_rebuild_engine()) return engine;
+    if (auto engine = make_avx512_rebuild_engine()) return engine;
+    if (auto engine = make_avx2_rebuild_engine()) return engine;
+    return make_exact_rebuild_engine();
+  }
   throw std::invalid_argument("no kernel variant is called " + name);
 }
 
 std::vector<std::string> variants() {
   std::vector<std::string> out;
-  for (const char* name : {"neon", "avx512", "avx2", "float32"}) {
+  for (const char* name : {"neon", "avx512", "avx2", "float32", "rebuild"}) {
     if (make_engine(name) != nullptr) out.emplace_back(name);
   }
   return out;

@@ -42,4 +42,10 @@ std::unique_ptr<Engine> make_avx512_engine();
 std::unique_ptr<Engine> make_avx2_engine();
 std::unique_ptr<Engine> make_exact_engine();
 
+// The same with kernels that rebuild dense states; for comparison.
+std::unique_ptr<Engine> make_neon_rebuild_engine();
+std::unique_ptr<Engine> make_avx512_rebuild_engine();
+std::unique_ptr<Engine> make_avx2_rebuild_engine();
+std::unique_ptr<Engine> make_exact_rebuild_engine();
+
 }  // namespace sphkv

@@ -19,6 +19,7 @@ constexpr bool kIsExact = false;
 #include "query_table.h"
 #include "lookup.h"
 #include "values.h"
+#include "rebuild.h"
 #include "engine_impl.h"
 }  // namespace avx2
 
@@ -27,12 +28,18 @@ std::unique_ptr<Engine> make_avx2_engine() {
   return std::make_unique<avx2::KernelEngine<avx2::LookupKernel>>("avx2", avx2::kValueDims);
 }
 
+std::unique_ptr<Engine> make_avx2_rebuild_engine() {
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return nullptr;
+  return std::make_unique<avx2::KernelEngine<avx2::RebuildKernel>>("rebuild", 4);
+}
+
 }  // namespace sphkv
 
 #else
 
 namespace sphkv {
 std::unique_ptr<Engine> make_avx2_engine() { return nullptr; }
+std::unique_ptr<Engine> make_avx2_rebuild_engine() { return nullptr; }
 }  // namespace sphkv
 
 #endif

@@ -23,15 +23,23 @@ constexpr bool kIsExact = false;
 #include "lookup.h"
 #include "values.h"
 #include "wide.h"
+#include "rebuild.h"
 #include "engine_impl.h"
 }  // namespace avx512
 
+static bool has_avx512() {
+  return __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+}
+
 std::unique_ptr<Engine> make_avx512_engine() {
-  const bool is_supported =
-      __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-  if (!is_supported) return nullptr;
+  if (!has_avx512()) return nullptr;
   return std::make_unique<avx512::KernelEngine<avx512::WideKernel>>("avx512", avx512::kValueDims);
+}
+
+std::unique_ptr<Engine> make_avx512_rebuild_engine() {
+  if (!has_avx512()) return nullptr;
+  return std::make_unique<avx512::KernelEngine<avx512::RebuildKernel>>("rebuild", 4);
 }
 
 }  // namespace sphkv
@@ -40,6 +48,7 @@ std::unique_ptr<Engine> make_avx512_engine() {
 
 namespace sphkv {
 std::unique_ptr<Engine> make_avx512_engine() { return nullptr; }
+std::unique_ptr<Engine> make_avx512_rebuild_engine() { return nullptr; }
 }  // namespace sphkv
 
 #endif

@@ -10,11 +10,16 @@ constexpr bool kIsExact = true;
 #include "dense.h"
 #include "driver.h"
 #include "exact.h"
+#include "rebuild.h"
 #include "engine_impl.h"
 }  // namespace exact
 
 std::unique_ptr<Engine> make_exact_engine() {
   return std::make_unique<exact::KernelEngine<exact::ExactKernel>>("float32", 2);
+}
+
+std::unique_ptr<Engine> make_exact_rebuild_engine() {
+  return std::make_unique<exact::KernelEngine<exact::RebuildKernel>>("rebuild", 4);
 }
 
 }  // namespace sphkv

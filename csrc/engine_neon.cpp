@@ -20,6 +20,7 @@ constexpr bool kIsExact = false;
 #include "query_table.h"
 #include "lookup.h"
 #include "values.h"
+#include "rebuild.h"
 #include "engine_impl.h"
 
 bool is_supported() {
@@ -37,12 +38,18 @@ std::unique_ptr<Engine> make_neon_engine() {
   return std::make_unique<neon::KernelEngine<neon::LookupKernel>>("neon", neon::kValueDims);
 }
 
+std::unique_ptr<Engine> make_neon_rebuild_engine() {
+  if (!neon::is_supported()) return nullptr;
+  return std::make_unique<neon::KernelEngine<neon::RebuildKernel>>("rebuild", 4);
+}
+
 }  // namespace sphkv
 
 #else
 
 namespace sphkv {
 std::unique_ptr<Engine> make_neon_engine() { return nullptr; }
+std::unique_ptr<Engine> make_neon_rebuild_engine() { return nullptr; }
 }  // namespace sphkv
 
 #endif

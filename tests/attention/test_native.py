@@ -39,6 +39,12 @@ def test_eight_bit_arithmetic_costs_little_beside_the_code():
         assert (got - stored).square().mean() <= 0.02 * codec_error, tier
 
 
+@pytest.mark.parametrize("name", list(CASES))
+def test_rebuilding_a_page_gives_the_same(name):
+    """The rival that multiplies rebuilt states reads the same codes."""
+    assert_attention(make_request(CASES[name]), NativeBackend(variant="rebuild"), precision="int8")
+
+
 def test_the_extension_knows_the_header():
     assert (kernels.HEADER_BYTES, kernels.PAGE_VERSION) == (HEADER_BYTES, PAGE_VERSION)
 

@@ -13,6 +13,7 @@ from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, BatchRequest, DecodeRequest
 from sphkv.cache.config import CacheConfig, RetentionConfig
 from sphkv.cache.engine import CacheEngine
+from sphkv.cache.files import load_engine, read_config, save_engine
 from sphkv.cache.plan import parse_tiers, retention_tiers
 from sphkv.cache.retention import RetentionResidency
 from sphkv.cache.step import StepTokens
@@ -24,7 +25,7 @@ from sphkv.core.rope import RopeSpec
 from sphkv.errors import BudgetError
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.measure import PromptWork
-from sphkv.retention.policy import VARIANTS, ControlOptions
+from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import ProtectionRule
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)
@@ -316,23 +317,156 @@ def test_a_short_row_stays_dense_until_the_budget_can_hold():
         run(engine, 1)
 
 
-def test_the_gate_holds_bytes_back_and_gives_them_when_on():
-    with_gate = make_engine("45%", gate=GateOptions(reserve_share=0.1))
-    without = make_engine("45%")
-    for engine in (with_gate, without):
+def tell_margin(engine: CacheEngine, margin: float) -> None:
+    engine.see_logits(torch.tensor([[[margin, 0.0, -9.0]]]))
+
+
+def sealed_tiers(engine: CacheEngine, first: int) -> set[int]:
+    """Tiers of the pages that begin at a position or later."""
+    assert engine.store is not None
+    pages = engine.store.page_list(engine.rows[0].sequence)
+    engine.store.forget_page_list(engine.rows[0].sequence)
+    return set(pages.tier_ids[pages.first_runs * 16 >= first].tolist())
+
+
+def test_the_gate_holds_bytes_back_and_seals_finer_with_them_when_on():
+    engines = {
+        name: make_engine("45%", gate=None if name == "none" else GateOptions(reserve_share=0.1))
+        for name in ("none", "off", "on")
+    }
+    for engine in engines.values():
         run(engine, 640)
-    assert with_gate.resident_bytes() < without.resident_bytes()
-    residency = residency_of(with_gate)
-    before = residency.num_rebalances
-    logits = torch.zeros(10)
-    with_gate.see_logits(logits.view(1, 1, -1))
-    assert residency.gate is not None
-    assert residency.gate.is_on
-    for _ in range(40):
-        run(with_gate, 1)
-    assert residency.num_rebalances >= before
+    assert engines["on"].resident_bytes() < engines["none"].resident_bytes()
+    for _ in range(64):
+        for name, engine in engines.items():
+            tell_margin(engine, 0.0 if name == "on" else 1e6)
+            run(engine, 1)
+    gate, idle = residency_of(engines["on"]).gate, residency_of(engines["off"]).gate
+    assert gate is not None
+    assert idle is not None
+    assert gate.num_on_steps == 64
+    assert idle.num_on_steps == 0
+    seal = retention_tiers(GEOMETRY.head_dim).id_of("k4v4")
+    assert max(sealed_tiers(engines["off"], 640)) == seal
+    assert max(sealed_tiers(engines["on"], 640)) > seal
+    assert engines["on"].resident_bytes() > engines["off"].resident_bytes()
+
+
+@pytest.mark.parametrize("period", [1, 40])
+def test_the_ceiling_holds_while_the_gate_goes_on_and_off(period):
+    engine = make_engine("22%", gate=GateOptions(reserve_share=0.05, cooldown_steps=2))
+    run(engine, 900)
+    for step in range(300):
+        tell_margin(engine, 0.0 if step // period % 2 else 1e9)
+        run(engine, 1)
+    gate = residency_of(engine).gate
+    assert gate is not None
+    assert gate.num_switches >= 1
+
+
+def test_drift_follows_what_is_kept():
+    drifts = {}
+    for budget in ("22%", "45%", "80%"):
+        engine = make_engine(budget, gate=GateOptions())
+        run(engine, 900)
+        residency = residency_of(engine)
+        at_prompt = residency.drift
+        for _ in range(200):
+            run(engine, 1)
+        assert residency.drift != at_prompt
+        drifts[budget] = residency.drift
+    assert drifts["22%"] > drifts["45%"] > drifts["80%"] > 0
+    doubled = make_engine("80%", gate=GateOptions(), policy=RetentionPolicy(drift_scale=2.0))
+    run(doubled, 900)
+    for _ in range(200):
+        run(doubled, 1)
+    assert residency_of(doubled).drift == pytest.approx(2 * drifts["80%"])
+
+
+def test_the_drift_of_a_contract_is_that_of_its_pages():
+    engine = make_engine("40%", gate=GateOptions())
+    run(engine, 640)
+    residency = residency_of(engine)
+    assert engine.store is not None
+    pages = engine.store.page_list(engine.rows[0].sequence)
+    assert residency._drift_of(residency._run_tiers(pages), 640) == pytest.approx(residency.drift)
+
+
+def test_a_loaded_gate_goes_on_where_it_was(tmp_path):
+    engine = make_engine("40%", gate=GateOptions(cooldown_steps=5))
+    run(engine, 640)
+    tell_margin(engine, 0.0)
+    run(engine, 40)
+    save_engine(engine, tmp_path / "saved")
+    config = read_config(tmp_path / "saved", GEOMETRY, (ROPE,) * 2, (None, None))
+    loaded = CacheEngine(config, backend=NoAttention())
+    load_engine(loaded, tmp_path / "saved")
+    ours, theirs = residency_of(engine), residency_of(loaded)
+    assert ours.drift == theirs.drift > 0
+    for _ in range(8):
+        for each in (engine, loaded):
+            tell_margin(each, 1e9)
+        assert ours.gate is not None
+        assert theirs.gate is not None
+        assert torch.equal(ours.gate.state(), theirs.gate.state())
+    assert not ours.gate.is_on
 
 
 def test_a_budget_nothing_can_hold_is_refused_at_once():
     with pytest.raises(BudgetError, match="bytes"):
         make_engine("100B")
+
+
+def tiers_held(engine: CacheEngine) -> Tensor:
+    """``[pages]`` tiers of pages that hold nothing protected."""
+    assert engine.store is not None
+    pages = engine.store.page_list(engine.rows[0].sequence)
+    engine.store.forget_page_list(engine.rows[0].sequence)
+    return pages.tier_ids[~pages.is_protected]
+
+
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [
+        (ControlOptions(variant="keepdrop", fixed_tier="max"), "40%"),
+        (ControlOptions(variant="keepdrop", fixed_tier="k3v3"), "22%"),
+        (ControlOptions(variant="keepdrop"), "22%"),
+        (ControlOptions(variant="decoupled", keep_share=0.7), "30%"),
+    ],
+)
+def test_a_variant_with_one_tier_keeps_to_it_while_decoding(options, budget):
+    engine = make_engine(budget, options=options)
+    run(engine, 900)
+    for _ in range(200):
+        run(engine, 1)
+    assert residency_of(engine).num_rebalances > 0 or options.fixed_tier != "max"
+    held = set(tiers_held(engine).tolist())
+    if options.variant == "keepdrop":
+        assert len(held) == 1
+    if options.fixed_tier is not None:
+        assert held == {retention_tiers(GEOMETRY.head_dim).id_of(options.fixed_tier)}
+
+
+def test_quant_drops_nothing_while_decoding():
+    engine = make_engine("40%", options=ControlOptions(variant="quant"))
+    run(engine, 900)
+    for _ in range(200):
+        run(engine, 1)
+    assert engine.describe().tiers["drop"] == 0
+
+
+def test_uniform_heads_stay_uniform_while_decoding():
+    options = ControlOptions(shapes=(BlockShape.RUNS,), uniform_heads=True)
+    engine = make_engine("22%", options=options)
+    run(engine, 900)
+    for _ in range(200):
+        run(engine, 1)
+    assert residency_of(engine).num_rebalances > 0
+    assert engine.store is not None
+    pages = engine.store.page_list(engine.rows[0].sequence)
+    heads = pages.layer_ids * GEOMETRY.num_kv_heads + pages.head_ids
+    counts = [
+        torch.bincount(pages.tier_ids[(heads == head) & ~pages.is_protected], minlength=10)
+        for head in range(4)
+    ]
+    assert all(torch.equal(each, counts[0]) for each in counts[1:])

@@ -12,6 +12,7 @@ from sphkv.evaluation.harness.subject import EngineSubject
 from sphkv.evaluation.report.sections import certificate_part
 from sphkv.evaluation.runner.decoding import StopRule, decode_tokens
 from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.schema import Certificate, FailureRow, check_value
 from sphkv.evaluation.witness.failures import FAILURE_CLASSES, diagnose
 from sphkv.evaluation.witness.suite import Witness, build_suite
 from sphkv.evaluation.workloads.case import Case
@@ -51,6 +52,7 @@ def test_joint_is_examined_with_its_safeguards(run):
     assert certificate["config"]["suffix_tokens"] == 32
     kinds = ("retrieval", "json", "tool", "refusal", "termination")
     assert certificate["prompts"] == dict.fromkeys(kinds, 1)
+    assert not list(check_value(certificate, Certificate))
     assert set(certificate["stability"]) == {"delta_t", "disagree", "r_fail", "failures"}
     (drift,) = [w for w in certificate["witnesses"] if w["name"] == "drift"]
     assert 0.0 < drift["value"] < 0.05
@@ -113,9 +115,10 @@ def test_only_a_safe_point_exits_with_zero(run, monkeypatch, capsys, is_safe):
 
 def test_a_fix_costs_what_it_pins(tiny_model_folder):
     session = Session(str(tiny_model_folder), calibration_tokens=256)
-    suite = build_suite(session.tokenizer, data=None, context=1600, seed=0, max_new_tokens=3)
+    suite = build_suite(session.tokenizer, split=None, context=1600, seed=0, max_new_tokens=3)
     tool = [failure for failure in FAILURE_CLASSES if failure.kind == "tool"]
-    (row,) = diagnose(session, suite, "45%", lambda line: None, classes=tool)
+    lines: list[str] = []
+    (row,) = diagnose(session, suite, ["60%", "45%"], lines.append, classes=tool, seeds=(0, 1))
     (prompt,) = [prompt for prompt in suite if prompt.kind == "tool"]
     ((start, stop),) = prompt.evidence
     pinned = stop - start + 64
@@ -125,6 +128,11 @@ def test_a_fix_costs_what_it_pins(tiny_model_folder):
     assert most - 16 * states / prompt.case.context <= row["cost_bytes_per_token"] <= most
     assert row["drift_trigger"] > 0.0
     assert row["num_prompts"] == 1
+    # a random model has nothing to lose, so that only other signs can show a failure
+    assert row["num_shown"] == 0
+    assert row["budget"] == ("60%" if row["delta_t_trigger"] > 0 else "45%")
+    assert not list(check_value(row, FailureRow))
+    assert "tool corruption at" in lines[0]
 
 
 def test_what_cannot_be_examined_is_refused(tiny_model_folder, capsys):

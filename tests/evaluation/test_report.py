@@ -8,6 +8,7 @@ import pytest
 from sphkv.cli.main import main
 from sphkv.evaluation.records import RecordFile
 from sphkv.evaluation.report.charts import Mark, Series, number_text, scatter, stacked_bars
+from sphkv.evaluation.report.sections import ablation_part
 
 SETUP = {
     "substrate": {"pages": "paged"},
@@ -50,7 +51,7 @@ def lm_quality(kl):
     return {"kl": kl, "kl_counts": [1, 0, 2, 0, 0, 0, 0, 1], "by_margin": margins}
 
 
-# danger 2, 2, 0.2 and 0.1: the gate goes on at once and stays on for its cooldown
+# danger 2, 2, 0.2 and 0.1: the gate goes on at once and goes off with the third
 GATED = {**lm_quality(0.03)["by_margin"], "drift": 1.0, "margins": [0.5, 0.5, 5.0, 10.0]}
 ALLOCATION = {
     "tiers": ["drop", "k2v3", "max"],
@@ -144,7 +145,7 @@ def test_the_page_is_whole_and_fetches_nothing(folder):
     # runs of equal tiers, dropped states left blank
     assert text.count("<title>head 0: ") - text.count("<title>head 0: 20.0 B") == 3
     assert "H_alloc 0.600 nats, G_alloc 0.170" in words
-    assert "1 switches, on for 4 of 4 tokens" in words
+    assert "2 switches, on for 2 of 4 tokens" in words
     assert re.search(r"class='number unstable' title='2 of 4 tokens'>50%<", text)
     assert re.search(r"class='number conservative' title='1 of 10 tokens'>10%<", text)
     assert re.search(r"class='number safe' title='1 of 100 tokens'>1%<", text)
@@ -153,17 +154,6 @@ def test_the_page_is_whole_and_fetches_nothing(folder):
     assert text.count("class='star'") == 3
 
 
-STUDY = {
-    "config": {"num_following": 100},
-    "records": [
-        {"budget": budget, "variant": variant, "workload": "lm", "prompt": "p", "kl": kl,
-         "same_top1": 0.9, "decode_s": 10.0, "is_same_answer": False}
-        for budget, variant, kl in (
-            ("10%", "Joint", 0.02), ("10%", "KeepDrop", 0.09), ("10%", "Decoupled", 0.05),
-            ("5%", "Joint", 0.07), ("5%", "Quant", None),
-        )
-    ],
-}  # fmt: skip
 CERTIFICATE = {
     "config": {"method": "joint", "budget": "9%", "context": 4096, "model": "m"},
     "is_safe": False,
@@ -173,23 +163,52 @@ CERTIFICATE = {
         {"name": "json", "value": 1.0, "bound": 0.0, "dense": 2.0, "is_held": False,
          "is_mute": False, "exemplar": "<lost>"},
     ],
+    "failures": [
+        {"failure": "refusal flip", "budget": "5%", "is_triggered": True, "is_recovered": True,
+         "s_traj_trigger": 0.2, "s_traj_fix": 0.1, "num_prompts": 3,
+         "drift_trigger": 0.4, "drift_fix": 0.1, "lost_trigger": 2, "lost_fix": 0,
+         "delta_t_trigger": 1.0, "delta_t_fix": 0.0, "cost_bytes_per_token": 12.0},
+    ],
 }  # fmt: skip
 
 
 def test_other_records_stand_beside(folder, tmp_path, capsys):
-    for name, data in (("study", STUDY), ("certificate", CERTIFICATE)):
+    for name, data in (("other", {}), ("certificate", CERTIFICATE)):
         (tmp_path / name).write_text(json.dumps(data), encoding="utf-8")
     arguments = ["report", str(tmp_path / "records.jsonl"), "--out", str(folder)]
-    beside = ["--ablation", str(tmp_path / "study"), "--certificate", str(tmp_path / "certificate")]
-    assert main([*arguments, *beside]) == 0
+    beside = ["--certificate", str(tmp_path / "certificate")]
+    assert main([*arguments, *beside, *beside]) == 0
     text = (folder / "report.html").read_text(encoding="utf-8")
-    # all run at 10 tokens a second, so the gap is that of the divergences
-    assert "<td>10%</td><td class=number>0.03</td><td>Decoupled</td>" in text
-    assert "<td>5%</td><td>-</td><td>no single lever meets this budget</td>" in text
+    assert text.count("<td>refusal flip</td>") == 2
     assert "<b>NOT SAFE</b>: joint at 9%, 9.0% of dense bytes" in text
     assert "&lt;lost&gt;" in text
-    assert main([*arguments, "--certificate", str(tmp_path / "study")]) == 1
+    assert main([*arguments, "--certificate", str(tmp_path / "other")]) == 1
     assert "is no record with 'witnesses'" in capsys.readouterr().err
+
+
+def ablated(method, budget, kl):
+    return {
+        "method": method,
+        "budget": budget,
+        "workload": "lm",
+        "status": "refused" if kl is None else "measured",
+        "quality": {"kl": kl, "kl_max": 1.0, "same_top1": 0.9, "nll_delta": 0.0},
+        "times": {"tok_s": 10.0, "attend_s": 0.01, "num_measured": 2},
+        "memory": {"peak_share": 0.9},
+    }
+
+
+def test_variants_of_the_controller_have_a_part_of_their_own():
+    points = (
+        ("joint", "10%", 0.02), ("joint:keepdrop", "10%", 0.09), ("joint:decoupled", "10%", 0.05),
+        ("joint", "5%", 0.07), ("joint:quant", "5%", None),
+    )  # fmt: skip
+    text = ablation_part([ablated(*point) for point in points])
+    # all run at 10 tokens a second, so the gap is that of the divergences
+    assert "<td>10%</td><td class=number>0.03</td><td>joint:decoupled</td>" in text
+    assert "<td>5%</td><td>-</td><td>no single lever meets this budget</td>" in text
+    assert "1 refused" in text
+    assert ablation_part([ablated("joint", "10%", 0.02)]) == ""
 
 
 def test_the_table_beside_it_holds_every_point(folder):

@@ -2,6 +2,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from sphkv.cache.plan import retention_tiers
 from sphkv.cli.main import main
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
+from sphkv.errors import SplitError
 from sphkv.evaluation.harness.decode import follow_text
 from sphkv.evaluation.harness.states import (
     DenseReference,
@@ -22,16 +24,29 @@ from sphkv.evaluation.harness.states import (
 from sphkv.evaluation.harness.subject import MethodSubject
 from sphkv.evaluation.metrics.divergence import token_divergence
 from sphkv.evaluation.retention.fit import (
+    FitConfig,
     Probe,
     describe_fit,
     head_sensitivity,
     head_surprise,
     rank_correlation,
+    recorded_config,
     regress_weights,
 )
-from sphkv.evaluation.retention.study import StudyConfig, recorded_config, summarise
+from sphkv.evaluation.retention.study import (
+    STUDIES,
+    AblationConfig,
+    ablation_rows,
+    tune_policy,
+)
+from sphkv.evaluation.runner.continuation import DecodeWindow
+from sphkv.evaluation.runner.methods import check_method, find_variant
+from sphkv.evaluation.schema import TextQuality, check_value
+from sphkv.evaluation.sweep.config import LMWorkload, SweepConfig
+from sphkv.evaluation.sweep.grid import PointList, SweepRunner
 from sphkv.integrations.transformers.listening import listening
 from sphkv.retention.measure import MeasureConfig
+from sphkv.retention.policy import RetentionPolicy
 
 
 def tiny_model() -> LlamaForCausalLM:
@@ -159,36 +174,131 @@ def test_a_fit_is_described_beside_simpler_scores():
     assert found["curve"][3]["predicted"] == pytest.approx(found["curve"][3]["measured"])
 
 
-def test_summary_leaves_a_variant_empty_that_some_prompt_could_not_use():
-    def record(variant: str, workload: str, kl: float | None) -> dict[str, object]:
-        return {
-            "budget": "5%", "variant": variant, "workload": workload, "kl": kl,
-            "same_top1": 0.5, "is_same_answer": True, "peak_share": 0.9,
-        }  # fmt: skip
+def point(method: str, workload: str, case: str, kl: float | None, **more: Any) -> dict[str, Any]:
+    """A record as a sweep writes it, as far as an ablation reads it."""
+    margins = {"tokens": [3], "tipped": [1], "drift": 0.5, **more}
+    quality = {
+        "kl": kl, "kl_max": 2.0, "same_top1": 0.5, "nll_delta": 0.1, "by_margin": margins,
+        "is_same": 1.0, "failures": ["derailment"] if kl and kl > 0.25 else [],
+        "length_drift": -2, "s_traj": 0.25, "f1_reference": 0.0 if case == "unknown" else 1.0,
+    }  # fmt: skip
+    return {
+        "method": method,
+        "budget": "5%",
+        "workload": workload,
+        "case": case,
+        "split": "development",
+        "status": "measured" if kl is not None else "refused",
+        "quality": quality if kl is not None else None,
+        "times": {"tok_s": 10.0, "attend_s": 0.02, "num_measured": 4},
+        "memory": {"peak_share": 0.9},
+    }
 
-    rows = summarise(
+
+def test_an_ablation_leaves_a_variant_empty_that_some_prompt_could_not_use():
+    rows = ablation_rows(
         [
-            record("Joint", "lm", 0.1),
-            record("Joint", "lm", 0.3),
-            record("Joint", "qa", 0.2),
-            record("Quant", "lm", None),
-            record("Quant", "lm", 0.1),
+            point("dense", "lm", "a", 0.0),
+            point("joint", "lm", "a", 0.1),
+            point("joint", "lm", "b", 0.3),
+            point("joint", "qa", "q", 0.2),
+            point("joint", "needle", "n", 0.4),
+            point("joint", "needle", "unknown", 9.0),
+            point("joint:quant", "lm", "a", None),
+            point("joint:quant", "lm", "b", 0.1),
         ]
     )
+    assert [row["variant"] for row in rows] == ["joint", "joint:quant"]
     assert rows[0]["lm_kl"] == pytest.approx(0.2)
-    assert rows[0]["answers"] == 1.0
-    assert rows[0]["used"] == pytest.approx(0.9)
+    assert rows[0]["qa_kl"] == pytest.approx(0.3)
+    assert rows[0]["r_fail"] == 0.5
+    assert rows[0]["delta_t"] == 2
+    assert rows[0]["attend_ms"] == pytest.approx(5.0)
     assert rows[0]["note"] == ""
     assert rows[1]["lm_kl"] is None
-    assert rows[1]["note"] == "does not fit"
+    assert rows[1]["note"] == "1 refused"
+
+
+def test_an_ablation_is_a_grid_on_a_split():
+    grid = AblationConfig("m", Path("d"), STUDIES["a5"], num_needles=3, num_seeds=5).grid()
+    assert grid.methods == ("dense", "joint", "joint:gate")
+    assert [part.workload for part in grid.split] == ["lm", "needle"]
+    assert grid.qa[0].answerable_f1 > 0
+    assert grid.num_seeds == 5
+    for variants in STUDIES.values():
+        AblationConfig("m", Path("d"), variants).grid()
+    with pytest.raises(ValueError, match="at least one of"):
+        AblationConfig("m", Path("d"), STUDIES["a3"], num_texts=0, num_questions=0).grid()
+
+
+def test_a_policy_takes_the_weights_that_most_questions_are_better_with():
+    records = [point("joint", "qa", case, 0.2) for case in "abc"]
+    records += [point("joint:retrieved=2", "qa", case, 0.1) for case in "abc"]
+    # the least mean, but by one question
+    records += [point("joint:prefix=0.5", "qa", case, 0.21) for case in "ab"]
+    records.append(point("joint:prefix=0.5", "qa", "c", -1.0))
+    tuned, found = tune_policy(RetentionPolicy(), records)
+    assert tuned.segment_weights == (1.0, 2.0, 1.0)
+    assert [row["better"] for row in found["segments"]] == [0, 3, 1]
+    worse = [point("joint", "qa", "a", 0.1), point("joint:retrieved=2", "qa", "a", 0.2)]
+    assert tune_policy(RetentionPolicy(), worse)[0].segment_weights == (1.0, 1.0, 1.0)
+    with pytest.raises(SplitError, match="test data"):
+        tune_policy(RetentionPolicy(), [{**worse[0], "split": "test"}])
+
+
+def test_the_scale_of_drift_tells_changed_tokens_from_others():
+    # drift 0.5 and these margins: dangers 5, 0.5, 1, 0.05
+    margins = {"margins": [0.1, 1.0, 0.5, 10.0], "tipped_at": [0, 2]}
+    tuned, found = tune_policy(RetentionPolicy(), [point("joint", "lm", "a", 0.1, **margins)])
+    assert tuned.drift_scale == pytest.approx(1.0)
+    assert found["gate"]["share_in_danger"] == 0.5
+    assert found["gate"]["share_of_tipped"] == 1.0
+    none = tune_policy(RetentionPolicy(drift_scale=3.0), [point("joint", "lm", "a", 0.1)])
+    assert none[0].drift_scale == 3.0
+    assert none[1]["gate"] is None
+
+
+def test_variants_are_methods():
+    assert find_variant("joint:decoupled=0.3").options.keep_share == 0.3
+    assert find_variant("joint:keepdrop=k3v3").options.fixed_tier == "k3v3"
+    assert find_variant("joint:retrieved=2").segment_weights == (1.0, 2.0, 1.0)
+    assert find_variant("joint:gate").gate is not None
+    assert find_variant("joint").gate is None
+    for name in ("joint:prefix", "joint:quant=2", "joint:decoupled=all", "joint:best"):
+        with pytest.raises(ValueError, match=r"joint|variant"):
+            check_method(name)
+
+
+def test_variants_decode_through_the_sweep(tiny_model_folder):
+    methods = ("joint", "joint:gate", "joint:rebuild", "joint:uniform-head", "joint:keepdrop=k3v3")
+    config = SweepConfig(
+        str(tiny_model_folder),
+        methods,
+        ("60%",),
+        lm=(LMWorkload(1200, num_following=80),),
+        window=DecodeWindow(num_warm=0, num_measured=1),
+    )
+    points = PointList()
+    SweepRunner(config, keep=None, tell=lambda _: None).run(points)
+    found = {record["method"]: record for record in points.records}
+    assert list(found) == list(methods)
+    assert all(record["status"] == "measured" for record in found.values())
+    assert all(record["memory"]["peak_share"] <= 1 for record in found.values())
+    assert not [fault for record in found.values() for fault in check_quality(record)]
+    # the same codes, read by another kernel
+    kl = {name: record["quality"]["kl"] for name, record in found.items()}
+    assert kl["joint:rebuild"] == pytest.approx(kl["joint"], rel=0.2, abs=1e-5)
+    assert found["joint:keepdrop=k3v3"]["memory"]["tiers"].keys() >= {"k3v3"}
+
+
+def check_quality(record: dict[str, Any]) -> list[tuple[str, str]]:
+    return list(check_value(record["quality"], TextQuality))
 
 
 def test_records_name_files_not_folders():
-    config = StudyConfig(model="m", data="/a/b/data", policy="/x/p.json")
+    config = FitConfig(model="m", data="/a/b/data", calibration="/x/c.safetensors")
     assert recorded_config(config)["data"] == "data"
-    assert recorded_config(config)["policy"] == "p.json"
-    with pytest.raises(ValueError, match="'Best'"):
-        StudyConfig(model="m", data="d", variants=("Best",))
+    assert recorded_config(config)["calibration"] == "c.safetensors"
 
 
 def test_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -95,18 +95,23 @@ def test_recovery_by_hand():
     failure = FAILURE_CLASSES[0]
     before = [FailureFigures(0.4, True, -3, 10.0), FailureFigures(0.2, False, 1, 10.0)]
     after = [FailureFigures(0.1, False, 0, 16.0), FailureFigures(0.1, False, 1, 14.0)]
-    row = summarise(failure, before, after)
+    row = summarise(failure, before, after, budget="5%")
     assert row["drift_trigger"] == pytest.approx(0.3)
     assert row["drift_fix"] == pytest.approx(0.1)
     assert (row["lost_trigger"], row["lost_fix"]) == (1, 0)
     assert (row["delta_t_trigger"], row["delta_t_fix"]) == (2.0, 0.5)
     assert row["cost_bytes_per_token"] == pytest.approx(5.0)
+    assert row["is_triggered"]
+    assert row["is_recovered"]
+    assert not summarise(failure, after, before, budget="5%")["is_recovered"]
+    calm = [FailureFigures(0.01, False, 0, 10.0)]
+    assert not summarise(failure, calm, calm, budget="5%")["is_triggered"]
     with pytest.raises(ValueError, match="2 triggers for 0 fixes"):
-        summarise(failure, before, [])
+        summarise(failure, before, [], budget="5%")
 
 
 def test_the_suite_knows_right_answers():
-    suite = build_suite(letters, data=None, context=4000, seed=2)
+    suite = build_suite(letters, split=None, context=4000, seed=2)
     kinds = [prompt.kind for prompt in suite]
     assert {k: kinds.count(k) for k in set(kinds)} == {
         "retrieval": 4, "json": 3, "tool": 1, "refusal": 3, "termination": 2,
@@ -126,4 +131,4 @@ def test_the_suite_knows_right_answers():
     assert by_kind["refusal"].evidence == ()
     assert all(prompt.case.num_shared == suite[0].case.num_shared for prompt in suite)
     with pytest.raises(ValueError, match="does not fit into 200"):
-        build_suite(letters, data=None, context=200, seed=0)
+        build_suite(letters, split=None, context=200, seed=0)

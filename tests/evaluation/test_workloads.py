@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from sphkv.errors import SplitError
+from sphkv.evaluation.sweep.config import QAWorkload
 from sphkv.evaluation.workloads.case import Case, check_context
 from sphkv.evaluation.workloads.long_text import hide_needles, lm_cases, make_needles, needle_cases
 from sphkv.evaluation.workloads.qa import (
@@ -163,7 +165,7 @@ def test_questions_that_dense_cannot_answer_are_left_out():
         return f" {question.answers[0]}\nmore" if len(asked) % 2 == 0 else " nobody knows"
 
     names = answerable_questions(
-        words, answer, data=None, datasets=(), count=3, least_f1=0.5, max_new_tokens=7
+        words, answer, candidates=made_up_questions(30), count=3, least_f1=0.5, max_new_tokens=7
     )
     assert names == ("made-up-1", "made-up-3", "made-up-5")
     assert all(size < 70 and limit == 7 for size, limit in asked)
@@ -171,8 +173,7 @@ def test_questions_that_dense_cannot_answer_are_left_out():
         answerable_questions(
             words,
             lambda ids, limit: "",
-            data=None,
-            datasets=(),
+            candidates=made_up_questions(30),
             count=1,
             least_f1=0.5,
             max_new_tokens=7,
@@ -291,3 +292,26 @@ def test_what_is_missing_is_named(monkeypatch):
         read_questions(DATA, "hotpotqa", 1)
     with pytest.raises(ValueError, match="tool tasks come from a data folder"):
         read_tool_tasks(DATA, 1)
+
+
+def test_questions_can_be_asked_at_every_place_behind_clutter():
+    questions = choose_questions(None, (), 2, ())
+    cases = qa_cases(words, questions, context=900, every_position=True, clutter=[7] * 100)
+    assert [case.facets["position"] for case in cases] == 2 * ["early", "middle", "late"]
+    assert len({case.case_id for case in cases}) == 6
+    for case in cases:
+        assert case.context <= 900
+        assert case.prompt_ids[:100] == (7,) * 100
+        ((start, stop),) = case.retrieved
+        assert 100 < start < stop < case.context
+        assert case.prompt_ids[start] == hash("Passage")
+
+
+def test_a_workload_takes_its_clutter_from_its_split():
+    workload = QAWorkload(900, num_questions=1, clutter=50, max_new_tokens=8)
+    (case,) = workload.cases(words, None, seed=0, limit=None)
+    assert case.case_id.endswith("-c50")
+    with pytest.raises(ValueError, match="clutter must be in"):
+        QAWorkload(900, clutter=900)
+    with pytest.raises(SplitError, match="log file"):
+        QAWorkload(900, split="test", purpose="test").cases(words, Path(), seed=0, limit=None)

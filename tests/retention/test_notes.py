@@ -10,6 +10,7 @@ from sphkv.retention.pricing import HeadBlocks, PricedLayer
 
 TIERS = 4
 INF = float("inf")
+BOUND = torch.ones(1, TIERS)
 # first bin from 16 to 24, last from 2056 to twice that
 CENTRES = [
     math.sqrt(max(a, 16) * b) for a, b in zip(AGE_EDGES, [*AGE_EDGES[1:], 4112], strict=True)
@@ -44,7 +45,8 @@ def make_notes() -> RunNotes:
     loss[1, :, 0] = 2.0
     loss[..., 1] = 0.5 * loss[..., 0]
     loss[..., 2] = 0.1 * loss[..., 0]
-    return RunNotes.of_prompt(loss, priced, num_tokens=96)
+    bound = torch.tensor([[1.0, 0.5, 0.1, 0.0], [1.0, 0.8, 0.4, 0.0]])
+    return RunNotes.of_prompt(loss, priced, bound, num_tokens=96)
 
 
 def test_a_run_gets_its_part_of_its_block():
@@ -68,7 +70,7 @@ def test_single_tokens_share_their_block_by_state():
     loss[:, 0] = torch.tensor([8.0, 3.0])
     blocks = HeadBlocks(BlockShape.TOKENS, tokens, loss, torch.zeros(2, TIERS).long())
     priced = PricedLayer(torch.zeros(1, 48, dtype=torch.bool), ({BlockShape.TOKENS: blocks},))
-    notes = RunNotes.of_prompt(torch.ones(1, 3, TIERS), priced, num_tokens=48)
+    notes = RunNotes.of_prompt(torch.ones(1, 3, TIERS), priced, BOUND, num_tokens=48)
     assert notes.log_drop[0].float().exp().tolist() == pytest.approx([4.0, 7.0, INF], rel=1e-3)
 
 
@@ -85,7 +87,7 @@ def test_the_profile_is_the_mean_of_free_runs_by_age():
 def test_empty_bins_take_the_next_older():
     blocks = {BlockShape.RUNS: make_blocks([[0], [10]], [6.0, 2.0])}
     priced = PricedLayer(torch.zeros(1, 640, dtype=torch.bool), (blocks,))
-    notes = RunNotes.of_prompt(torch.ones(1, 40, TIERS), priced, num_tokens=640)
+    notes = RunNotes.of_prompt(torch.ones(1, 40, TIERS), priced, BOUND, num_tokens=640)
     # ages 632 (bin 6) and 472 (bin 5)
     found = notes.profile[0, :, 1].float().exp().tolist()
     assert found == pytest.approx([2.0] * 6 + [6.0] * 3, rel=1e-3)
@@ -143,8 +145,22 @@ def test_crop_copy_and_bytes():
     assert kept.num_runs == 6
     # four bytes per run and head, four per run, and what does not grow
     assert kept.num_bytes - notes.num_bytes == 2 * 4 + 4
-    assert kept.num_bytes == 2 * 6 * 4 + 6 * 4 + 2 * TIERS * 4 + 2 * len(AGE_EDGES) * 2 * 2
+    assert kept.num_bytes == 2 * 6 * 4 + 6 * 4 + 2 * TIERS * 8 + 2 * len(AGE_EDGES) * 2 * 2
     assert len(kept.tensors()) == len(kept.state())
+
+
+def test_drift_counts_what_is_coded_by_its_bound_and_what_is_gone_whole():
+    notes = make_notes()
+    #                        dense, gone, coded, coded, dense, gone
+    tier_id = torch.tensor([[3, 0, 1, 2, 3, 0], [3] * 6], dtype=torch.uint8)
+    expected = 2.0 + 0.25 * 2.0 + 0.01 * 3.0 + 2.0
+    assert notes.squared_drift(tier_id, 100).tolist() == pytest.approx([expected, 0.0], rel=2e-3)
+    lower = tier_id.clone()
+    lower[0, 3] = 1
+    assert notes.squared_drift(lower, 100)[0] > notes.squared_drift(tier_id, 100)[0]
+    # protected runs cannot be gone, and old ones count less
+    assert notes.squared_drift(torch.zeros_like(tier_id), 100)[1] == 0
+    assert notes.squared_drift(tier_id, 4000)[0] < expected
 
 
 def test_state_survives_and_is_checked():
@@ -172,4 +188,4 @@ def test_only_whole_runs_are_noted():
     blocks = {BlockShape.RUNS: make_blocks([[0]], [6.0])}
     priced = PricedLayer(torch.zeros(1, 40, dtype=torch.bool), (blocks,))
     with pytest.raises(ValueError, match="got 40"):
-        RunNotes.of_prompt(torch.ones(1, 3, TIERS), priced, num_tokens=40)
+        RunNotes.of_prompt(torch.ones(1, 3, TIERS), priced, BOUND, num_tokens=40)

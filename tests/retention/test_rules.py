@@ -14,7 +14,7 @@ from sphkv.retention.gate import (
     StabilityGate,
     danger_score,
     norm_quantile,
-    predicted_drift,
+    tier_bounds,
 )
 from sphkv.retention.policy import RetentionPolicy, load_policy, save_policy
 from sphkv.retention.protection import (
@@ -113,28 +113,38 @@ def test_danger_is_drift_over_margin():
         GateOptions(tau_drop=1.0, tau_prot=1.0)
 
 
-def test_predicted_drift_is_the_bound_of_stored_states_weighted_by_attention():
-    direction = torch.tensor([[9.0, 0.2, 0.0], [9.0, 0.1, 0.0]])
-    length = torch.tensor([[9.0, 0.4, 0.0], [9.0, 0.0, 0.0]])
+def test_tier_bounds_are_the_papers_at_the_radius_that_gets_attention():
+    direction = torch.tensor([[9.0, 0.02, 0.0], [9.0, 0.1, 0.0]])
+    length = torch.tensor([[9.0, 0.04, 0.0], [9.0, 0.0, 0.0]])
     none = torch.zeros(2, 3)
     errors = TierErrors(none, none, none, none, direction, length)
-    norm = torch.tensor([2.0, 10.0])
-    radius = torch.tensor([[1.0, 3.0, 5.0, 7.0], [1.0, 1.0, 1.0, 1.0]])
-    attention = torch.tensor([[0.1, 0.3, 0.4, 0.2], [0.5, 0.0, 0.0, 0.5]])
-    # one state dropped, two coded, one dense; the other head has one coded state of half the weight
-    tier_id = torch.tensor([[0, 1, 1, 2], [1, 0, 0, 2]], dtype=torch.uint8)
-    drift = predicted_drift(norm, radius, attention, tier_id, errors, scale=0.5)
-    # |q| (eps_r + r eps_theta) scale: 1.0 and 1.4 at weights 0.3 and 0.4 of 0.9
-    first = (0.3 * 1.0 + 0.4 * 1.4) / 0.9
-    assert drift == pytest.approx(first)
-    swapped = predicted_drift(norm.flip(0), radius, attention, tier_id, errors, scale=0.5)
-    assert swapped == pytest.approx(5 * first)
-    quiet = torch.full_like(tier_id, 2)
-    assert predicted_drift(norm, radius, attention, quiet, errors, scale=0.5) == 0
+    query = torch.zeros(2, 20, 4)
+    query[0, :, 1], query[1, :, 3] = 2.0, 10.0
+    radius = torch.tensor([[1.0, 3.0, 5.0], [4.0, 4.0, 4.0]])
+    attention = torch.tensor([[0.0, 3.0, 1.0], [1.0, 1.0, 1.0]])
+    bound = tier_bounds(query, radius, attention, errors, scale=0.5)
+    # scale |q| (eps_r + r eps_theta) with r = 3.5, and 2 that counts as one
+    assert bound[0].tolist() == pytest.approx([1.0, 0.5 * 2 * (0.04 + 3.5 * 0.02), 0.0])
+    assert bound[1].tolist() == [1.0, 1.0, 0.0]
     with pytest.raises(ValueError, match="direction"):
-        predicted_drift(
-            norm, radius, attention, tier_id, TierErrors(none, none, none, none), scale=0.5
-        )
+        tier_bounds(query, radius, attention, TierErrors(none, none, none, none), scale=0.5)
+
+
+def test_a_gate_goes_on_where_another_stopped():
+    options = GateOptions(cooldown_steps=3)
+    gate, other = StabilityGate(options), StabilityGate(options)
+    for danger in (0.1, 2.0, 0.1):
+        gate.observe(danger)
+    other.load_state(gate.state())
+    for danger in (0.1, 0.1, 0.1, 0.7, 3.0):
+        assert gate.observe(danger) == other.observe(danger)
+    assert (gate.num_switches, gate.num_steps, gate.num_on_steps) == (
+        other.num_switches,
+        other.num_steps,
+        other.num_on_steps,
+    )
+    with pytest.raises(ValueError, match="5 counts"):
+        other.load_state(torch.zeros(4, dtype=torch.int64))
 
 
 def test_norm_quantile_is_over_the_window_of_a_group():

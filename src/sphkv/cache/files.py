@@ -27,7 +27,7 @@ from sphkv.store.config import StoreConfig
 from sphkv.store.files import read_identity
 from sphkv.store.store import PageStore
 
-FORMAT = "sphkv-cache-folder-2"
+FORMAT = "sphkv-cache-folder-3"
 _ABOUT = "cache.json"
 _STATE = "state.safetensors"
 _CALIBRATION = "calibration.safetensors"

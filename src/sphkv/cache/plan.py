@@ -279,7 +279,7 @@ def retention_fixed_bytes(config: CacheConfig, num_tokens: int) -> int:
             seals += heads * (-(-(window + plan.window_margin) // seal.page_tokens) + 1)
     runs = num_tokens // RUN_TOKENS
     tables = layers * heads * (8 + _table_entries(8) * _TABLE_ENTRY_BYTES)
-    notes = len(config.full_layers) * heads * (runs * _RUN_NOTE_BYTES + 4 * len(plan.tiers) + 64)
+    notes = len(config.full_layers) * heads * (runs * _RUN_NOTE_BYTES + 8 * len(plan.tiers) + 64)
     dense = plan.tiers[plan.tiers.dense_id].name
     slack = _RETENTION_SLACK_PAGES + seals
     return (

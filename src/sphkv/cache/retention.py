@@ -3,7 +3,8 @@
 
 New states are dense in the tail, then coded at the seal tier, and from then on priced like all
 others by the loss that made the prompt's decision. Nothing is ever written upward: a page's dense
-source is gone once it is coded.
+source is gone once it is coded. So what a stability gate can do is to spare the newest pages, to
+spend what it held back instead of demoting, and to seal what is still dense at a finer tier.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.errors import BudgetError
 from sphkv.retention.controller import RetentionController
-from sphkv.retention.gate import StabilityGate, danger_score
+from sphkv.retention.gate import StabilityGate, danger_score, tier_bounds
 from sphkv.retention.measure import MeasureConfig, PromptWork, measure_layer, paged_tokens
 from sphkv.retention.notes import RunNotes
 from sphkv.retention.policy import BlockShape
@@ -57,8 +58,10 @@ class RetentionResidency:
     Attributes:
         notes: What is remembered of each of those layers.
         gate: The stability gate; None if it is switched off.
-        drift: Predicted deviation of the model's logits.
+        drift: Predicted move of the model's logits by what is coded and gone; follows the pages
+            only where there is a gate.
         num_rebalances: Times old pages were demoted or dropped.
+        num_escalated: Times the gate had the tail sealed at a finer tier.
     """
 
     kind = "retention"
@@ -104,9 +107,11 @@ class RetentionResidency:
         self.gate = StabilityGate(gate) if gate is not None else None
         self._on_contract = on_contract
         self._is_decided = False
+        self._seal_tier = plan.tier
         self.notes: list[RunNotes] = []
         self.drift = 0.0
         self.num_rebalances = 0
+        self.num_escalated = 0
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._controller = RetentionController(self._costs, self._retention.options)
         self._pricer: LayerPricer | None = None
@@ -140,13 +145,21 @@ class RetentionResidency:
         )
         pricer = self._pricer = self._pricer or self._start(keys.shape[1])
         priced = self._once(("priced", pricer.key, layer), lambda: pricer.price(found).to("cpu"))
-        notes = self._once(
-            ("notes", pricer.key, layer),
-            lambda: RunNotes.of_prompt(
-                pricer.run_losses(found).to("cpu"), priced, num_tokens=paged_tokens(keys.shape[1])
-            ),
-        )
-        self.notes.append(notes.copy())
+
+        def note() -> RunNotes:
+            features = found.features
+            bound = tier_bounds(
+                query,
+                features.radius,
+                features.mass,
+                found.errors,
+                scale=self._config.geometry.head_dim**-0.5,
+            )
+            losses = pricer.run_losses(found).to("cpu")
+            paged = paged_tokens(keys.shape[1])
+            return RunNotes.of_prompt(losses, priced, bound.to("cpu"), num_tokens=paged)
+
+        self.notes.append(self._once(("notes", pricer.key, layer), note).copy())
         self._controller.add_layer(priced)
 
     def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
@@ -179,6 +192,7 @@ class RetentionResidency:
         paged = max(0, tokens // RUN_TOKENS - 1) * RUN_TOKENS
         contract = self._decide(tokens, paged) if self.notes else self._keep_short(tokens)
         self._is_decided = True
+        self._seal_tier = self._tier_of_new(contract)
         if self._on_contract is not None:
             self._on_contract(contract)
         for layer, (keys, values) in enumerate(self._pending):
@@ -212,8 +226,56 @@ class RetentionResidency:
             return notes + contract_bytes(self._store, self._with_windows(contract), paged)
 
         contract = self._controller.decide(limit, exact_bytes)
-        self.drift = (2 * self._controller.loss) ** 0.5
+        runs = contract.tier_id[..., :paged].unflatten(-1, (-1, RUN_TOKENS))
+        self.drift = self._drift_of(runs.amin(-1), tokens)
         return self._with_windows(contract)
+
+    def _drift_of(self, tier_id: Tensor, num_tokens: int) -> float:
+        """Predicted move of the model's logits.
+
+        Args:
+            tier_id: ``[layers with full attention, heads, runs]``.
+            num_tokens: Length of the sequence.
+        """
+        squares = sum(
+            float(notes.squared_drift(own, num_tokens).sum())
+            for notes, own in zip(self.notes, tier_id, strict=True)
+        )
+        return self._retention.policy.drift_scale * (2 * squares) ** 0.5
+
+    def predict_drift(self) -> float:
+        """How far what is coded and gone may move the model's logits, by the pages as they are."""
+        if self._is_decided and any(notes.num_runs for notes in self.notes):
+            pages = self._store.page_list(self._sequence)
+            tokens = self._store.num_tokens(self._sequence)
+            self.drift = self._drift_of(self._run_tiers(pages), tokens)
+            self._store.forget_page_list(self._sequence)
+        return self.drift
+
+    def _run_tiers(self, pages: PageList) -> Tensor:
+        """``[layers with full attention, heads, runs]`` uint8 tier of every run that was noted."""
+        full, heads = self._config.full_layers, self._config.geometry.num_kv_heads
+        runs = max(notes.num_runs for notes in self.notes)
+        place = torch.full((self._config.geometry.num_layers,), -1)
+        place[list(full)] = torch.arange(len(full))
+        layer = place[pages.layer_ids][:, None]
+        is_noted = (pages.runs >= 0) & (pages.runs < runs) & (layer >= 0)
+        at = (layer * heads + pages.head_ids[:, None]) * runs + pages.runs
+        tier_id = torch.zeros(len(full) * heads * runs, dtype=torch.uint8)
+        own = pages.tier_ids[:, None].expand_as(at)
+        tier_id[at[is_noted]] = own[is_noted].to(torch.uint8)
+        return tier_id.view(len(full), heads, runs)
+
+    def _tier_of_new(self, contract: WriteContract) -> str:
+        """Tier at which new states are sealed.
+
+        A variant that is held to one tier is held to it while decoding too: the lowest that the
+        prompt's decision took.
+        """
+        if self._retention.options.variant == "joint":
+            return self._plan.tier
+        coded = contract.tier_id[(contract.tier_id > 0) & ~contract.protected]
+        return self._plan.tiers[int(coded.min())].name if coded.numel() else self._plan.tier
 
     def _keep_short(self, tokens: int) -> WriteContract:
         """A prompt of which nothing can be decided: its sinks stay dense, the rest is coded.
@@ -264,17 +326,19 @@ class RetentionResidency:
         return limit - int(limit * self.gate.options.reserve_share)
 
     def _seal_bytes(self) -> int:
-        """Most bytes that sealing one page of every head adds, with a slab to spare.
+        """Most bytes that sealing the tail of every head adds, with a slab to spare.
 
         A demoted page takes its new place before its slab is empty and goes: the spare one keeps
         that moment under the ceiling too.
         """
-        geometry = self._config.geometry
-        pages = geometry.num_layers * geometry.num_kv_heads
-        key = (self._plan.tiers.id_of(self._plan.tier), PositionMode.CONTIGUOUS)
-        one = np.ones(geometry.num_kv_heads, dtype=np.int64)
+        geometry, tiers = self._config.geometry, self._plan.tiers
+        tier = self._store.seal_tier(self._sequence)
+        per_head = self._store.config.seal_tokens // tiers[tier].page_tokens
+        pages = geometry.num_layers * geometry.num_kv_heads * per_head
+        key = (tiers.id_of(tier), PositionMode.CONTIGUOUS)
+        grown = np.full(geometry.num_kv_heads, per_head, dtype=np.int64)
         tables = sum(
-            self._store.table(self._sequence, layer).growth_bytes(one)
+            self._store.table(self._sequence, layer).growth_bytes(grown)
             for layer in range(geometry.num_layers)
         )
         spare = self._store.config.max_slab_pages
@@ -294,11 +358,24 @@ class RetentionResidency:
         sealed = tail.first_position
         self._note_until(sealed)
         limit = self._limit(self._store.num_tokens(self._sequence) + num_new)
-        self._meet(limit, sealed, self._seal_bytes)
+        self._store.seal_at(self._sequence, self._seal_tier)
+        self._settle(limit, sealed, self._seal_bytes)
         if sealed == 0:
             self._seal_first()
         else:
+            if self.gate is not None and self.gate.is_on:
+                self._escalate(limit)
             self._store.make_room([self._sequence], num_new)
+
+    def _escalate(self, limit: int) -> None:
+        """Seal what is still dense at the next finer tier, if no older page has to go for it."""
+        tiers = self._plan.tiers
+        finer = min(tiers.id_of(self._seal_tier) + 1, tiers.dense_id)
+        self._store.seal_at(self._sequence, tiers[finer].name)
+        if self._used() + self._seal_bytes() > limit:
+            self._store.seal_at(self._sequence, self._seal_tier)
+        else:
+            self.num_escalated += 1
 
     def _note_until(self, position: int) -> None:
         """Note runs that are sealed and not young any more, as runs of their age usually are."""
@@ -320,6 +397,16 @@ class RetentionResidency:
         for layer, (keys, values) in enumerate(states):
             positions = torch.arange(tokens)
             self._store.write(self._sequence, layer, contract.layer(layer), keys, values, positions)
+
+    def _settle(self, limit: int, sealed: int, reserve: Callable[[], int]) -> None:
+        """Meet a limit, see ``_meet``, and predict the drift of what is left."""
+        try:
+            self._meet(limit, sealed, reserve)
+            if self.gate is not None:
+                self.predict_drift()
+        finally:
+            # keeping what was read of the pages costs the budget more than reading them again
+            self._store.forget_page_list(self._sequence)
 
     def _meet(self, limit: int, sealed: int, reserve: Callable[[], int]) -> None:
         """Demote or drop pages where that costs least until the bytes in use meet a limit.
@@ -345,16 +432,14 @@ class RetentionResidency:
             choices = self._choices(pages)
             held = choices.bytes_of(pages.tier_ids)
             needed = self._used() + reserve() - target
-            found = allocate_tiers(choices, max(0, held - needed))
-            changed = (found.tier_id < pages.tier_ids).nonzero()[:, 0]
-            self._apply(pages.select(changed), found.tier_id[changed], limit)
+            tier_id = self._rechoose(choices, pages, max(0, held - needed))
+            changed = (tier_id < pages.tier_ids).nonzero()[:, 0]
+            self._apply(pages.select(changed), tier_id[changed], limit)
             over = self._used() + reserve() - limit
             if over <= 0:
                 break
             # tables and slabs take whole entries and pages: ask for that much more
             target -= over
-        # keeping what was read of the pages would cost the budget more than reading them again
-        self._store.forget_page_list(self._sequence)
         needed = self._used() + reserve()
         if needed > limit:
             raise BudgetError(needed, limit, limit, "what may not be dropped")
@@ -370,7 +455,8 @@ class RetentionResidency:
         """What each tier of each page would lose and cost.
 
         A page at the seal tier may go to any lower one. A page below it was coded twice if it
-        were demoted again, which gains next to nothing: it stays or goes.
+        were demoted again, which gains next to nothing: it stays or goes. So does every page of a
+        variant that knows one tier, and one that keeps everything drops none.
         """
         tokens = self._store.num_tokens(self._sequence)
         place = {layer: index for index, layer in enumerate(self._config.full_layers)}
@@ -380,12 +466,50 @@ class RetentionResidency:
         each = losses[where[:, None], pages.head_ids[:, None], runs.clamp(0, losses.shape[2] - 1)]
         # runs past a page's last one point to the first run, whose loss may be infinite
         loss = torch.where((runs >= 0)[..., None], each, 0.0).sum(1)
-        tier = torch.arange(loss.shape[1])[None]
-        own = pages.tier_ids[:, None]
-        seal = self._plan.tiers.id_of(self._plan.tier)
-        is_barred = (tier > 0) & (tier < own) & (own < seal)
-        loss = torch.where(is_barred, torch.maximum(loss, loss[:, :1]), loss)
-        return TierChoices(loss, self._tier_bytes, ceiling=pages.tier_ids)
+        tier, own = torch.arange(loss.shape[1])[None], pages.tier_ids[:, None]
+        variant = self._retention.options.variant
+        is_barred = (tier > 0) & (tier < own)
+        if variant == "joint":
+            is_barred &= own < self._plan.tiers.id_of(self._seal_tier)
+        if variant != "quant":
+            loss = torch.where(is_barred, torch.maximum(loss, loss[:, :1]), loss)
+        floor = torch.ones_like(pages.tier_ids) if variant == "quant" else None
+        return TierChoices(loss, self._page_bytes(pages), floor=floor, ceiling=pages.tier_ids)
+
+    def _page_bytes(self, pages: PageList) -> Tensor:
+        """Bytes of every tier, ``[tiers]``; ``[pages, tiers]`` if some pages are dense."""
+        dense = self._plan.tiers.dense_id
+        is_dense = pages.tier_ids == dense
+        if not bool(is_dense.any()):
+            return self._tier_bytes
+        # a dense page holds half the states of a coded one, but not half a page once it is coded
+        cost = self._tier_bytes.repeat(pages.num_pages, 1)
+        per_page = self._costs.page_bytes[BlockShape.RUNS][dense]
+        cost[is_dense] = torch.cummax(cost[is_dense].clamp(max=per_page), 1).values
+        return cost
+
+    def _rechoose(self, choices: TierChoices, pages: PageList, budget: int) -> Tensor:
+        """Tier of every page under a number of bytes.
+
+        Where all heads are held to the same tiers, pages of equal rank in their heads, by tier and
+        then by loss, are one unit.
+        """
+        if not self._retention.options.uniform_heads:
+            return allocate_tiers(choices, budget).tier_id
+        heads = pages.layer_ids * self._config.geometry.num_kv_heads + pages.head_ids
+        order = choices.distortion[:, 0].argsort(descending=True, stable=True)
+        for key in (-pages.tier_ids, heads):
+            order = order[key[order].argsort(stable=True)]
+        counts = heads.bincount()
+        first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order)) - first[heads[order]]
+        shape = (int(rank.max()) + 1, choices.distortion.shape[1])
+        loss = torch.zeros(shape).index_add_(0, rank, choices.distortion.float())
+        cost = torch.zeros(shape, dtype=torch.int64)
+        cost.index_add_(0, rank, choices.cost.expand(pages.num_pages, -1))
+        found = allocate_tiers(TierChoices(loss, cost), budget).tier_id[rank]
+        return torch.minimum(found, pages.tier_ids)
 
     def _apply(self, pages: PageList, tier_id: Tensor, limit: int) -> None:
         """Demote pages, or drop them, and give the places they leave back.
@@ -433,20 +557,27 @@ class RetentionResidency:
         # a share of fewer tokens allows fewer bytes
         sealed = self._store.tail(self._sequence, 0).first_position
         self._note_until(sealed)
-        self._meet(self._limit(num_tokens), sealed, lambda: 0)
+        self._settle(self._limit(num_tokens), sealed, lambda: 0)
 
     def fork(self, store: PageStore, sequence: int) -> RetentionResidency:
         """The same for a copy of the sequence."""
         other = RetentionResidency(self._config, self._plan, store, sequence, self._ceiling)
-        other._is_decided = self._is_decided
+        other._is_decided, other._seal_tier = self._is_decided, self._seal_tier
         other.notes = [notes.copy() for notes in self.notes]
         other.drift, other.num_rebalances = self.drift, self.num_rebalances
+        other.num_escalated = self.num_escalated
         other.gate = copy.deepcopy(self.gate)
         return other
 
     def state(self) -> dict[str, Tensor]:
-        """Notes of every layer and the predicted drift, by name."""
-        state = {"drift": torch.tensor([self.drift], dtype=torch.float64)}
+        """Notes of every layer, the seal tier, the predicted drift and the gate, by name."""
+        seal = self._plan.tiers.id_of(self._seal_tier)
+        state = {
+            "drift": torch.tensor([self.drift], dtype=torch.float64),
+            "seal_tier": torch.tensor([seal]),
+        }
+        if self.gate is not None:
+            state["gate"] = self.gate.state()
         for index, notes in enumerate(self.notes):
             for name, tensor in notes.state().items():
                 state[f"notes.{index}.{name}"] = tensor
@@ -456,6 +587,9 @@ class RetentionResidency:
         """Take over what ``state`` gave."""
         self._is_decided = True
         self.drift = float(state["drift"])
+        self._seal_tier = self._plan.tiers[int(state["seal_tier"])].name
+        if self.gate is not None:
+            self.gate.load_state(state["gate"].cpu())
         self.notes = []
         for index in range(len(self._config.full_layers)):
             lead = f"notes.{index}."
@@ -467,8 +601,15 @@ class RetentionResidency:
             self.notes.append(RunNotes.from_state(own))
 
     def describe(self) -> str:
-        """The seal tier and what the controller is restricted to."""
-        return f"{self._retention.options.variant}, seals at {self._plan.tier}"
+        """The seal tier, what the controller is restricted to, and what its gate did."""
+        told = f"{self._retention.options.variant}, seals at {self._seal_tier}"
+        if self.gate is None:
+            return told
+        gate = self.gate
+        return (
+            f"{told}; gate on in {gate.num_on_steps} of {gate.num_steps} steps, "
+            f"{gate.num_switches} switches, sealed finer {self.num_escalated} times"
+        )
 
 
 def page_costs(config: CacheConfig, plan: ResidencyPlan, store: PageStore) -> PageCosts:

@@ -13,8 +13,9 @@ from sphkv.cli.output import check_writable, format_table, write_json
 
 _BOUNDS = ("kl", "kl_tail", "delta_t", "s_traj", "lost", "refusal_flips")
 _FAILURE_COLUMNS = (
-    "failure", "drift_trigger", "drift_fix", "lost_trigger", "lost_fix", "delta_t_trigger",
-    "delta_t_fix", "cost_bytes_per_token",
+    "failure", "budget", "is_triggered", "is_recovered", "drift_trigger", "drift_fix",
+    "lost_trigger", "lost_fix", "delta_t_trigger", "delta_t_fix", "s_traj_trigger", "s_traj_fix",
+    "cost_bytes_per_token",
 )  # fmt: skip
 
 
@@ -29,7 +30,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--budget", required=True, help="byte budget of the cache")
     parser.add_argument("--method", default="spherical", help="ours or a baseline")
     parser.add_argument("--context", type=int, default=4096, help="tokens of the document")
-    parser.add_argument("--data", help="data folder, or hub:DATASET; made-up text without it")
+    parser.add_argument("--data", help="data folder; made-up text without it")
     parser.add_argument("--calibration-text", help="text to calibrate on; default: made up")
     parser.add_argument("--keep", help="folder that keeps the calibration for the next time")
     parser.add_argument("--policy", help="weights of the controller, by sphkv fit-policy")
@@ -45,9 +46,16 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     for name in _BOUNDS:
         kind = int if name in ("lost", "refusal_flips") else float
         parser.add_argument(f"--bound-{name.replace('_', '-')}", type=kind, metavar="BOUND")
+    parser.add_argument("--texts", type=int, default=1, help="stretches watched for drift")
+    parser.add_argument("--split", default="development", help="development or test")
+    parser.add_argument("--purpose", default="development", help="must be test for test data")
+    parser.add_argument("--log", help="file that counts uses of test data; needed for these")
     parser.add_argument(
-        "--failures", metavar="BUDGET", help="also trigger and fix the failure classes, this tight"
+        "--failures",
+        metavar="BUDGETS",
+        help="also trigger and fix the failure classes; comma-separated, loosest first",
     )
+    parser.add_argument("--threads", type=int, default=0, help="of torch; 0 leaves its default")
     parser.add_argument("--out", help="file for the certificate")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
@@ -56,6 +64,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> int:
     """Examine one operating point."""
     check_writable(args.out)
+    import torch
+
     from sphkv.core.configs import build_config
     from sphkv.evaluation.witness.certify import CertifyConfig, certify
 
@@ -69,16 +79,21 @@ def run(args: argparse.Namespace) -> int:
         "context": args.context,
         "num_following": args.following,
         "num_seeds": args.seeds,
+        "num_texts": args.texts,
+        "split": args.split,
+        "purpose": args.purpose,
         "has_gate": not args.no_gate,
         "per_witness": args.per_witness,
         "bounds": bounds,
     }
-    for name in ("data", "calibration_text", "policy", "suffix_tokens"):
+    for name in ("data", "calibration_text", "policy", "suffix_tokens", "log"):
         if getattr(args, name) is not None:
             settings[name] = getattr(args, name)
     if args.failures is not None:
-        settings["failure_budget"] = args.failures
+        settings["failure_budgets"] = args.failures.split(",")
     config = build_config(CertifyConfig, settings)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     keep = None if args.keep is None else Path(args.keep)
     if keep is not None and not (args.keep and keep.is_dir()):
         raise FileNotFoundError(f"there is no folder {args.keep!r} to keep a calibration in")

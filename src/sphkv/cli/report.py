@@ -94,8 +94,12 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--out", help="folder for report.html, points.csv and PNG")
     parser.add_argument("--readme", help="file whose table of decoding is rebuilt")
     parser.add_argument("--picture", help="with --readme: the picture beside it, .svg or .png")
-    parser.add_argument("--ablation", help="record of sphkv ablate, to show beside")
-    parser.add_argument("--certificate", help="certificate of sphkv certify, to show beside")
+    parser.add_argument(
+        "--certificate",
+        action="append",
+        default=[],
+        help="certificate of sphkv certify, to show beside; may be given several times",
+    )
     parser.set_defaults(run=_run_report)
 
 
@@ -124,17 +128,14 @@ def _write_page(args: argparse.Namespace) -> int:
     from sphkv.evaluation.report.page import draw_png, make_frontiers, points_csv, render_report
     from sphkv.evaluation.report.sections import load_study
 
-    studies = {
-        name: load_study(Path(path), field=field)
-        for name, field in (("ablation", "records"), ("certificate", "witnesses"))
-        if (path := getattr(args, name)) is not None
-    }
+    certificates = [load_study(Path(path), field="witnesses") for path in args.certificate]
     folder = Path(args.out)
     records = load_records([Path(path) for path in args.records])
     frontiers = make_frontiers(records, delta=args.delta, kl=args.kl, quality_field=args.quality)
     folder.mkdir(parents=True, exist_ok=True)
     command = f"sphkv sweep ... ; sphkv report {' '.join(args.records)} --out {args.out}"
-    write_text(folder / "report.html", render_report(records, frontiers, command, **studies))
+    page = render_report(records, frontiers, command, certificates=certificates)
+    write_text(folder / "report.html", page)
     write_text(folder / "points.csv", points_csv(frontiers))
     try:
         draw_png(frontiers, folder / "frontier.png")

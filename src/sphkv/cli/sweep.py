@@ -60,7 +60,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
         name: value for name in ("data", "model") if (value := getattr(args, name)) is not None
     }
     _check_folder(Path(args.out))
-    _measure(resolve_config(SweepConfig, path=Path(args.config), flags=flags), Path(args.out))
+    measure(resolve_config(SweepConfig, path=Path(args.config), flags=flags), Path(args.out))
     return 0
 
 
@@ -70,7 +70,7 @@ def _check_folder(out: Path) -> None:
         raise FileNotFoundError(f"there is no folder {out.parent} to write {out.name} to")
 
 
-def _measure(config: SweepConfig, out: Path) -> None:
+def measure(config: SweepConfig, out: Path) -> None:
     """Measure the points of a grid that a record file lacks, and say how it goes."""
     from sphkv.evaluation.records import RecordFile
     from sphkv.evaluation.sweep.grid import SweepRunner
@@ -148,7 +148,7 @@ def _run_compare(args: argparse.Namespace) -> int:
     }
     if args.policy is not None:
         settings["policy"] = args.policy
-    _measure(build_config(SweepConfig, settings), Path(args.out))
+    measure(build_config(SweepConfig, settings), Path(args.out))
     if args.workload == "lm":
         rows = comparison_rows(load_records([Path(args.out)]))
         print(format_table(_COMPARE_COLUMNS, rows))

@@ -28,6 +28,9 @@ from typing import (
 FORMAT = "sphkv-records-2"
 """Since 2 text is decoded under the budget and a point is labelled by its peak bytes."""
 
+CERTIFICATE_FORMAT = "sphkv-certificate-2"
+"""Since 2 a certificate names its split and failure classes say whether they were recovered."""
+
 
 class MethodDescription(TypedDict):
     """What a cache chose under its budget.
@@ -173,14 +176,16 @@ class MarginCounts(TypedDict):
     Attributes:
         tokens: Tokens by margin.
         tipped: Of these, with another best token.
-        drift: Predicted drift; of a controller only.
+        drift: Predicted drift at the end; of a controller only.
         margins: Margin of every token; of a controller only.
+        tipped_at: Tokens with another best token, counted from 0; of a controller only.
     """
 
     tokens: list[int]
     tipped: list[int]
     drift: NotRequired[float]
     margins: NotRequired[list[float]]
+    tipped_at: NotRequired[list[int]]
 
 
 class TextQuality(KLSummary):
@@ -419,6 +424,104 @@ class Run(TypedDict):
     setup: Setup
 
 
+class FailureRow(TypedDict):
+    """One of the paper's failure classes, under its trigger and after its fix.
+
+    Attributes:
+        failure: Its name.
+        mechanism: What goes wrong.
+        budget: At which it was examined.
+        num_prompts: Prompts examined.
+        num_shown: Prompts on which dense has what may be lost; 0 if all were examined in vain.
+        is_triggered: Whether the failure showed.
+        is_recovered: Whether the fix made nothing worse and something better.
+        drift_trigger: Mean divergence from dense's answers, in nats.
+        drift_fix: The same after the fix, as all that end so.
+        lost_trigger: Answers that lost what dense's have.
+        lost_fix: After the fix.
+        delta_t_trigger: Mean difference of answers' lengths, in tokens.
+        delta_t_fix: After the fix.
+        s_traj_trigger: Mean variance over sampled answers of having the property.
+        s_traj_fix: After the fix.
+        cost_bytes_per_token: Bytes that the fix pins.
+    """
+
+    failure: str
+    mechanism: str
+    budget: str
+    num_prompts: int
+    num_shown: int
+    is_triggered: bool
+    is_recovered: bool
+    drift_trigger: float
+    drift_fix: float
+    lost_trigger: int
+    lost_fix: int
+    delta_t_trigger: float
+    delta_t_fix: float
+    s_traj_trigger: float
+    s_traj_fix: float
+    cost_bytes_per_token: float
+
+
+class WitnessRow(TypedDict):
+    """One judged behaviour of a certificate.
+
+    Attributes:
+        name: What is watched.
+        value: The method's figure.
+        bound: The most that it may be.
+        dense: Dense's figure, where there is one.
+        exemplar: The worst example.
+        is_held: Whether the figure is within its bound.
+        is_mute: Whether dense itself fails, so that it shows nothing.
+    """
+
+    name: str
+    value: float
+    bound: float
+    dense: float | None
+    exemplar: str
+    is_held: bool
+    is_mute: bool
+
+
+class Certificate(TypedDict):
+    """What ``sphkv certify`` writes.
+
+    Attributes:
+        format: ``CERTIFICATE_FORMAT``.
+        is_safe: Whether every witness holds.
+        config: The operating point and how it was examined.
+        witnesses: Every judged behaviour.
+        prompts: Prompts of each witness.
+        memory: Bytes and realisation; None if nothing could be stored.
+        dense_bytes_per_token: Bytes of a dense cache per token.
+        suite_id: Names the prompts.
+        calibration_id: Names the codebooks.
+        policy_id: Names the controller's weights.
+        backend: What ran decode attention.
+        environment: Hardware, versions, commit.
+        stability: Figures over all answers; None if there are none.
+        failures: The failure classes, if they were examined.
+    """
+
+    format: str
+    is_safe: bool
+    config: dict[str, Any]
+    witnesses: list[WitnessRow]
+    prompts: dict[str, int]
+    memory: dict[str, Any] | None
+    dense_bytes_per_token: int
+    suite_id: str
+    calibration_id: str
+    policy_id: str
+    backend: str
+    environment: dict[str, Any]
+    stability: dict[str, Any] | None
+    failures: NotRequired[list[FailureRow]]
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """Something in a record file that is not as it should be.
@@ -440,11 +543,15 @@ class Fault:
 
 
 def validate_file(path: Path) -> list[Fault]:
-    """Everything that is wrong with a record file; an empty list if nothing is."""
+    """Everything that is wrong with a record file or certificate; an empty list if nothing is."""
     faults: list[Fault] = []
     runs: set[str] = set()
     seen: set[str] = set()
-    for number, row in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    text = path.read_text(encoding="utf-8")
+    if _is_certificate(text):
+        wrong = check_value(json.loads(text), Certificate)
+        return [Fault(1, field, problem) for field, problem in wrong]
+    for number, row in enumerate(text.splitlines(), 1):
         try:
             line = json.loads(row)
         except ValueError as error:
@@ -453,6 +560,14 @@ def validate_file(path: Path) -> list[Fault]:
         found = list(_check_line(line, runs, seen))
         faults += [Fault(number, field, problem) for field, problem in found]
     return faults
+
+
+def _is_certificate(text: str) -> bool:
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(data, dict) and data.get("format") == CERTIFICATE_FORMAT
 
 
 def _check_line(line: Any, runs: set[str], seen: set[str]) -> Iterator[tuple[str, str]]:

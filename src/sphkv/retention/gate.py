@@ -2,7 +2,8 @@
 """The stability gate: holds compression back while a decision is about to tip.
 
 Danger is the predicted drift of the logits over the margin between the two best tokens. Between
-the two thresholds the gate keeps its state, so it cannot flutter.
+the two thresholds the gate keeps its state, so it cannot flutter. Derivation of the drift:
+docs/math/retention.md, section 7.
 """
 
 from __future__ import annotations
@@ -26,14 +27,12 @@ class GateOptions:
         tau_prot: Danger at or above which states are escalated and nothing is dropped.
         cooldown_steps: Steps the gate stays on at least.
         reserve_share: Part of the budget held back for escalated states.
-        probe_every: Steps between live probes of a few heads; 0 for none.
     """
 
     tau_drop: float = 0.5
     tau_prot: float = 1.0
-    cooldown_steps: int = 8
+    cooldown_steps: int = 0
     reserve_share: float = 0.02
-    probe_every: int = 0
 
     def __post_init__(self) -> None:
         """Reject thresholds out of order and shares that are none."""
@@ -44,10 +43,9 @@ class GateOptions:
             )
         if not 0 <= self.reserve_share < 1:
             raise ValueError(f"reserve_share must be in [0, 1), got {self.reserve_share!r}")
-        for name in ("cooldown_steps", "probe_every"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+        steps = self.cooldown_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"cooldown_steps must be an integer of at least 0, got {steps!r}")
 
 
 def danger_score(drift: float, margin: float) -> float:
@@ -75,47 +73,38 @@ def logit_drift_bound(
     return scale * query_norm * (radius_error + radius * angle_error)
 
 
-def predicted_drift(
-    query_norm: Tensor,
-    radius: Tensor,
-    attention: Tensor,
-    tier_id: Tensor,
-    errors: TierErrors,
-    *,
-    scale: float,
-) -> float:
-    """How far coding moves the attention logits of a layer, as its queries will notice.
-
-    Every stored state's bound counts by the attention it gets, so a head's drift is that of the
-    logit it attends to on average; the layer's is its worst head's. Dropped states have no logit.
+def tier_bounds(
+    query: Tensor, radius: Tensor, attention: Tensor, errors: TierErrors, *, scale: float
+) -> Tensor:
+    """The bound of the state that a head attends to on average, at every tier.
 
     Args:
-        query_norm: ``[heads]`` norm that most queries keep, see ``norm_quantile``.
+        query: ``[query_heads, queries, head_dim]``; the norm that 95% of them keep counts.
         radius: ``[heads, tokens]`` key norms.
         attention: ``[heads, tokens]`` expected attention weight, in any unit.
-        tier_id: ``[heads, tokens]`` tier of every state.
         errors: With ``direction`` and ``length`` of every tier.
         scale: Factor on the dot product.
 
     Returns:
-        Drift in logits, to be compared with a margin by ``danger_score``.
+        ``[heads, tiers]`` float32 logits; 1 at tier 0 and at most 1 elsewhere, for a state that is
+        coded badly cannot move its head's output further than one that is gone.
 
     Raises:
         ValueError: The errors have no direction or no length.
     """
     if errors.direction is None or errors.length is None:
-        raise ValueError("predicted drift needs errors with direction and length")
-    tier = tier_id.long()
+        raise ValueError("a bound on drift needs errors with direction and length")
+    total = attention.sum(1).clamp(min=torch.finfo(torch.float32).tiny)
+    mean = (attention * radius).sum(1) / total
     bound = logit_drift_bound(
-        query_norm[:, None],
-        radius,
-        angle_error=errors.direction.gather(1, tier),
-        radius_error=errors.length.gather(1, tier),
+        norm_quantile(query, radius.shape[0])[:, None],
+        mean[:, None],
+        angle_error=errors.direction,
+        radius_error=errors.length,
         scale=scale,
-    )
-    weight = attention * (tier > 0)
-    total = weight.sum(1).clamp(min=torch.finfo(torch.float32).tiny)
-    return float(((weight * bound).sum(1) / total).max())
+    ).clamp(max=1.0)
+    bound[:, 0] = 1.0
+    return bound
 
 
 def norm_quantile(query: Tensor, num_kv_heads: int) -> Tensor:
@@ -166,6 +155,22 @@ class StabilityGate:
         self.num_on_steps += self.is_on
         self.trace.append((danger, self.is_on))
         return self.is_on
+
+    def state(self) -> Tensor:
+        """``[5]`` int64 for saving: on or off, switches, steps, steps on, steps to hold."""
+        counts = (self.num_switches, self.num_steps, self.num_on_steps, self._hold)
+        return torch.tensor([int(self.is_on), *counts])
+
+    def load_state(self, state: Tensor) -> None:
+        """Take over what ``state`` gave; the trace begins anew.
+
+        Raises:
+            ValueError: It is no state of a gate.
+        """
+        if state.shape != (5,) or bool((state < 0).any()):
+            raise ValueError(f"a gate's state is 5 counts, got {state.tolist()}")
+        is_on, self.num_switches, self.num_steps, self.num_on_steps, self._hold = state.tolist()
+        self.is_on = bool(is_on)
 
     def _switch(self, is_on: bool) -> None:
         self.num_switches += self.is_on != is_on

@@ -46,6 +46,8 @@ class RunNotes:
             protected, and must not be decided about.
         tier_ratio: ``[heads, tiers]`` float32 loss of a tier over the importance; 0 at the dense
             tier.
+        bound: ``[heads, tiers]`` float32 bound on the relative change of a state's weight at a
+            tier, see ``gate.tier_bounds``; 1 at tier 0.
         born: ``[runs]`` int32 age of the run's middle when its losses were noted.
         profile: ``[heads, bins, 2]`` float16 log of mean importance and mean drop loss of the
             prompt's free runs, by age.
@@ -54,16 +56,20 @@ class RunNotes:
     log_importance: Tensor
     log_drop: Tensor
     tier_ratio: Tensor
+    bound: Tensor
     born: Tensor
     profile: Tensor
 
     @classmethod
-    def of_prompt(cls, run_losses: Tensor, priced: PricedLayer, *, num_tokens: int) -> RunNotes:
+    def of_prompt(
+        cls, run_losses: Tensor, priced: PricedLayer, bound: Tensor, *, num_tokens: int
+    ) -> RunNotes:
         """Notes of a prompt's first tokens, those that were decided about.
 
         Args:
             run_losses: ``[heads, runs, tiers]``, see ``LayerPricer.run_losses``.
             priced: The same layer as blocks.
+            bound: ``[heads, tiers]``, see ``gate.tier_bounds``.
             num_tokens: Tokens to note, whole runs; ages are counted from the end of the prompt.
         """
         if num_tokens % RUN_TOKENS or not 0 < num_tokens <= priced.protected.shape[1]:
@@ -79,7 +85,7 @@ class RunNotes:
         ratio[:, -1] = 0
         age = _ages(runs, priced.protected.shape[1], importance.device)
         profile = _age_profile(importance, drop, age)
-        return cls(_log(importance).half(), _log(drop).half(), ratio, age, profile)
+        return cls(_log(importance).half(), _log(drop).half(), ratio, bound, age, profile)
 
     @classmethod
     def unmeasured(cls, num_heads: int, tiers: TierTable) -> RunNotes:
@@ -90,12 +96,14 @@ class RunNotes:
         ratio = torch.tensor(
             [0.5 * (4.0**-tier.key_bits + 4.0**-tier.value_bits) for tier in tiers]
         )
-        ratio[tiers.dense_id] = 0
+        bound = torch.tensor([2.0**-tier.key_bits for tier in tiers])
+        ratio[tiers.dense_id] = bound[tiers.dense_id] = 0
         profile = -torch.tensor(_CENTRES, dtype=torch.float16)
         return cls(
             torch.empty(num_heads, 0, dtype=torch.float16),
             torch.empty(num_heads, 0, dtype=torch.float16),
             ratio.repeat(num_heads, 1),
+            bound.repeat(num_heads, 1),
             torch.empty(0, dtype=torch.int32),
             profile[None, :, None].repeat(num_heads, 1, 2),
         )
@@ -105,7 +113,7 @@ class RunNotes:
         """Heads of several layers with the same runs, as if they were those of one."""
         if any(not torch.equal(part.born, parts[0].born) for part in parts):
             raise ValueError("only notes of the same runs can be joined")
-        names = ("log_importance", "log_drop", "tier_ratio", "profile")
+        names = ("log_importance", "log_drop", "tier_ratio", "bound", "profile")
         heads = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         return cls(born=parts[0].born, **heads)
 
@@ -142,6 +150,7 @@ class RunNotes:
         shapes = {
             "log_drop": (heads, runs),
             "tier_ratio": (heads, notes.tier_ratio.shape[-1]),
+            "bound": (heads, notes.tier_ratio.shape[-1]),
             "born": (runs,),
             "profile": (heads, len(AGE_EDGES), 2),
         }
@@ -194,12 +203,37 @@ class RunNotes:
         Returns:
             ``[heads, runs, tiers]`` float32; infinite at tier 0 for protected runs.
         """
+        importance, drop = self._now(num_tokens)
+        loss = importance[..., None] * self.tier_ratio[:, None]
+        loss[..., 0] = drop
+        return loss
+
+    def squared_drift(self, tier_id: Tensor, num_tokens: int) -> Tensor:
+        """Bound on the squared move of each head's output, in units of loss.
+
+        An error of a logit moves the output by that part of what dropping the state would, and
+        errors of different states are independent. Dropped runs count with what dropping all of
+        them together moved.
+
+        Args:
+            tier_id: ``[heads, runs]`` tier of every run that was noted.
+            num_tokens: Length of the sequence.
+
+        Returns:
+            ``[heads]`` float32.
+        """
+        importance, drop = self._now(num_tokens)
+        coded = importance * self.bound.gather(1, tier_id.long()).square()
+        # what no block holds is protected and cannot be gone
+        gone = drop.masked_fill(drop.isinf(), 0.0)
+        return torch.where(tier_id > 0, coded, gone).sum(1)
+
+    def _now(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Importance and loss of dropping of every run at a length, ``[heads, runs]`` each."""
         now = _ages(self.num_runs, num_tokens, self.born.device)
         aged = (self.profile_at(now) - self.profile_at(self.born)).clamp(max=0)
         importance = (self.log_importance.float() + aged[..., 0]).exp()
-        loss = importance[..., None] * self.tier_ratio[:, None]
-        loss[..., 0] = (self.log_drop.float() + aged[..., 1]).exp()
-        return loss
+        return importance, (self.log_drop.float() + aged[..., 1]).exp()
 
     def profile_at(self, ages: Tensor) -> Tensor:
         """Log of mean importance and mean drop loss at some ages.

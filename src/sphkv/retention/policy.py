@@ -97,6 +97,8 @@ class RetentionPolicy:
             takes every layer's outputs relative to their own energy.
         surprise: Part of later queries that turn to a token which the prompt's queries did not
             ask for, per factor e of its age, ``[layers][KV heads]``; None expects none.
+        drift_scale: Move of the margin between the two best tokens per unit of the predicted
+            drift of what is coded and gone; by it a stability gate compares drift and margin.
         model_id: Model the weights were fitted on; empty if they are not fitted.
     """
 
@@ -110,13 +112,14 @@ class RetentionPolicy:
     window_stride: int = 4
     sensitivity: tuple[tuple[float, ...], ...] | None = None
     surprise: tuple[tuple[float, ...], ...] | None = None
+    drift_scale: float = 1.0
     model_id: str = ""
 
     def __post_init__(self) -> None:
         """Reject weights that are negative or not finite."""
         weights = {
             name: getattr(self, name)
-            for name in ("alpha_theta", "alpha_r", "alpha_value", "alpha_drop")
+            for name in ("alpha_theta", "alpha_r", "alpha_value", "alpha_drop", "drift_scale")
         }
         for at, value in enumerate(self.segment_weights):
             weights[f"segment_weights[{at}]"] = value

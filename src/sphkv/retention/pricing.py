@@ -162,12 +162,12 @@ class LayerPricer:
 
     @property
     def key(self) -> Hashable:
-        """Equal for pricers that price a layer alike, given the same costs and policy."""
+        """Equal for pricers that price a layer alike, given the same costs and errors."""
         options = self.options
         return (
             options.score,
             options.shapes,
-            options.use_segments,
+            self.policy.segment_weights if options.use_segments else None,
             options.variant == "decoupled",
         )
 

@@ -191,6 +191,14 @@ class PageStore:
         """Name of the tier of pages that full tails of a sequence become."""
         return self.config.tiers[self._get(sequence).seal_tier_id].name
 
+    def seal_at(self, sequence: int, tier: str) -> None:
+        """Have full tails of a sequence become pages of another tier from now on.
+
+        Raises:
+            ValueError: The tier stores nothing, or its pages do not divide what seals at once.
+        """
+        self._get(sequence).seal_tier_id = self.config.seal_tier_id(tier)
+
     def num_tokens(self, sequence: int, layer: int = 0) -> int:
         """Tokens a layer has been given: the position of the next one."""
         return self._get(sequence, layer).next_position[layer]

@@ -63,7 +63,7 @@ class Decision:
         contract: The tier of every state.
         tiers: What its numbers mean.
         segments: Passages of the prompt.
-        drift: Predicted drift of a token's logits.
+        drift: Predicted drift of a token's logits, as of now.
     """
 
     contract: WriteContract
@@ -294,7 +294,8 @@ class EngineSubject:
         if not isinstance(residency, RetentionResidency) or self._contract is None:
             return None
         assert retention is not None
-        return Decision(self._contract, retention.tiers, retention.segments, residency.drift)
+        drift = residency.predict_drift()
+        return Decision(self._contract, retention.tiers, retention.segments, drift)
 
     def stop_timing(self) -> None:
         """Nothing is rebuilt."""

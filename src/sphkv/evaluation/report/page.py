@@ -84,8 +84,7 @@ def render_report(
     frontiers: Sequence[PanelFrontier],
     command: str,
     *,
-    ablation: Mapping[str, Any] | None = None,
-    certificate: Mapping[str, Any] | None = None,
+    certificates: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The page.
 
@@ -93,8 +92,7 @@ def render_report(
         records: As ``load_records`` returns them.
         frontiers: Of the same records.
         command: What was run to measure them, for the reader.
-        ablation: Record of ``sphkv ablate``, shown beside.
-        certificate: Of ``sphkv certify``, likewise.
+        certificates: Of ``sphkv certify``, shown beside.
     """
     methods = list(dict.fromkeys(m.method for f in frontiers for m in f.methods))
     setups = {json.dumps(record["setup"], sort_keys=True, indent=1) for record in records}
@@ -114,8 +112,8 @@ def render_report(
         ("Where the controller spends", allocation_parts(records, frontiers)),
         ("Stability phase diagram", phase_diagram(records)),
         ("Gate trace", gate_traces(records, frontiers)),
-        ("Ablation", "" if ablation is None else ablation_part(ablation)),
-        ("Witnesses", "" if certificate is None else certificate_part(certificate)),
+        ("Ablation", ablation_part(records)),
+        ("Witnesses", "".join(map(certificate_part, certificates))),
     ]
     body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections if content)
     return "\n".join(

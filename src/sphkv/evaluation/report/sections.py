@@ -22,13 +22,50 @@ from sphkv.evaluation.frontier import (
 )
 from sphkv.evaluation.metrics.divergence import DRIFT_EDGES
 from sphkv.evaluation.report.charts import Mark, Series, number_text, scatter, stacked_bars
+from sphkv.evaluation.retention.study import ablation_rows
+from sphkv.evaluation.runner.methods import JOINT, UNIFORM
 
 Record = Mapping[str, Any]
 
-JOINT = "Joint"
-SINGLE_LEVERS = ("KeepDrop", "Quant", "Decoupled")
+SINGLE_LEVERS = ("joint:keepdrop", "joint:quant", "joint:decoupled")
 BETA = 0.01
 """Nats of divergence that a factor e of throughput is worth in Psi."""
+
+_ABLATION_COLUMNS = {
+    "budget": "budget",
+    "variant": "variant",
+    "lm_kl": "KL",
+    "lm_worst": "worst token",
+    "lm_same": "same top-1",
+    "nll_delta": "NLL change",
+    "tok_s": "tok/s",
+    "attend_ms": "attention, ms",
+    "qa_kl": "KL of answers",
+    "qa_same": "same answers",
+    "r_fail": "R_fail",
+    "delta_t": "Delta T",
+    "s_traj": "S_traj",
+    "psi": "Psi",
+    "num_prompts": "prompts",
+    "num_answered": "of these answered by dense",
+    "note": "",
+}
+_FAILURE_COLUMNS = {
+    "failure": "failure",
+    "budget": "budget",
+    "num_prompts": "prompts",
+    "is_triggered": "triggered",
+    "is_recovered": "recovered",
+    "drift_trigger": "KL, triggered",
+    "drift_fix": "KL, fixed",
+    "lost_trigger": "lost, triggered",
+    "lost_fix": "lost, fixed",
+    "delta_t_trigger": "Delta T, triggered",
+    "delta_t_fix": "Delta T, fixed",
+    "s_traj_trigger": "S_traj, triggered",
+    "s_traj_fix": "S_traj, fixed",
+    "cost_bytes_per_token": "bytes per token pinned",
+}
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -359,38 +396,12 @@ def load_study(path: Path, *, field: str) -> dict[str, Any]:
     return study
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
-
-
-def ablation_points(study: Mapping[str, Any], *, beta: float = BETA) -> list[dict[str, Any]]:
-    """Variants at each budget: divergence and speed on texts, agreement on questions, Psi.
-
-    A variant counts at a budget only if it could be made for every prompt that another had.
-    """
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for record in study["records"]:
-        groups[record["budget"], record["variant"]].append(record)
-    num_following = study["config"]["num_following"]
-    rows = []
-    for (budget, variant), members in groups.items():
-        done = [m for m in members if m.get("kl") is not None]
-        texts = [m for m in done if m["workload"] == "lm"]
-        kl = _mean([m["kl"] for m in texts])
-        speed = _mean([num_following / m["decode_s"] for m in texts if m.get("decode_s")])
-        answered = [m for m in done if m["workload"] != "lm"]
-        rows.append(
-            {
-                "budget": budget,
-                "variant": variant,
-                "kl": kl,
-                "same_top1": _mean([m["same_top1"] for m in texts]),
-                "tok_s": speed,
-                "same_answers": _mean([float(m["is_same_answer"]) for m in answered]),
-                "psi": None if kl is None or not speed else psi(-kl, speed, beta=beta),
-                "num_prompts": len(done),
-            }
-        )
+def ablation_points(records: Sequence[Record], *, beta: float = BETA) -> list[dict[str, Any]]:
+    """Variants of the controller at each budget, as ``ablation_rows`` has them, with Psi."""
+    rows = ablation_rows(records)
+    for row in rows:
+        is_whole = row["lm_kl"] is not None and row["tok_s"]
+        row["psi"] = psi(-row["lm_kl"], row["tok_s"], beta=beta) if is_whole else None
     return rows
 
 
@@ -407,7 +418,7 @@ def synergy_gaps(points: Sequence[Mapping[str, Any]]) -> list[tuple[str, float |
     for budget, found in by_budget.items():
         if JOINT not in found:
             continue
-        others = {name: found[name] for name in SINGLE_LEVERS if name in found}
+        others = {name: found[name] for name in found if name.startswith(SINGLE_LEVERS)}
         if not others:
             gaps.append((budget, None, "no single lever meets this budget"))
             continue
@@ -416,19 +427,25 @@ def synergy_gaps(points: Sequence[Mapping[str, Any]]) -> list[tuple[str, float |
     return gaps
 
 
-def ablation_part(study: Mapping[str, Any], *, beta: float = BETA) -> str:
-    """Tables of an ablation."""
-    points = ablation_points(study, beta=beta)
-    header = ("budget", "variant", "KL", "same top-1", "tok/s", "same answers", "Psi", "prompts")
-    rows = [["-" if cell is None else cell for cell in point.values()] for point in points]
+def ablation_part(records: Sequence[Record], *, beta: float = BETA) -> str:
+    """Tables of the controller's variants; empty if no record is of one."""
+    ours = [record for record in records if record["method"].startswith((JOINT, UNIFORM))]
+    if not any(record["method"].startswith(f"{JOINT}:") for record in ours):
+        return ""
+    points = ablation_points(ours, beta=beta)
+    rows = [
+        ["-" if point[name] is None else point[name] for name in _ABLATION_COLUMNS]
+        for point in points
+    ]
     gaps = [
         [budget, "-" if gap is None else gap, best] for budget, gap, best in synergy_gaps(points)
     ]
     return (
         f"<p class='soft'>Psi is minus the KL plus {beta:g} times the logarithm of the speed. The "
         "synergy gap is Psi of the joint variant minus the best of KeepDrop, Quant and Decoupled "
-        "at the same budget.</p>"
-        + table(header, rows)
+        "at the same budget. R_fail is the share of answers with a failure that dense does not "
+        "have.</p>"
+        + table(list(_ABLATION_COLUMNS.values()), rows)
         + table(("budget", "synergy gap", "best single lever"), gaps)
     )
 
@@ -456,4 +473,13 @@ def certificate_part(certificate: Mapping[str, Any]) -> str:
         f"{html.escape(str(config['budget']))}, {share}, "
         f"{config['context']:,} tokens, {html.escape(str(config['model']))}.</p>"
         + table(("witness", "figure", "bound", "dense", "verdict", "worst example"), rows)
+        + _failure_table(certificate.get("failures", ()))
     )
+
+
+def _failure_table(failures: Sequence[Mapping[str, Any]]) -> str:
+    """The failure classes of a certificate before and after their fix; empty if there are none."""
+    if not failures:
+        return ""
+    rows = [[row[name] for name in _FAILURE_COLUMNS] for row in failures]
+    return table(list(_FAILURE_COLUMNS.values()), rows)

@@ -17,7 +17,7 @@ section 5.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,14 @@ import torch
 from torch import Tensor
 
 from sphkv.cache.plan import retention_tiers
+from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import RUN_TOKENS, TierTable
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.harness.decode import follow_text
+from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS, follow_text
 from sphkv.evaluation.harness.states import DenseReference, LayerStates, PromptStates, read_prompt
 from sphkv.evaluation.harness.subject import MethodSubject
 from sphkv.evaluation.metrics.divergence import token_divergence
-from sphkv.evaluation.retention.study import (
-    StudyConfig,
-    StudyRunner,
-    calibration_books,
-    recorded_config,
-)
+from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.workloads.texts import read_tokens
 from sphkv.integrations.transformers.listening import listening
 from sphkv.retention.features import (
@@ -68,8 +64,72 @@ _PROMPT_OFFSET = 140_000
 # Heads that copy do so seldom, so it takes many places to see how often.
 _STRETCHES = 6
 _LATER_TOKENS = 128
+_CALIBRATION_TOKENS = 4096
 _GAUSS_NEWTON_STEPS = 100
 _DAMPING = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class FitConfig:
+    """What a policy is fitted on.
+
+    Attributes:
+        model: ``smollm2``, a local folder or a hub name.
+        data: Folder with ``pg19/calibration``.
+        context: Tokens of the probed prompt.
+        num_following: Tokens after it on which probes are measured.
+        calibration: Calibration file; None calibrates on ``pg19/calibration``.
+    """
+
+    model: str
+    data: str
+    context: int = 1024
+    num_following: int = FOLLOWING_TOKENS
+    calibration: str | None = None
+
+    def __post_init__(self) -> None:
+        """Reject a prompt without tokens."""
+        for name in ("context", "num_following"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+class FitRunner:
+    """The model that a policy is fitted to.
+
+    Attributes:
+        config: What it is fitted on.
+        session: The model.
+        codec: Its codebooks.
+    """
+
+    def __init__(self, config: FitConfig) -> None:
+        """Load the model and fit or load its codebooks."""
+        self.config = config
+        given = None if config.calibration is None else Path(config.calibration)
+        self.session = Session(
+            config.model,
+            calibration_text=calibration_books(config.data)[0] if given is None else None,
+            calibration_tokens=_CALIBRATION_TOKENS,
+            calibration_file=given,
+        )
+        self.codec = SphericalCodec(self.session.calibration)
+
+
+def calibration_books(data: str) -> list[Path]:
+    """Books for calibration in a data folder; raises if there is none."""
+    books = sorted((Path(data) / "pg19" / "calibration").glob("*.txt"))
+    if not books:
+        raise FileNotFoundError(f"no books in {data}/pg19/calibration")
+    return books
+
+
+def recorded_config(config: FitConfig) -> dict[str, Any]:
+    """The config for a record; of files only their names, which mean something elsewhere."""
+    record = asdict(config)
+    for key in ("data", "calibration"):
+        record[key] = record[key] and Path(record[key]).name
+    return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +154,7 @@ class Probe:
 
 
 def measure_probes(
-    runner: StudyRunner,
+    runner: FitRunner,
     policy: RetentionPolicy,
     prompt: PromptStates,
     report: Callable[[str], None],
@@ -121,7 +181,7 @@ def measure_probes(
     return probes
 
 
-def _kl(runner: StudyRunner, prompt: PromptStates, method: DenseReference) -> float:
+def _kl(runner: FitRunner, prompt: PromptStates, method: DenseReference) -> float:
     subject = MethodSubject(runner.session.model, method, prompt.geometry)
     run = follow_text(subject, prompt.following)
     found = token_divergence(runner.session.model, prompt.hidden[1:], run.hidden)
@@ -129,7 +189,7 @@ def _kl(runner: StudyRunner, prompt: PromptStates, method: DenseReference) -> fl
 
 
 def _tier_probe(
-    runner: StudyRunner,
+    runner: FitRunner,
     prompt: PromptStates,
     layers: Sequence[LayerInput],
     chosen: range,
@@ -171,7 +231,7 @@ def _tier_probe(
 
 
 def _drop_probe(
-    runner: StudyRunner,
+    runner: FitRunner,
     prompt: PromptStates,
     layers: Sequence[LayerInput],
     chosen: range,
@@ -329,14 +389,14 @@ def _rows(table: Tensor) -> tuple[tuple[float, ...], ...]:
 
 
 def fit_on_books(
-    config: StudyConfig,
+    config: FitConfig,
     policy_out: str,
     *,
     text_tokens: int,
     report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Fit a policy on ``pg19/calibration``, write it, and return the record of the fit."""
-    runner = StudyRunner(config, report)
+    runner = FitRunner(config)
     books = calibration_books(config.data)
     texts = [
         read_tokens(runner.session.tokenizer, str(book), text_tokens, offset=_TEXT_OFFSET)
@@ -355,7 +415,7 @@ def fit_on_books(
     return {**record, "config": recorded_config(config), "environment": describe_environment()}
 
 
-def _stretches(runner: StudyRunner, book: Path, num_tokens: int) -> list[Tensor]:
+def _stretches(runner: FitRunner, book: Path, num_tokens: int) -> list[Tensor]:
     """Evenly spaced stretches of a book: a prompt and what comes later."""
     gap = len(book.read_text(encoding="utf-8")) // (_STRETCHES + 1)
     return [
@@ -367,7 +427,7 @@ def _stretches(runner: StudyRunner, book: Path, num_tokens: int) -> list[Tensor]
 
 
 def fit_policy(
-    runner: StudyRunner,
+    runner: FitRunner,
     texts: Sequence[Tensor],
     stretches: Sequence[Tensor],
     prompt: PromptStates,

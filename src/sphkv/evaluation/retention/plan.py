@@ -15,8 +15,8 @@ from sphkv.core.tiers import RUN_TOKENS
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.harness.states import read_prompt
 from sphkv.evaluation.harness.subject import Decision, Subject
-from sphkv.evaluation.retention.study import passage_segments
 from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.workloads.qa import passage_segments
 from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
 
 _CALIBRATION_TOKENS = 1024

@@ -1,324 +1,310 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint control against its partial variants at equal bytes: KL and answer agreement.
+"""The paper's ablations A1 to A5: which variants are compared, on what, and what is read off.
 
-Prompts are books, and questions whose evidence lies among many passages.
+Variants are methods of a sweep, so an ablation is a grid like any other: token by token under the
+budget, one record per prompt, variant and budget, resumable.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from sphkv.errors import SplitError
+from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
+from sphkv.evaluation.metrics.answers import failure_rate
+from sphkv.evaluation.records import load_records
+from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM, find_variant
+from sphkv.evaluation.sweep.config import QAWorkload, SplitWorkload, SweepConfig
+from sphkv.retention.policy import RetentionPolicy, load_policy, save_policy
 
-from sphkv.baselines.attention_scores import SharedAttention
-from sphkv.codec.states import SphericalCodec
-from sphkv.core.budget import ByteBudget
-from sphkv.core.tiers import RUN_TOKENS
-from sphkv.errors import BudgetError
-from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS, follow_text
-from sphkv.evaluation.harness.states import PromptStates
-from sphkv.evaluation.harness.subject import Subject
-from sphkv.evaluation.metrics.divergence import token_divergence
-from sphkv.evaluation.runner.reading import SharedWork
-from sphkv.evaluation.runner.session import Session
-from sphkv.evaluation.workloads.long_text import lm_cases
-from sphkv.evaluation.workloads.qa import DATASETS, choose_questions, qa_cases
-from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
-from sphkv.retention.policy import BlockShape, ControlOptions
-from sphkv.retention.protection import SegmentSpans, find_segments
-
-BUDGETS = ("20%", "15%", "10%", "7%", "5%")
-
-VARIANT_OPTIONS: dict[str, ControlOptions] = {
-    "Joint": ControlOptions(),
-    "KeepDrop": ControlOptions(variant="keepdrop", fixed_tier="max"),
-    "KeepDrop-best": ControlOptions(variant="keepdrop"),
-    "Quant": ControlOptions(variant="quant"),
-    "Decoupled": ControlOptions(variant="decoupled"),
-    "Joint-tokens": ControlOptions(shapes=tuple(BlockShape)),
-    "Uniform-head": ControlOptions(shapes=(BlockShape.RUNS,), uniform_heads=True),
-    "NoSeg": ControlOptions(use_segments=False),
-    "One-shot": ControlOptions(solver="one-shot"),
+STUDIES: dict[str, tuple[str, ...]] = {
+    "a1": (JOINT, "joint:rebuild", UNIFORM),
+    "a2": (
+        JOINT,
+        "joint:keepdrop",
+        "joint:keepdrop-best",
+        "joint:keepdrop=k2v2",
+        "joint:keepdrop=k3v3",
+        "joint:keepdrop=k4v4",
+        "joint:quant",
+        "joint:decoupled=0.1",
+        "joint:decoupled=0.2",
+        "joint:decoupled=0.35",
+        "joint:decoupled",
+    ),
+    "a3": (JOINT, "joint:uniform-head"),
+    "a4": (
+        JOINT,
+        "joint:noseg",
+        "joint:retrieved=0.5",
+        "joint:retrieved=2",
+        "joint:retrieved=4",
+        "joint:prefix=0.25",
+        "joint:recent=4",
+    ),
+    "a5": (JOINT, "joint:gate"),
 }
-DEFAULT_VARIANTS = ("Joint", "KeepDrop", "Quant", "Decoupled")
+"""Variants of each ablation. A1: ``joint:rebuild`` is the paper's RD-only, ``spherical`` its
+Angle-only. A2: fixed tiers and kept shares are tried in turn, so that each partial variant is there
+at its best."""
+
+BUDGETS = ("5%", "10%", "20%")
+ANSWERED_F1 = 0.5
+"""F1 from which dense's own answer counts as one; what dense cannot answer shows nothing."""
 
 _ANSWER_TOKENS = 16
-_CALIBRATION_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class StudyConfig:
+class AblationConfig:
     """What is compared, and on what.
 
     Attributes:
         model: ``smollm2``, a local folder or a hub name.
         data: Folder with ``pg19`` and ``longbench``.
-        variants: Names of ``VARIANT_OPTIONS``.
-        budgets: Shares of dense bytes, or other budgets.
-        context: Tokens of a prompt.
-        num_following: Tokens after a prompt on which the language model is compared.
-        num_texts: Books.
-        num_questions: Questions with their evidence in the middle.
-        policy: Policy file; None takes equal weights.
-        calibration: Calibration file; None calibrates on ``pg19/calibration``.
-        page_tokens: States of a coded page.
+        variants: Methods as ``check_method`` reads them.
+        budgets: Byte budgets.
+        length: Tokens of a prompt, one of the manifest's.
+        num_following: Tokens after a stretch.
+        num_texts: Stretches of books.
+        num_questions: Questions that dense answers.
+        num_needles: Hidden sentences.
+        clutter: Tokens of a book in front of every question's passages.
+        num_seeds: Answers drawn beside the greedy one; 0 for none.
+        split: ``development`` or ``test``.
+        purpose: What the data is for; must be the split's name.
+        log: File that counts uses of test data.
+        policy: Weights of the controller; None takes equal ones.
+        calibration_text: Text to calibrate on, inside the data folder.
+        calibration_tokens: Tokens of it.
+        num_threads: Threads of torch; 0 leaves its default.
     """
 
     model: str
-    data: str
-    variants: tuple[str, ...] = DEFAULT_VARIANTS
+    data: Path
+    variants: tuple[str, ...]
     budgets: tuple[str, ...] = BUDGETS
-    context: int = 2048
+    length: int = 2048
     num_following: int = FOLLOWING_TOKENS
-    num_texts: int = 3
+    num_texts: int = 4
     num_questions: int = 4
-    policy: str | None = None
-    calibration: str | None = None
-    page_tokens: int = 32
+    num_needles: int = 0
+    clutter: int = 0
+    num_seeds: int = 0
+    split: str = "development"
+    purpose: str = "development"
+    log: Path | None = None
+    policy: Path | None = None
+    calibration_text: str = "pg19/calibration/10046.txt"
+    calibration_tokens: int = 4096
+    num_threads: int = 0
 
-    def __post_init__(self) -> None:
-        """Reject unknown variants and budgets."""
-        for name in self.variants:
-            if name not in VARIANT_OPTIONS:
-                known = ", ".join(VARIANT_OPTIONS)
-                raise ValueError(f"variant must be one of {known}, got {name!r}")
-        for budget in self.budgets:
-            ByteBudget.parse(budget)
-        for name in ("context", "num_following", "page_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("num_texts", "num_questions"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+    def grid(self) -> SweepConfig:
+        """The sweep that measures it, dense first.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StudyPrompt:
-    """A prompt with its dense states.
-
-    Attributes:
-        name: Label in records.
-        workload: ``"lm"`` or ``"qa"``.
-        states: What the dense model computed.
-        following: ``[1, tokens]`` that are fed after it: of the book, or the dense model's answer.
-        reference: ``[tokens, width]`` hidden states of the dense model after each of them.
-        segments: Retrieved passages.
-    """
-
-    name: str
-    workload: str
-    states: PromptStates
-    following: Tensor
-    reference: Tensor
-    segments: SegmentSpans
-
-
-def lm_prompts(session: Session, config: StudyConfig) -> list[StudyPrompt]:
-    """Stretches of books, followed by what the books say next."""
-    cases = lm_cases(
-        session.tokenizer,
-        data=Path(config.data),
-        context=config.context,
-        num_following=config.num_following,
-        num_prompts=config.num_texts,
-    )
-    prompts = []
-    for case in cases:
-        read = session.reader.read(case)
-        following = read.states.following
-        prompts.append(
-            StudyPrompt(case.case_id, "lm", read.states, following, read.reference, SegmentSpans())
+        Raises:
+            ValueError: There is nothing to measure on, or no such variant or budget.
+        """
+        split = SplitWorkload(
+            self.length,
+            split=self.split,
+            purpose=self.purpose,
+            log=self.log,
+            num_following=self.num_following,
         )
-    return prompts
+        parts = []
+        for workload, count in (("lm", self.num_texts), ("needle", self.num_needles)):
+            if count:
+                parts.append(replace(split, workload=workload, count=count))
+        questions: tuple[QAWorkload, ...] = ()
+        if self.num_questions:
+            part = QAWorkload(
+                self.length,
+                num_questions=self.num_questions,
+                max_new_tokens=_ANSWER_TOKENS,
+                answerable_f1=ANSWERED_F1,
+                clutter=self.clutter,
+                split=self.split,
+                purpose=self.purpose,
+                log=self.log,
+            )
+            questions = (part,)
+        return SweepConfig(
+            self.model,
+            (DENSE, *(name for name in self.variants if name != DENSE)),
+            self.budgets,
+            data=self.data,
+            qa=questions,
+            split=tuple(parts),
+            num_seeds=self.num_seeds,
+            calibration_text=self.calibration_text,
+            calibration_tokens=self.calibration_tokens,
+            policy=self.policy,
+            num_threads=self.num_threads,
+        )
 
 
-def qa_prompts(session: Session, config: StudyConfig) -> list[StudyPrompt]:
-    """Questions over passages, followed by the dense model's own greedy answer.
+def ablation_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Means over prompts, one row per budget and variant, in the order of the records.
 
-    A question to which the dense model says nothing is left out.
+    ``lm_*`` are of stretches, ``qa_*`` and what follows them of questions and needles that dense
+    answers: divergence, answers that are dense's, failures that dense does not have, change of
+    length, variance over seeds. A variant that some prompt leaves without a contract has no means.
     """
-    if config.num_questions == 0:
-        return []
-    cases = qa_cases(
-        session.tokenizer,
-        choose_questions(Path(config.data), DATASETS, config.num_questions, ()),
-        context=config.context,
-        max_new_tokens=_ANSWER_TOKENS,
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for record in records:
+        if record["method"] != DENSE:
+            groups.setdefault((record["budget"], record["method"]), []).append(record)
+    return [_row(*key, members) for key, members in groups.items()]
+
+
+def _row(budget: str, variant: str, members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"budget": budget, "variant": variant, "num_prompts": len(members)}
+    refused = [member for member in members if member["status"] == "refused"]
+    row["note"] = f"{len(refused)} refused" if refused else ""
+    texts = _measured(members, ("lm",))
+    for name, source in (("lm_kl", "kl"), ("lm_worst", "kl_max"), ("lm_same", "same_top1")):
+        row[name] = _mean([text["quality"][source] for text in texts])
+    row["nll_delta"] = _mean([text["quality"]["nll_delta"] for text in texts])
+    row["tok_s"] = _mean([text["times"]["tok_s"] for text in texts if text["times"]["tok_s"]])
+    row["attend_ms"] = _mean(
+        [1e3 * text["times"]["attend_s"] / text["times"]["num_measured"] for text in texts]
     )
-    prompts = []
-    for case in cases:
-        read = session.reader.read(case)
-        if not read.answer_ids:
+    answered = [
+        member["quality"]
+        for member in _measured(members, ("qa", "needle"))
+        if member["quality"]["f1_reference"] >= ANSWERED_F1
+    ]
+    row["num_answered"] = len(answered)
+    row["qa_kl"] = _mean([quality["kl"] for quality in answered])
+    row["qa_same"] = _mean([quality["is_same"] for quality in answered])
+    row["r_fail"] = failure_rate([q["failures"] for q in answered]) if answered else None
+    row["delta_t"] = _mean([abs(quality["length_drift"]) for quality in answered])
+    row["s_traj"] = _mean([quality["s_traj"] for quality in answered if "s_traj" in quality])
+    done = [member for member in members if member["status"] == "measured"]
+    row["peak"] = max((member["memory"]["peak_share"] for member in done), default=None)
+    return row
+
+
+def _measured(
+    members: Sequence[Mapping[str, Any]], workloads: Sequence[str]
+) -> list[Mapping[str, Any]]:
+    """Points of some workloads; none if one of them was refused."""
+    part = [member for member in members if member["workload"] in workloads]
+    return part if all(member["status"] == "measured" for member in part) else []
+
+
+def tune_policy(
+    policy: RetentionPolicy, records: Sequence[Mapping[str, Any]]
+) -> tuple[RetentionPolicy, dict[str, Any]]:
+    """Choose segment weights and the scale of drift by what was measured on development data.
+
+    Args:
+        policy: What to start from.
+        records: Points of ``joint`` and of ``joint:SEGMENT=WEIGHT`` on questions, and of ``joint``
+            on texts; what there is decides.
+
+    Returns:
+        The policy, and ``segments``, ``segment_weights`` and ``gate`` for a record.
+
+    Raises:
+        SplitError: A point is of test data.
+    """
+    if any(record["split"] == "test" for record in records):
+        raise SplitError("a policy must not be chosen by test data")
+    segments, weights = _choose_weights(records, policy.segment_weights)
+    gate = _choose_scale(records)
+    scale = policy.drift_scale if gate is None else gate["drift_scale"]
+    tuned = replace(policy, segment_weights=weights, drift_scale=scale)
+    return tuned, {"segments": segments, "segment_weights": list(weights), "gate": gate}
+
+
+def tune_by_files(records: Sequence[Path], policy: Path | None, out: Path) -> dict[str, Any]:
+    """As ``tune_policy``, from record files and a policy file to another policy file.
+
+    Args:
+        records: Record files.
+        policy: What to start from; equal weights if None.
+        out: Where the tuned policy is written.
+    """
+    start = RetentionPolicy() if policy is None else load_policy(policy)
+    tuned, record = tune_policy(start, load_records(records))
+    save_policy(tuned, out)
+    return {**record, "records": [path.name for path in records]}
+
+
+def _choose_weights(
+    records: Sequence[Mapping[str, Any]], held: tuple[float, float, float]
+) -> tuple[list[dict[str, Any]], tuple[float, float, float]]:
+    """Mean divergence under each weighting on the points that all have, and the best weights.
+
+    Another weighting than the policy's own must be better on more than half of the points too.
+    """
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for record in records:
+        is_ours = record["method"] == JOINT or _weights_of(record["method"]) is not None
+        if is_ours and record["workload"] == "qa" and record["status"] == "measured":
+            place = (record["case"], record["budget"])
+            found.setdefault(record["method"], {})[place] = record["quality"]["kl"]
+    if JOINT not in found:
+        return [], held
+    places = set.intersection(*(set(points) for points in found.values()))
+    rows, best = [], (JOINT, math.inf)
+    for method, points in found.items():
+        kl = _mean([points[place] for place in places])
+        if kl is None:
             continue
-        following = read.states.input_ids.new_tensor([read.answer_ids])
-        segments = passage_segments(session.tokenizer, list(case.prompt_ids))
-        prompts.append(
-            StudyPrompt(case.case_id, "qa", read.states, following, read.reference[1:], segments)
-        )
-    return prompts
+        better = sum(points[place] < found[JOINT][place] for place in places)
+        rows.append({"variant": method, "kl": kl, "better": better, "prompts": len(places)})
+        if kl < best[1] and (method == JOINT or 2 * better > len(places)):
+            best = (method, kl)
+    return rows, _weights_of(best[0]) or held
 
 
-def passage_segments(tokenizer: Any, ids: list[int]) -> SegmentSpans:
-    """Where the passages of a prompt lie, found by its separators."""
-    marks = [tokenizer(text, add_special_tokens=False).input_ids for text in _PASSAGE_MARKS]
-    turns = [tokenizer(text, add_special_tokens=False).input_ids for text in _TURN_MARKS]
-    return find_segments(ids, passage_marks=marks, turn_marks=turns)
+def _weights_of(method: str) -> tuple[float, float, float] | None:
+    """Segment weights that a method's name sets; None if it sets none."""
+    return find_variant(method).segment_weights if method.startswith(JOINT) else None
 
 
-_PASSAGE_MARKS = ("Passage ", "Document ", "<document>")
-_TURN_MARKS = ("Question:", "Use only the passages", "<|im_start|>", "<|im_end|>")
+def _choose_scale(records: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Scale of drift at which a danger of one tells changed tokens from others best.
 
-
-def calibration_books(data: str) -> list[Path]:
-    """Books for calibration in a data folder; raises if there is none."""
-    books = sorted((Path(data) / "pg19" / "calibration").glob("*.txt"))
-    if not books:
-        raise FileNotFoundError(f"no books in {data}/pg19/calibration")
-    return books
-
-
-class StudyRunner:
-    """Any number of settings of the controller on prompts that are read once.
-
-    Attributes:
-        config: What is compared.
-        session: The model.
-        codec: Its codebooks.
+    Of all scales, the one with the largest difference between the share of changed tokens that
+    are in danger and the share of all tokens that are; None without texts.
     """
-
-    def __init__(self, config: StudyConfig, report: Callable[[str], None] = lambda _: None) -> None:
-        self.config = config
-        self._report = report
-        self._work: dict[str, SharedWork] = {}
-        given = None if config.calibration is None else Path(config.calibration)
-        self.session = Session(
-            config.model,
-            calibration_text=calibration_books(config.data)[0] if given is None else None,
-            calibration_tokens=_CALIBRATION_TOKENS,
-            calibration_file=given,
-            policy=None if config.policy is None else Path(config.policy),
-        )
-        self.codec = SphericalCodec(self.session.calibration)
-
-    def prompts(self) -> list[StudyPrompt]:
-        """Language-model prompts, then questions."""
-        found = lm_prompts(self.session, self.config)
-        self._report(f"{len(found)} texts read")
-        found += qa_prompts(self.session, self.config)
-        self._report(f"{len(found)} prompts read")
-        return found
-
-    def _make(self, prompt: StudyPrompt, variant: str, budget: str) -> Subject:
-        work = self._work.setdefault(prompt.name, SharedWork(SharedAttention(0)))
-        return self.session.factory.controlled(
-            budget,
-            options=VARIANT_OPTIONS[variant],
-            segments=prompt.segments,
-            page_tokens=self.config.page_tokens,
-            work=work,
-        )
-
-    def measure(self, prompt: StudyPrompt, variant: str, budget: str) -> dict[str, Any]:
-        """One prompt at one setting; ``kl`` is None where the variant cannot meet the budget."""
-        began = time.perf_counter()
-        subject = self._make(prompt, variant, budget)
-        record: dict[str, Any] = {
-            "variant": variant,
-            "budget": budget,
-            "prompt": prompt.name,
-            "workload": prompt.workload,
-            "kl": None,
-        }
-        try:
-            subject.store_prompt(prompt.states)
-            stored = time.perf_counter()
-            record["stored_bytes"] = subject.resident_bytes()
-            record |= self._spread(subject)
-            run = follow_text(subject, prompt.following)
-        except BudgetError as error:
-            return {**record, "missing_bytes": error.missing, "reason": str(error)}
-        found = token_divergence(self.session.model, prompt.reference, run.hidden)
-        return {
-            **record,
-            "kl": float(found.kl.mean()),
-            "same_top1": float(found.is_same.double().mean()),
-            "is_same_answer": bool(found.is_same.all()),
-            "peak_share": run.trace.highest(lambda step: step.peak / step.limit, 0.0),
-            "num_tokens": len(found.kl),
-            "store_s": stored - began,
-            "decode_s": time.perf_counter() - stored,
-        }
-
-    def _spread(self, subject: Subject) -> dict[str, Any]:
-        decision = subject.decision()
-        assert decision is not None
-        contract, tiers = decision.contract, decision.tiers
-        each = state_bytes_of(contract.tier_id, tiers.state_bytes(subject.geometry.head_dim))
-        counts = torch.bincount(contract.tier_id.flatten().long(), minlength=len(tiers)).tolist()
-        spread = head_spread(each)
-        segments = decision.segments.label(each.shape[1], recent_tokens=RUN_TOKENS)
-        return {
-            "tiers": dict(zip((tier.name for tier in tiers), counts, strict=True)),
-            "head_entropy": spread.entropy,
-            "head_gini": spread.gini,
-            "segments": segment_spread(each, segments),
-        }
-
-    def run(self) -> dict[str, Any]:
-        """Every variant at every budget on every prompt."""
-        prompts = self.prompts()
-        records = []
-        for prompt in prompts:
-            for budget in self.config.budgets:
-                for variant in self.config.variants:
-                    records.append(self.measure(prompt, variant, budget))
-                self._report(f"{prompt.name} {budget} done")
-            self._work.clear()
-        return {
-            "config": recorded_config(self.config),
-            "policy": asdict(replace(self.session.policy, sensitivity=None, surprise=None)),
-            "is_fitted": self.session.policy.sensitivity is not None,
-            "backend": self.session.factory.backend_name,
-            "environment": describe_environment(),
-            "records": records,
-            "table": summarise(records),
-        }
+    dangers: list[float] = []
+    tipped: list[bool] = []
+    for record in records:
+        if record["workload"] != "lm" or record["status"] != "measured":
+            continue
+        told = record["quality"]["by_margin"]
+        if record["method"] == JOINT and "tipped_at" in told:
+            at = set(told["tipped_at"])
+            dangers += [told["drift"] / max(margin, 1e-6) for margin in told["margins"]]
+            tipped += [place in at for place in range(len(told["margins"]))]
+    if not any(tipped):
+        return None
+    order = sorted(range(len(dangers)), key=lambda place: -dangers[place])
+    caught, best, least = 0, -1.0, 0
+    for count, place in enumerate(order, 1):
+        caught += tipped[place]
+        gain = caught / sum(tipped) - count / len(order)
+        if gain > best:
+            best, least = gain, count
+    threshold = dangers[order[least - 1]]
+    return {
+        "drift_scale": 1.0 / threshold,
+        "share_in_danger": least / len(order),
+        "share_of_tipped": best + least / len(order),
+        "num_tokens": float(len(order)),
+        "num_tipped": float(sum(tipped)),
+    }
 
 
-def recorded_config(config: StudyConfig) -> dict[str, Any]:
-    """The config for a record; of files only their names, which mean something elsewhere."""
-    record = asdict(config)
-    for key in ("data", "policy", "calibration"):
-        record[key] = record[key] and Path(record[key]).name
-    return record
-
-
-def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over prompts, one row per budget and variant."""
-    rows = []
-    for key in dict.fromkeys((record["budget"], record["variant"]) for record in records):
-        group = [record for record in records if (record["budget"], record["variant"]) == key]
-        row: dict[str, Any] = {"budget": key[0], "variant": key[1]}
-        for workload in ("lm", "qa"):
-            part = [record for record in group if record["workload"] == workload]
-            done = [record for record in part if record["kl"] is not None]
-            is_whole = bool(part) and len(done) == len(part)
-            row[f"{workload}_kl"] = _mean(done, "kl") if is_whole else None
-            row[f"{workload}_same"] = _mean(done, "same_top1") if is_whole else None
-            if workload == "qa":
-                row["answers"] = _mean(done, "is_same_answer") if is_whole else None
-        done = [record for record in group if record["kl"] is not None]
-        row["note"] = "" if len(done) == len(group) else "does not fit"
-        row["used"] = max(record["peak_share"] for record in done) if done else None
-        rows.append(row)
-    return rows
-
-
-def _mean(records: Sequence[dict[str, Any]], key: str) -> float:
-    return sum(float(record[key]) for record in records) / len(records)
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None

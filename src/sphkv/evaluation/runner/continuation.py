@@ -100,6 +100,7 @@ def describe_margins(found: TokenDivergence, subject: Subject) -> MarginCounts:
     if decision is not None:
         counts["drift"] = decision.drift
         counts["margins"] = [round(margin, 4) for margin in found.own_margin.tolist()]
+        counts["tipped_at"] = (~found.is_same).nonzero()[:, 0].tolist()
     return counts
 
 

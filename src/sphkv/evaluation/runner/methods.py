@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sphkv.attention.api import get_backend
+from sphkv.attention.request import DecodeBackend
 from sphkv.baselines.eviction import EvictionCache
 from sphkv.baselines.registry import BASELINES, find, make_baseline
 from sphkv.cache.config import CacheConfig, RetentionConfig
@@ -20,7 +21,7 @@ from sphkv.core.tiers import TierTable, ladder
 from sphkv.evaluation.harness.subject import EngineSubject, MethodSubject, Subject, TimedEngine
 from sphkv.evaluation.runner.reading import SharedWork
 from sphkv.retention.gate import GateOptions
-from sphkv.retention.policy import ControlOptions, RetentionPolicy
+from sphkv.retention.policy import BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import ProtectionRule, SegmentSpans
 
 DENSE = "dense"
@@ -31,6 +32,77 @@ OUR_METHODS = (AUTO, UNIFORM, JOINT)
 _DENSE_TIER = "max"
 _REBUILT_BYTES = 4
 _TRIAL = "@"
+_VARIANT = ":"
+_SEGMENTS = ("prefix", "retrieved", "recent")
+
+VARIANTS: dict[str, ControlOptions] = {
+    "keepdrop": ControlOptions(variant="keepdrop", fixed_tier=_DENSE_TIER),
+    "keepdrop-best": ControlOptions(variant="keepdrop"),
+    "quant": ControlOptions(variant="quant"),
+    "decoupled": ControlOptions(variant="decoupled"),
+    "uniform-head": ControlOptions(shapes=(BlockShape.RUNS,), uniform_heads=True),
+    "noseg": ControlOptions(use_segments=False),
+    "one-shot": ControlOptions(solver="one-shot"),
+    "recipe": ControlOptions(score="recipe"),
+    "votes": ControlOptions(score="votes"),
+    "gate": ControlOptions(),
+    "rebuild": ControlOptions(),
+}
+"""What ``joint:NAME`` restricts of the controller, or adds to it: the paper's ablations.
+
+``gate`` adds the stability gate; ``rebuild`` decides the same and reads it by a native kernel that
+dequantises pages inside its loop. ``keepdrop=TIER``, ``decoupled=SHARE`` and ``prefix=WEIGHT``,
+``retrieved=WEIGHT``, ``recent=WEIGHT`` set one value.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class JointVariant:
+    """The controller with one thing changed.
+
+    Attributes:
+        options: What it decides, and how.
+        gate: Its stability gate; None for none.
+        segment_weights: Instead of the policy's; None leaves them.
+        kernel: Native variant that reads the pages; None for the usual backend.
+    """
+
+    options: ControlOptions = field(default_factory=ControlOptions)
+    gate: GateOptions | None = None
+    segment_weights: tuple[float, float, float] | None = None
+    kernel: str | None = None
+
+
+def find_variant(name: str) -> JointVariant:
+    """The variant of a method's name: ``joint``, ``joint:noseg``, ``joint:decoupled=0.3``.
+
+    Raises:
+        ValueError: There is no such variant, or its value is none.
+    """
+    base, _, what = name.partition(_VARIANT)
+    if base != JOINT:
+        raise ValueError(f"{base} has no variants, got {name!r}")
+    if not what:
+        return JointVariant()
+    kind, is_set, value = what.partition("=")
+    check_name("variant", kind, (*VARIANTS, *_SEGMENTS))
+    if not is_set:
+        if kind in _SEGMENTS:
+            raise ValueError(f"{name} needs a weight, such as {name}=2")
+        gate = GateOptions() if kind == "gate" else None
+        return JointVariant(VARIANTS[kind], gate, kernel=kind if kind == "rebuild" else None)
+    if kind == "keepdrop":
+        return JointVariant(replace(VARIANTS[kind], fixed_tier=value))
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(f"{name} needs a number behind the equals sign") from None
+    if kind == "decoupled":
+        return JointVariant(replace(VARIANTS[kind], keep_share=number))
+    if kind not in _SEGMENTS:
+        raise ValueError(f"{JOINT}:{kind} takes no value, got {name!r}")
+    weights = tuple(number if kind == segment else 1.0 for segment in _SEGMENTS)
+    return JointVariant(segment_weights=(weights[0], weights[1], weights[2]))
 
 
 def method_names() -> tuple[str, ...]:
@@ -39,11 +111,14 @@ def method_names() -> tuple[str, ...]:
 
 
 def check_method(name: str) -> str:
-    """A method's name, or a baseline's with the number of one of its settings: ``snapkv@2``.
+    """A method's name, a baseline's with one of its settings: ``snapkv@2``, or ``joint:VARIANT``.
 
     Raises:
         ValueError: There is no such method or setting.
     """
+    if name.partition(_VARIANT)[0] == JOINT:
+        find_variant(name)
+        return name
     base, mark, number = name.partition(_TRIAL)
     check_name("method", base, method_names())
     if mark:
@@ -115,6 +190,7 @@ class MethodFactory:
         *,
         context: int,
         num_new: int = 0,
+        segments: SegmentSpans | None = None,
         work: SharedWork | None = None,
     ) -> Subject:
         """An empty cache.
@@ -124,6 +200,7 @@ class MethodFactory:
             budget: Byte budget, such as ``"20%"``; ``dense`` ignores it.
             context: Tokens of the prompt.
             num_new: Tokens that will follow it.
+            segments: Passages of the prompt, which the controller weighs; none if None.
             work: What caches of the same prompt share; None shares nothing.
 
         Raises:
@@ -137,9 +214,30 @@ class MethodFactory:
         if name == AUTO:
             retention = self._retention(budget)
             return self._ours(AUTO, self._config(budget, retention=retention), work)
-        if name == JOINT:
-            return self.controlled(budget, work=work)
+        if name.partition(_VARIANT)[0] == JOINT:
+            return self._variant(name, budget, segments, work)
         return self._baseline(name, ByteBudget.parse(budget), context, num_new, work)
+
+    def _variant(
+        self, name: str, budget: str, segments: SegmentSpans | None, work: SharedWork | None
+    ) -> Subject:
+        variant = find_variant(name)
+        retention = self._retention(
+            budget,
+            gate=variant.gate,
+            options=variant.options,
+            segments=segments or SegmentSpans(),
+        )
+        if variant.segment_weights is not None:
+            policy = replace(self._policy, segment_weights=variant.segment_weights)
+            retention = replace(retention, policy=policy)
+        backend = None
+        if variant.kernel is not None:
+            from sphkv.attention.native.backend import NativeBackend
+
+            backend = NativeBackend(variant=variant.kernel)
+        config = self._config(budget, retention=retention, is_forced=True)
+        return self._ours(name, config, work, backend)
 
     def _baseline(
         self, name: str, budget: ByteBudget, context: int, num_new: int, work: SharedWork | None
@@ -220,14 +318,20 @@ class MethodFactory:
             context=context or shape.max_tokens,
         )
 
-    def _ours(self, name: str, config: CacheConfig, work: SharedWork | None) -> Subject:
+    def _ours(
+        self,
+        name: str,
+        config: CacheConfig,
+        work: SharedWork | None,
+        backend: DecodeBackend | None = None,
+    ) -> Subject:
         # caches of one calibration share the codebooks made of it; a copy of its own counts only
         # what this cache needs, whatever was measured before
         calibration = None if config.budget is None else replace(self._calibration)
         engine = TimedEngine(
             config,
             calibration=calibration,
-            backend=self._backend,
+            backend=backend or self._backend,
             work=None if work is None else work.layers,
         )
         return EngineSubject(self._model, engine, name)

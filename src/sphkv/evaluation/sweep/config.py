@@ -19,15 +19,20 @@ from sphkv.evaluation.workloads.case import Case, check_context
 from sphkv.evaluation.workloads.long_text import lm_cases, needle_cases
 from sphkv.evaluation.workloads.qa import (
     DATASETS,
+    MOST_CANDIDATES,
+    Question,
     answerable_questions,
     choose_questions,
     qa_cases,
     shared_cases,
 )
+from sphkv.evaluation.workloads.texts import filler_text
 from sphkv.evaluation.workloads.tools import ToolSource, tool_cases
 
 DENSE_BUDGET = "100%"
 _MOST_ANSWER = 32
+# Characters of a book before its clutter: title pages say little.
+_CLUTTER_SKIP = 20_000
 
 AnswerPrompt = Callable[[tuple[int, ...], int], str]
 """From a prompt and a number of tokens to the dense model's answer."""
@@ -89,6 +94,11 @@ class QAWorkload:
         max_new_tokens: Most tokens of an answer.
         answerable_f1: Take only questions that dense answers at least so well from the supporting
             passages alone; 0 takes all.
+        every_position: Whether each question is asked with its evidence at every place.
+        clutter: Tokens of a book of the split in front of the prompt, which no question needs.
+        split: ``development`` or ``test``.
+        purpose: What the data is for; must be the split's name.
+        log: File that counts uses of test data.
     """
 
     context: int
@@ -99,10 +109,17 @@ class QAWorkload:
     num_distractors: int | None = None
     max_new_tokens: int = 24
     answerable_f1: float = 0.0
+    every_position: bool = False
+    clutter: int = 0
+    split: str = "development"
+    purpose: str = "development"
+    log: Path | None = None
 
     def __post_init__(self) -> None:
         """Reject a workload without questions or answers."""
         _check_positive(self, "context", "num_questions", "per_document", "max_new_tokens")
+        if not 0 <= self.clutter < self.context:
+            raise ValueError(f"clutter must be in 0..{self.context - 1}, got {self.clutter}")
         if self.num_distractors is not None and self.num_distractors < 0:
             raise ValueError(f"num_distractors must not be negative, got {self.num_distractors}")
 
@@ -113,8 +130,7 @@ class QAWorkload:
         names = answerable_questions(
             tokenizer,
             answer,
-            data=data,
-            datasets=self.datasets,
+            candidates=self._questions(data, MOST_CANDIDATES * len(self.datasets)),
             count=self.num_questions,
             least_f1=self.answerable_f1,
             max_new_tokens=self.max_new_tokens,
@@ -126,7 +142,7 @@ class QAWorkload:
     ) -> list[Case]:
         """Its prompts; questions do not depend on the seed."""
         check_context(self.context, limit, extra=self.max_new_tokens)
-        chosen = choose_questions(data, self.datasets, self.num_questions, self.question_ids)
+        chosen = self._questions(data, self.num_questions)
         if self.per_document > 1:
             return shared_cases(
                 tokenizer,
@@ -142,8 +158,33 @@ class QAWorkload:
             context=self.context,
             num_distractors=self.num_distractors,
             max_new_tokens=self.max_new_tokens,
-            split="" if data is None else "development",
+            split="" if data is None else self.split,
+            every_position=self.every_position,
+            clutter=self._clutter(tokenizer, data),
         )
+
+    def _questions(self, data: Path | None, count: int) -> list[Question]:
+        """The named questions, or the first ones of the split."""
+        names, is_test = self.question_ids, False
+        if data is not None and self.split == "test":
+            opened = self._open(data)
+            pools = [opened.question_ids(dataset) for dataset in self.datasets]
+            first = tuple(name for turn in zip(*pools, strict=True) for name in turn)[:count]
+            names, is_test = names or first, True
+        return choose_questions(data, self.datasets, count, names, is_test=is_test)
+
+    def _clutter(self, tokenizer: Any, data: Path | None) -> list[int]:
+        if self.clutter == 0:
+            return []
+        text = filler_text(None, 0, num_characters=8 * self.clutter)
+        if data is not None:
+            opened = self._open(data)
+            text = opened.text(opened.books[0])[_CLUTTER_SKIP:]
+        ids: list[int] = tokenizer(text[: 8 * self.clutter]).input_ids
+        return ids[: self.clutter]
+
+    def _open(self, data: Path) -> Split:
+        return open_split(self.split, data, purpose=self.purpose, log=self.log, note="questions")
 
 
 @dataclass(frozen=True, slots=True)

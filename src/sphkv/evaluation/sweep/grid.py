@@ -29,6 +29,7 @@ from sphkv.evaluation.schema import Identity, Setup
 from sphkv.evaluation.splits import check_calibration
 from sphkv.evaluation.sweep.config import QAWorkload, SweepConfig
 from sphkv.evaluation.workloads.case import Case, token_hash
+from sphkv.retention.protection import SegmentSpans
 
 Tell = Callable[[str], None]
 
@@ -207,7 +208,7 @@ class SweepRunner:
             "method": method,
             "budget": budget,
             # another policy makes another point, of the controller only
-            "policy": self._session.policy_id if method == JOINT else "",
+            "policy": self._session.policy_id if method.startswith(JOINT) else "",
             "num_seeds": config.num_seeds,
         }
 
@@ -232,7 +233,12 @@ class SweepRunner:
 
         def make() -> Subject:
             return session.factory.make(
-                method, budget, context=case.context, num_new=num_new, work=read.work
+                method,
+                budget,
+                context=case.context,
+                num_new=num_new,
+                segments=SegmentSpans(case.retrieved),
+                work=read.work,
             )
 
         try:

@@ -27,6 +27,8 @@ from sphkv.evaluation.runner.decoding import (
 from sphkv.evaluation.runner.methods import JOINT
 from sphkv.evaluation.runner.reading import ReadCase, exact_subject
 from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.schema import CERTIFICATE_FORMAT
+from sphkv.evaluation.splits import Split, open_split
 from sphkv.evaluation.witness.failures import diagnose
 from sphkv.evaluation.witness.suite import (
     AnswerPair,
@@ -47,7 +49,6 @@ from sphkv.evaluation.workloads.long_text import lm_cases
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule
 
-FORMAT = "sphkv-certificate-1"
 _ANSWER_TOKENS = 32
 _SAMPLED_TOKENS = 12
 
@@ -71,7 +72,12 @@ class CertifyConfig:
         num_seeds: Sampled answers per seeded prompt.
         seed: Draws needles and samples.
         bounds: What each witness may move.
-        failure_budget: Tight budget at which the failure classes are triggered; None skips them.
+        num_texts: Stretches of books on which divergence is measured.
+        failure_budgets: Budgets, loosest first, at which the failure classes are triggered; none
+            skips them.
+        split: Where documents and stretches come from, if there is data.
+        purpose: What the data is for; must be the split's name.
+        log: File that counts uses of test data.
     """
 
     model: str
@@ -88,13 +94,17 @@ class CertifyConfig:
     num_seeds: int = 3
     seed: int = 0
     bounds: WitnessBounds = field(default_factory=WitnessBounds)
-    failure_budget: str | None = None
+    num_texts: int = 1
+    failure_budgets: tuple[str, ...] = ()
+    split: str = "development"
+    purpose: str = "development"
+    log: Path | None = None
 
     def __post_init__(self) -> None:
         """Reject examinations that show nothing."""
         for name, least in (
             ("context", 256), ("num_following", 8), ("num_seeds", 2), ("per_witness", 0),
-            ("suffix_tokens", 0),
+            ("suffix_tokens", 0), ("num_texts", 1),
         ):  # fmt: skip
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -116,19 +126,27 @@ def certify(
     check_context(
         config.context + 100, session.shape.max_tokens, extra=config.num_following + _ANSWER_TOKENS
     )
-    prompts = build_suite(
-        session.tokenizer, data=config.data, context=config.context, seed=config.seed
-    )
+    split = _open_split(config)
+    prompts = build_suite(session.tokenizer, split=split, context=config.context, seed=config.seed)
     prompts = first_of_each(prompts, config.per_witness)
     examiner = _Examiner(session, config, tell)
-    examiner.watch_drift()
+    examiner.watch_drift(split)
     for prompt in prompts:
         examiner.ask(prompt)
     result = _certificate(config, session, prompts, examiner.judge(), examiner.memory)
     result["stability"] = summarise_pairs(examiner.pairs) if examiner.pairs else None
-    if config.failure_budget is not None:
-        result["failures"] = diagnose(session, prompts, config.failure_budget, tell)
+    if config.failure_budgets:
+        result["failures"] = diagnose(
+            session, prompts, config.failure_budgets, tell, seeds=range(config.num_seeds)
+        )
     return result
+
+
+def _open_split(config: CertifyConfig) -> Split | None:
+    if config.data is None:
+        return None
+    note = f"certify {config.method} {config.budget} {config.context}"
+    return open_split(config.split, config.data, purpose=config.purpose, log=config.log, note=note)
 
 
 class _Examiner:
@@ -215,26 +233,36 @@ class _Examiner:
         }
         return method
 
-    def watch_drift(self) -> None:
-        """Divergence from dense over a text."""
+    def watch_drift(self, split: Split | None) -> None:
+        """Divergence from dense over the first stretches of a split, or over made-up text."""
         config, session = self._config, self._session
-        (case,) = lm_cases(
-            session.tokenizer,
-            data=config.data,
-            context=config.context,
-            num_following=config.num_following,
-            num_prompts=1,
-        )
-        read = session.reader.read(case)
-        with self._budgeted(case.case_id):
-            method = self._stored(read, config.num_following)
-            run = follow_text(method, read.states.following)
-            found = token_divergence(session.model, read.reference, run.hidden)
-            self._divergences = found.kl.tolist()
-            peak = run.trace.highest(lambda step: step.peak / step.limit, 0.0)
-            assert self.memory is not None
-            self.memory["peak_share"] = peak
-            self._tell(f"drift: {float(found.kl.mean()):.4f} nats per token, peak {peak:.3f}")
+        if split is None:
+            cases = lm_cases(
+                session.tokenizer,
+                data=None,
+                context=config.context,
+                num_following=config.num_following,
+                num_prompts=config.num_texts,
+            )
+        else:
+            cases = split.stretches(
+                session.tokenizer,
+                length=config.context,
+                num_following=config.num_following,
+                count=config.num_texts,
+            )
+        peaks = []
+        for case in cases:
+            read = session.reader.read(case)
+            with self._budgeted(case.case_id):
+                method = self._stored(read, config.num_following)
+                run = follow_text(method, read.states.following)
+                found = token_divergence(session.model, read.reference, run.hidden)
+                self._divergences += found.kl.tolist()
+                peaks.append(run.trace.highest(lambda step: step.peak / step.limit, 0.0))
+                assert self.memory is not None
+                self.memory["peak_share"] = max(peaks)
+                self._tell(f"{case.case_id}: {float(found.kl.mean()):.4f} nats per token")
 
     def _answers(self, prompt: WitnessPrompt, read: ReadCase) -> AnswerPair:
         """Greedy answers of dense and of the method."""
@@ -289,10 +317,10 @@ def _certificate(
 ) -> dict[str, Any]:
     """Everything that is needed to repeat and to trust the verdict."""
     settings = asdict(config)
-    for name in ("data", "calibration_text", "policy"):
+    for name in ("data", "calibration_text", "policy", "log"):
         settings[name] = None if settings[name] is None else Path(settings[name]).name
     return {
-        "format": FORMAT,
+        "format": CERTIFICATE_FORMAT,
         "is_safe": all(witness.is_held for witness in witnesses),
         "config": settings,
         "witnesses": [witness.to_dict() for witness in witnesses],

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's seven failure classes: a trigger, a witness, the controller's fix and its cost.
 
-A trigger is the controller under a tight budget with its safeguards off. The fix switches on one
-local safeguard at the same budget, so what it costs is the bytes it takes from other states.
+A trigger is the controller under a tight budget with its safeguards off; budgets are tried from the
+loosest on until the failure shows. The fix switches on one local safeguard at the same budget, so
+what it costs is the bytes it takes from other states. Where a failure is the loss of something,
+only prompts count on which dense has it.
 """
 
 from __future__ import annotations
@@ -10,18 +12,32 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from torch import Tensor
+
+from sphkv.baselines.attention_scores import SharedAttention
+from sphkv.errors import BudgetError
+from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.metrics.divergence import answer_divergence
-from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
-from sphkv.evaluation.runner.reading import ReadCase
+from sphkv.evaluation.runner.decoding import (
+    DecodedAnswer,
+    decode_tokens,
+    drawn,
+    most_likely,
+    stop_rule,
+)
+from sphkv.evaluation.runner.reading import ReadCase, SharedWork
 from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.schema import FailureRow
 from sphkv.evaluation.witness.suite import WitnessPrompt
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule
 
 _BARE = ProtectionRule(outlier_ratio=None)
 _SUFFIX_TOKENS = 64
+
+TRIGGER_KL = 0.1
+"""Nats per token of an answer from which a drift counts as a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,108 +116,178 @@ class FailureFigures:
         is_lost: Whether a property that dense has was lost.
         length_drift: Tokens longer or shorter than dense.
         protected_bytes: Bytes per token of states that are pinned dense.
+        s_traj: Variance of the property over sampled answers.
     """
 
     drift: float
     is_lost: bool
     length_drift: int
     protected_bytes: float
+    s_traj: float = 0.0
 
 
 def diagnose(
     session: Session,
     prompts: Sequence[WitnessPrompt],
-    budget: str,
+    budgets: Sequence[str],
     tell: Callable[[str], None],
     *,
     classes: Sequence[FailureClass] = FAILURE_CLASSES,
-) -> list[dict[str, Any]]:
+    seeds: Sequence[int] = (),
+) -> list[FailureRow]:
     """One row per failure class: figures under the trigger and after the fix.
 
     Args:
         session: The model.
         prompts: A witness suite.
-        budget: A tight byte budget.
+        budgets: Byte budgets, loosest first; a class is examined at the first that triggers it.
         tell: Takes lines of progress.
         classes: Failure classes to examine.
+        seeds: Of sampled answers; none leaves ``S_traj`` at 0.
 
     Raises:
-        BudgetError: What must stay dense does not fit the budget.
+        BudgetError: What must stay dense fits none of the budgets.
     """
     rows = []
     for failure in classes:
-        before: list[FailureFigures] = []
-        after: list[FailureFigures] = []
-        for prompt in prompts:
-            if prompt.kind != failure.kind:
-                continue
-            read = session.reader.read(prompt.case)
-            before.append(_examine(session, prompt, read, budget, _BARE, None))
-            gate = GateOptions() if failure.has_gate else None
-            after.append(_examine(session, prompt, read, budget, failure.fix(prompt), gate))
-        row = summarise(failure, before, after)
+        examined = [
+            (prompt, session.reader.read(prompt.case))
+            for prompt in prompts
+            if prompt.kind == failure.kind
+        ]
+        shown = [pair for pair in examined if _can_fail(session, *pair)]
+        row: FailureRow | None = None
+        for budget in budgets:
+            try:
+                row = _diagnose_at(session, failure, shown or examined, budget, seeds)
+            except BudgetError:
+                if budget == budgets[0]:
+                    raise
+                break
+            if row["is_triggered"]:
+                break
+        assert row is not None
+        row["num_shown"] = len(shown)
         rows.append(row)
-        tell(f"{failure.name}: drift {row['drift_trigger']:.3f} -> {row['drift_fix']:.3f} nats")
+        tell(
+            f"{failure.name} at {row['budget']}: drift {row['drift_trigger']:.3f} -> "
+            f"{row['drift_fix']:.3f} nats, lost {row['lost_trigger']} -> {row['lost_fix']}"
+        )
     return rows
 
 
+def _can_fail(session: Session, prompt: WitnessPrompt, read: ReadCase) -> bool:
+    """Whether dense has what may be lost; of a refusal both answers can flip."""
+    said = str(session.tokenizer.decode(read.answer_ids, skip_special_tokens=True))
+    return prompt.kind == "refusal" or prompt.judge(said)
+
+
+def _diagnose_at(
+    session: Session,
+    failure: FailureClass,
+    prompts: Sequence[tuple[WitnessPrompt, ReadCase]],
+    budget: str,
+    seeds: Sequence[int],
+) -> FailureRow:
+    before: list[FailureFigures] = []
+    after: list[FailureFigures] = []
+    gate = GateOptions() if failure.has_gate else None
+    for prompt, read in prompts:
+        before.append(_examine(session, prompt, read, _Setting(budget, _BARE), seeds))
+        fixed = _Setting(budget, failure.fix(prompt), gate)
+        after.append(_examine(session, prompt, read, fixed, seeds))
+    return summarise(failure, before, after, budget=budget)
+
+
 def summarise(
-    failure: FailureClass, before: Sequence[FailureFigures], after: Sequence[FailureFigures]
-) -> dict[str, Any]:
-    """The recovery profile of a failure class."""
+    failure: FailureClass,
+    before: Sequence[FailureFigures],
+    after: Sequence[FailureFigures],
+    *,
+    budget: str,
+) -> FailureRow:
+    """The recovery profile of a failure class.
+
+    It is triggered if something was lost, an answer changed its length or the drift passed
+    ``TRIGGER_KL``; recovered if nothing of that got worse and something got better.
+    """
     if not before or len(before) != len(after):
         raise ValueError(f"{failure.name}: {len(before)} triggers for {len(after)} fixes")
 
     def mean(figures: Sequence[FailureFigures], name: str) -> float:
         return statistics.fmean(abs(float(getattr(one, name))) for one in figures)
 
+    drift = (mean(before, "drift"), mean(after, "drift"))
+    lost = (sum(one.is_lost for one in before), sum(one.is_lost for one in after))
+    delta_t = (mean(before, "length_drift"), mean(after, "length_drift"))
+    pairs = (drift, lost, delta_t)
     return {
         "failure": failure.name,
         "mechanism": failure.mechanism,
+        "budget": budget,
         "num_prompts": len(before),
-        "drift_trigger": mean(before, "drift"),
-        "drift_fix": mean(after, "drift"),
-        "lost_trigger": sum(one.is_lost for one in before),
-        "lost_fix": sum(one.is_lost for one in after),
-        "delta_t_trigger": mean(before, "length_drift"),
-        "delta_t_fix": mean(after, "length_drift"),
+        "num_shown": len(before),
+        "is_triggered": lost[0] > 0 or delta_t[0] > 0 or drift[0] > TRIGGER_KL,
+        "is_recovered": all(b <= a for a, b in pairs) and any(b < a for a, b in pairs),
+        "drift_trigger": drift[0],
+        "drift_fix": drift[1],
+        "lost_trigger": lost[0],
+        "lost_fix": lost[1],
+        "delta_t_trigger": delta_t[0],
+        "delta_t_fix": delta_t[1],
+        "s_traj_trigger": mean(before, "s_traj"),
+        "s_traj_fix": mean(after, "s_traj"),
         "cost_bytes_per_token": mean(after, "protected_bytes") - mean(before, "protected_bytes"),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """The controller under a trigger or after a fix."""
+
+    budget: str
+    protection: ProtectionRule
+    gate: GateOptions | None = None
 
 
 def _examine(
     session: Session,
     prompt: WitnessPrompt,
     read: ReadCase,
-    budget: str,
-    protection: ProtectionRule,
-    gate: GateOptions | None,
+    setting: _Setting,
+    seeds: Sequence[int],
 ) -> FailureFigures:
-    cache = session.factory.controlled(budget, protection=protection, gate=gate)
-    cache.store_prompt(read.states)
     case, tokenizer = prompt.case, session.tokenizer
-    geometry = session.shape.geometry
+    # answers over seeds store the same prompt under the same protection again
+    work = SharedWork(SharedAttention(0))
+    stops = stop_rule(tokenizer, at_line_end=case.stops_at_newline)
+
+    def answer(choose: Callable[[Tensor], Tensor]) -> tuple[Subject, DecodedAnswer]:
+        cache = session.factory.controlled(
+            setting.budget, protection=setting.protection, gate=setting.gate, work=work
+        )
+        cache.store_prompt(read.states)
+        last = read.states.hidden[-1:]
+        limit = case.max_new_tokens
+        return cache, decode_tokens(session.model, cache, last, limit, stops, choose=choose)
+
+    def text_of(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    cache, got = answer(most_likely)
     decision = cache.decision()
     assert decision is not None
     held = int(decision.contract.protected.sum())
-    got = decode_tokens(
-        session.model,
-        cache,
-        read.states.hidden[-1:],
-        case.max_new_tokens,
-        stop_rule(tokenizer, at_line_end=case.stops_at_newline),
-    )
-    dense, ours_text = (
-        str(tokenizer.decode(ids, skip_special_tokens=True))
-        for ids in (read.answer_ids, got.token_ids)
-    )
+    had, has = prompt.judge(text_of(read.answer_ids)), prompt.judge(text_of(got.token_ids))
+    drawn_scores = [
+        float(prompt.judge(text_of(answer(drawn(seed))[1].token_ids))) for seed in seeds
+    ]
     return FailureFigures(
         drift=answer_divergence(
             session.model, got.hidden, got.token_ids, read.reference, read.answer_ids
         ),
-        is_lost=prompt.judge(dense) != prompt.judge(ours_text)
-        if prompt.kind == "refusal"
-        else prompt.judge(dense) and not prompt.judge(ours_text),
+        is_lost=had != has if prompt.kind == "refusal" else had and not has,
         length_drift=len(got.token_ids) - len(read.answer_ids),
-        protected_bytes=held * geometry.dense_state_bytes / case.context,
+        protected_bytes=held * session.shape.geometry.dense_state_bytes / case.context,
+        s_traj=statistics.pvariance(drawn_scores) if drawn_scores else 0.0,
     )

@@ -11,7 +11,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from sphkv.evaluation.metrics.answers import (
@@ -26,6 +25,7 @@ from sphkv.evaluation.metrics.answers import (
     reply_failures,
     trajectory_sensitivity,
 )
+from sphkv.evaluation.splits import Split
 from sphkv.evaluation.workloads.case import Case
 from sphkv.evaluation.workloads.long_text import Needle, hide_needles, make_needles
 from sphkv.evaluation.workloads.texts import filler_name, filler_text
@@ -36,6 +36,8 @@ _STRUCTURE: dict[str, Failure] = {"json": "structured output", "tool": "tool cor
 
 DEPTHS = (0.1, 0.35, 0.6, 0.85)
 _SHIPS = (("Curlew", "Hull", 1902), ("Dotterel", "Cork", 1893), ("Fulmar", "Leith", 1911))
+# Title pages say little.
+_SKIPPED_CHARACTERS = 9000
 _ENTRY_DEPTHS = (0.2, 0.5, 0.75)
 _TABLE_DEPTH = 0.4
 _SUMMARIES = (
@@ -236,13 +238,13 @@ class WitnessPrompt:
 
 
 def build_suite(
-    tokenizer: Any, *, data: Path | None, context: int, seed: int, max_new_tokens: int = 32
+    tokenizer: Any, *, split: Split | None, context: int, seed: int, max_new_tokens: int = 32
 ) -> list[WitnessPrompt]:
     """All prompts of a suite.
 
     Args:
         tokenizer: Of the model.
-        data: Folder with ``pg19/*.txt``; None makes the text up.
+        split: Whose first book is the text; None makes the text up.
         context: Tokens of the document, about.
         seed: Draws the needles.
         max_new_tokens: Most tokens of an answer.
@@ -250,10 +252,9 @@ def build_suite(
     needles = make_needles(DEPTHS, seed)
     (task,) = made_up_tool_tasks(1)
     inserts = _inserts(task)
-    text = _document(tokenizer, data, context, [*needles, *inserts])
-    builder = _Builder(
-        tokenizer, text, f"witness-{context}-{filler_name(data, 0)}-{seed}", max_new_tokens
-    )
+    text = _document(tokenizer, split, context, [*needles, *inserts])
+    name = filler_name(None, 0) if split is None else split.books[0]
+    builder = _Builder(tokenizer, text, f"witness-{context}-{name}-{seed}", max_new_tokens)
     for needle in needles:
         builder.add("retrieval", needle.question, _begins_with(needle.answer), needle)
     for (ship, _, _), entry in zip(_SHIPS, inserts, strict=False):
@@ -334,9 +335,12 @@ def _token_span(tokenizer: Any, text: str, part: str) -> tuple[int, int]:
     return max(0, start - 1), min(stop + 1, len(tokenizer(text).input_ids))
 
 
-def _document(tokenizer: Any, data: Path | None, context: int, inserts: list[Needle]) -> str:
+def _document(tokenizer: Any, split: Split | None, context: int, inserts: list[Needle]) -> str:
     """Whole paragraphs and the inserts, as many paragraphs as fit."""
-    text = filler_text(data, 0, num_characters=8 * context, skip=0 if data is None else 9000)
+    if split is None:
+        text = filler_text(None, 0, num_characters=8 * context)
+    else:
+        text = split.text(split.books[0])[_SKIPPED_CHARACTERS:][: 8 * context]
     paragraphs = [part for part in text.split("\n\n") if part.strip()]
     low, high = 0, len(paragraphs)
     best = ""

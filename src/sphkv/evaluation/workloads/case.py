@@ -33,6 +33,7 @@ class Case:
         facets: What the case stands for, such as its depth; goes into the record.
         task: Task of an episode; for tools only.
         split: ``development`` or ``test``; empty for made-up text.
+        retrieved: Token ranges of the prompt's passages.
     """
 
     case_id: str
@@ -47,6 +48,7 @@ class Case:
     facets: Mapping[str, Any] = field(default_factory=dict)
     task: ToolTask | ApiTask | None = None
     split: str = ""
+    retrieved: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         """Reject a case that asks for nothing."""

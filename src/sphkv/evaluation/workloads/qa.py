@@ -20,6 +20,7 @@ from sphkv.evaluation.metrics.answers import best_f1
 from sphkv.evaluation.splits import load_manifest
 from sphkv.evaluation.workloads.case import Case
 from sphkv.evaluation.workloads.texts import made_up_text, refuse_hub
+from sphkv.retention.protection import SegmentSpans, find_segments
 
 AnswerPosition = Literal["early", "middle", "late"]
 ANSWER_POSITIONS: tuple[AnswerPosition, ...] = ("early", "middle", "late")
@@ -33,7 +34,11 @@ _BEFORE = (
 _AFTER = "\n\nUse only the passages above.\n\nQuestion: {question}\nAnswer:"
 
 DATASETS = ("hotpotqa", "2wikimqa")
-_MOST_CANDIDATES = 30
+MOST_CANDIDATES = 30
+"""Questions of a dataset that are tried at most for one that dense can answer."""
+
+_PASSAGE_MARKS = ("Passage ", "Document ", "<document>")
+_TURN_MARKS = ("Question:", "Use only the passages", "<|im_start|>", "<|im_end|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +253,7 @@ def answerable_questions(
     tokenizer: Any,
     answer: Callable[[tuple[int, ...], int], str],
     *,
-    data: Path | None,
-    datasets: tuple[str, ...],
+    candidates: Sequence[Question],
     count: int,
     least_f1: float,
     max_new_tokens: int,
@@ -261,8 +265,7 @@ def answerable_questions(
     Args:
         tokenizer: Of the model.
         answer: From a prompt and a number of tokens to the dense model's answer.
-        data: Data folder; None makes questions up.
-        datasets: Names of ``DATASETS``, taken in turn.
+        candidates: Questions to try, in order.
         count: Most questions; fewer if the model answers fewer.
         least_f1: F1 from which an answer counts.
         max_new_tokens: Most tokens of an answer.
@@ -270,9 +273,7 @@ def answerable_questions(
     Raises:
         ValueError: There is none.
     """
-    num_pools = 1 if data is None else len(datasets)
-    candidates = choose_questions(data, datasets, num_pools * _MOST_CANDIDATES, ())
-    found = []
+    found: list[str] = []
     for question in candidates:
         prompt = format_prompt(question, order_passages(question, 0, "early"))
         said = answer(tuple(tokenizer(prompt).input_ids), max_new_tokens)
@@ -285,6 +286,13 @@ def answerable_questions(
     return tuple(found)
 
 
+def passage_segments(tokenizer: Any, ids: Sequence[int]) -> SegmentSpans:
+    """Where the passages of a prompt lie, found by its separators."""
+    marks = [tokenizer(text, add_special_tokens=False).input_ids for text in _PASSAGE_MARKS]
+    turns = [tokenizer(text, add_special_tokens=False).input_ids for text in _TURN_MARKS]
+    return find_segments(ids, passage_marks=marks, turn_marks=turns)
+
+
 def qa_cases(
     tokenizer: Any,
     questions: Sequence[Question],
@@ -293,6 +301,8 @@ def qa_cases(
     num_distractors: int | None = None,
     max_new_tokens: int = 32,
     split: str = "",
+    every_position: bool = False,
+    clutter: Sequence[int] = (),
 ) -> list[Case]:
     """Questions over passages, answer positions in turn.
 
@@ -303,28 +313,37 @@ def qa_cases(
         num_distractors: Exactly so many; None fills the context.
         max_new_tokens: Most tokens of an answer.
         split: Split of the questions, for the record.
+        every_position: Whether each question is asked with its evidence at every place.
+        clutter: Token ids of another text in front of every prompt; part of ``context``.
     """
     cases = []
     for index, question in enumerate(questions):
-        position = ANSWER_POSITIONS[index % len(ANSWER_POSITIONS)]
-        ids, used = fit_prompt(
-            tokenizer, question, position, context=context, num_distractors=num_distractors
-        )
-        name = f"qa-{context}-{question.question_id}-{position}"
-        if num_distractors is not None:
-            name += f"-d{num_distractors}"
-        cases.append(
-            Case(
-                case_id=name,
-                workload="qa",
-                group=name,
-                prompt_ids=tuple(ids),
-                answers=question.answers,
-                max_new_tokens=max_new_tokens,
-                facets={"position": position, "num_distractors": used},
-                split=split,
+        turn = ANSWER_POSITIONS[index % len(ANSWER_POSITIONS)]
+        for position in ANSWER_POSITIONS if every_position else (turn,):
+            ids, used = fit_prompt(
+                tokenizer,
+                question,
+                position,
+                context=context - len(clutter),
+                num_distractors=num_distractors,
             )
-        )
+            name = f"qa-{context}-{question.question_id}-{position}"
+            name += "" if num_distractors is None else f"-d{num_distractors}"
+            name += f"-c{len(clutter)}" if clutter else ""
+            ids = [*clutter, *ids]
+            cases.append(
+                Case(
+                    case_id=name,
+                    workload="qa",
+                    group=name,
+                    prompt_ids=tuple(ids),
+                    answers=question.answers,
+                    max_new_tokens=max_new_tokens,
+                    facets={"position": position, "num_distractors": used},
+                    split=split,
+                    retrieved=passage_segments(tokenizer, ids).retrieved,
+                )
+            )
     return cases
 
 
@@ -412,6 +431,7 @@ def document_cases(
                 answers=question.answers,
                 max_new_tokens=max_new_tokens,
                 facets={"position": position, "num_distractors": low},
+                retrieved=passage_segments(tokenizer, (*document, *end)).retrieved,
             )
         )
     return cases
