@@ -13,8 +13,7 @@ pytest.importorskip("gguf", reason="the extra sphkv[transformers] is not install
 from gguf import GGUFWriter
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from sphkv.integrations.models import convert_gguf
-from sphkv.integrations.models import load_model
+from sphkv.integrations.models import convert_gguf, load_model
 from sphkv.integrations.transformers.architecture import describe_model
 
 LAYERS, WINDOW = 7, 8
