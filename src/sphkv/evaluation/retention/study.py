@@ -25,7 +25,7 @@ from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS, follow_text
 from sphkv.evaluation.harness.states import PromptStates
 from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.metrics.divergence import token_divergence
-from sphkv.evaluation.runner.reading import SharedWork
+from sphkv.evaluation.runner.methods import SharedWork
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.workloads.long_text import lm_cases
 from sphkv.evaluation.workloads.qa import DATASETS, choose_questions, qa_cases

@@ -14,8 +14,7 @@ from typing import Any
 
 from sphkv.evaluation.metrics.divergence import answer_divergence
 from sphkv.evaluation.runner.decoding import decode_tokens, stop_rule
-from sphkv.evaluation.runner.reading import ReadCase
-from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.runner.session import ReadCase, Session
 from sphkv.evaluation.witness.suite import WitnessPrompt
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule
