@@ -17,14 +17,20 @@ from sphkv.codec.codebook import (
 PAIR_STEP = 2
 """Pair slots of a head come in multiples of this, so that kernels see few shapes."""
 
-PLANES_PER_PAIR = 4
-"""From two bits per element on, a head has a pair slot for so many planes at most: kernels look
-these slots up twice."""
-
 _UNIT_BITS = 2
 _SLOT_BITS = 4
+_GROUP_PAIRS = 8
 _CELL_UNITS = tuple(bits // _UNIT_BITS for bits in CELL_BITS)
 _HAS_HALF = tuple(bits % _SLOT_BITS > 0 for bits in CELL_BITS)
+
+
+def most_pairs(num_planes: int, num_slots: int) -> int | None:
+    """Most pair slots of a head; None for any number.
+
+    Kernels look pair slots up twice, eight at a time. From two bits per element on one such group
+    has to do in heads of up to 128 elements; below that planes of two bits are worth more.
+    """
+    return max(_GROUP_PAIRS, num_planes // 8) if num_slots >= num_planes else None
 
 
 def allocate_plane_bits(
@@ -124,9 +130,11 @@ def build_angle_codebook(
     """
     device, planes = planes.mean.device, planes.to("cpu")
     num_planes = planes.mean.shape[1]
-    max_pairs = num_planes // PLANES_PER_PAIR if num_slots >= num_planes else None
     bits = allocate_plane_bits(
-        planes.distortion, num_slots, pair_step=pair_step, max_pairs=max_pairs
+        planes.distortion,
+        num_slots,
+        pair_step=pair_step,
+        max_pairs=most_pairs(num_planes, num_slots),
     )
     heads = bits.shape[0]
     slot_plane = torch.zeros(heads, num_slots, 2, dtype=torch.int64)

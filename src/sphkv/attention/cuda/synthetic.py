@@ -14,7 +14,7 @@ from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import CELL_BITS, AngleCodebook
 from sphkv.codec.hadamard import unrotate
-from sphkv.codec.slots import PLANES_PER_PAIR, allocate_plane_bits, order_slots
+from sphkv.codec.slots import allocate_plane_bits, most_pairs, order_slots
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 from sphkv.store.layout import (
@@ -42,9 +42,8 @@ def synthetic_codebook(
     generator = torch.Generator().manual_seed(seed)
     log_energy = _ENERGY_SPREAD * torch.randn(heads, planes, generator=generator)
     bits = torch.tensor(CELL_BITS, dtype=torch.float32)
-    max_pairs = planes // PLANES_PER_PAIR if slots >= planes else None
     plane_bits = allocate_plane_bits(
-        torch.exp2(log_energy[..., None] - bits), slots, max_pairs=max_pairs
+        torch.exp2(log_energy[..., None] - bits), slots, max_pairs=most_pairs(planes, slots)
     )
     amplitude = torch.exp2(log_energy / 2)
     amplitude = amplitude / (2 * amplitude.square().sum(1, keepdim=True)).sqrt()
