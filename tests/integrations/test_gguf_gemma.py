@@ -58,7 +58,8 @@ def make_model(
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     )
-    model = Gemma3ForCausalLM(config).eval()
+    model: Gemma3ForCausalLM = Gemma3ForCausalLM(config)
+    model.eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     writer = GGUFWriter(path, "gemma3")

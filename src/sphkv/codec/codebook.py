@@ -23,6 +23,7 @@ PAIR_LEVELS = 4
 _SPLIT_SCALE = 0.7
 _RELAXATION = 1.9
 _SWEEPS = 3
+_TRIAL_ROUNDS = 2
 _START_ITERATIONS = 3
 _TINY = 1e-20
 _CACHED_SCORES = 1 << 19
@@ -321,11 +322,12 @@ def _fit_sums(
     """
     some, some_w = x[:, ::2].contiguous(), weight[:, ::2].contiguous()
     grid = _alternate(some, some_w, _principal_stages(some, some_w), options.iterations)
-    starts = [_refine_sums(some, some_w, start, 2) for start in (grid, (single, second))]
-    errors = [_error(some, some_w, nearest_sums(some, *start)) for start in starts]
+    grid = _refine_sums(some, some_w, grid, _TRIAL_ROUNDS)
+    rest = _refine_sums(some, some_w, (single, second), _TRIAL_ROUNDS)
+    errors = [_error(some, some_w, nearest_sums(some, *start)) for start in (grid, rest)]
     is_grid = (errors[0] < errors[1])[:, None, None]
-    one, two = (torch.where(is_grid, *parts) for parts in zip(*starts, strict=True))
-    return _refine_sums(x, weight, (one, two), options.refinements)
+    start = torch.where(is_grid, grid[0], rest[0]), torch.where(is_grid, grid[1], rest[1])
+    return _refine_sums(x, weight, start, options.refinements)
 
 
 def nearest_sums(x: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -19,23 +19,38 @@ PAIR_STEP = 2
 
 _UNIT_BITS = 2
 _SLOT_BITS = 4
+_GROUP_PAIRS = 8
 _CELL_UNITS = tuple(bits // _UNIT_BITS for bits in CELL_BITS)
 _HAS_HALF = tuple(bits % _SLOT_BITS > 0 for bits in CELL_BITS)
 
 
+def most_pairs(num_planes: int, num_slots: int) -> int | None:
+    """Most pair slots of a head; None for any number.
+
+    Kernels look pair slots up twice, eight at a time. From two bits per element on one such group
+    has to do in heads of up to 128 elements; below that planes of two bits are worth more.
+    """
+    return max(_GROUP_PAIRS, num_planes // 8) if num_slots >= num_planes else None
+
+
 def allocate_plane_bits(
-    distortion: Tensor, num_slots: int, *, pair_step: int = PAIR_STEP
+    distortion: Tensor,
+    num_slots: int,
+    *,
+    pair_step: int = PAIR_STEP,
+    max_pairs: int | None = None,
 ) -> Tensor:
     """Choose a cell class per plane that minimises distortion at exactly ``num_slots`` nibbles.
 
     Dynamic programming over planes, vectorised over heads: the state is (bits spent, number of
-    planes with half a slot modulo ``2 * pair_step``), so the answer is the optimum, not a greedy
-    one.
+    planes with half a slot, modulo ``2 * pair_step`` if any number will do), so the answer is the
+    optimum, not a greedy one.
 
     Args:
         distortion: ``[heads, planes, 7]`` error by cell class, in the order of ``CELL_BITS``.
         num_slots: Nibbles per key.
         pair_step: Pair slots must be a multiple of this.
+        max_pairs: Most pair slots of a head; any number if None.
 
     Returns:
         ``[heads, planes]`` int64 bits per plane.
@@ -46,28 +61,29 @@ def allocate_plane_bits(
         raise ValueError(f"num_slots must be in [0, {most}] for {planes} planes, got {num_slots}")
     units = num_slots * _SLOT_BITS // _UNIT_BITS
     period = 2 * pair_step
+    counts = period if max_pairs is None else 2 * max_pairs + 1
     cost = distortion.double().cpu()
-    best = torch.full((heads, units + 1, period), torch.inf, dtype=torch.float64)
+    best = torch.full((heads, units + 1, counts), torch.inf, dtype=torch.float64)
     best[:, 0, 0] = 0.0
-    choices = torch.zeros(planes, heads, units + 1, period, dtype=torch.uint8)
+    choices = torch.zeros(planes, heads, units + 1, counts, dtype=torch.uint8)
     for plane in range(planes):
-        best, choices[plane] = _relax(best, cost[:, plane])
-    if bool(torch.isinf(best[:, units, 0]).any()):
+        best, choices[plane] = _relax(best, cost[:, plane], wraps=max_pairs is None)
+    least, pairs = best[:, units, ::period].min(1)
+    if bool(torch.isinf(least).any()):
         raise ValueError(f"{num_slots} slots cannot be spread over {planes} planes")
     bits = torch.zeros(heads, planes, dtype=torch.int64)
     row = torch.arange(heads)
-    spent = torch.full((heads,), units)
-    pairs = torch.zeros(heads, dtype=torch.int64)
+    spent, halves = torch.full((heads,), units), period * pairs
     for plane in reversed(range(planes)):
-        cell = choices[plane][row, spent, pairs].long()
+        cell = choices[plane][row, spent, halves].long()
         bits[:, plane] = torch.tensor(CELL_BITS)[cell]
         spent = spent - torch.tensor(_CELL_UNITS)[cell]
-        pairs = (pairs - torch.tensor(_HAS_HALF)[cell].long()) % period
+        halves = (halves - torch.tensor(_HAS_HALF)[cell].long()) % counts
     return bits
 
 
-def _relax(best: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
-    """Add one plane. ``best [heads, units + 1, period]``, ``cost [heads, 7]``."""
+def _relax(best: Tensor, cost: Tensor, *, wraps: bool) -> tuple[Tensor, Tensor]:
+    """Add one plane. ``best [heads, units + 1, counts]``, ``cost [heads, 7]``."""
     candidates = []
     for cell, units in enumerate(_CELL_UNITS):
         moved = torch.full_like(best, torch.inf)
@@ -75,6 +91,8 @@ def _relax(best: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
             moved[:, units:] = best[:, : best.shape[1] - units]
         if _HAS_HALF[cell]:
             moved = moved.roll(1, dims=2)
+            if not wraps:
+                moved[:, :, 0] = torch.inf
         candidates.append(moved + cost[:, cell, None, None])
     value, choice = torch.stack(candidates).min(0)
     return value, choice.to(torch.uint8)
@@ -111,7 +129,13 @@ def build_angle_codebook(
         The slots, in the order of ``order_slots``.
     """
     device, planes = planes.mean.device, planes.to("cpu")
-    bits = allocate_plane_bits(planes.distortion, num_slots, pair_step=pair_step)
+    num_planes = planes.mean.shape[1]
+    bits = allocate_plane_bits(
+        planes.distortion,
+        num_slots,
+        pair_step=pair_step,
+        max_pairs=most_pairs(num_planes, num_slots),
+    )
     heads = bits.shape[0]
     slot_plane = torch.zeros(heads, num_slots, 2, dtype=torch.int64)
     points = torch.zeros(heads, num_slots, 2, SLOT_LEVELS, 2)

@@ -14,7 +14,7 @@ from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import CELL_BITS, AngleCodebook
 from sphkv.codec.hadamard import unrotate
-from sphkv.codec.slots import allocate_plane_bits, order_slots
+from sphkv.codec.slots import allocate_plane_bits, most_pairs, order_slots
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 from sphkv.store.layout import (
@@ -42,7 +42,9 @@ def synthetic_codebook(
     generator = torch.Generator().manual_seed(seed)
     log_energy = _ENERGY_SPREAD * torch.randn(heads, planes, generator=generator)
     bits = torch.tensor(CELL_BITS, dtype=torch.float32)
-    plane_bits = allocate_plane_bits(torch.exp2(log_energy[..., None] - bits), slots)
+    plane_bits = allocate_plane_bits(
+        torch.exp2(log_energy[..., None] - bits), slots, max_pairs=most_pairs(planes, slots)
+    )
     amplitude = torch.exp2(log_energy / 2)
     amplitude = amplitude / (2 * amplitude.square().sum(1, keepdim=True)).sqrt()
     slot_plane = torch.zeros(heads, slots, 2, dtype=torch.int64)
