@@ -403,11 +403,11 @@ def test_a_loaded_gate_goes_on_where_it_was(tmp_path):
     load_engine(loaded, tmp_path / "saved")
     ours, theirs = residency_of(engine), residency_of(loaded)
     assert ours.drift == theirs.drift > 0
+    assert ours.gate is not None
+    assert theirs.gate is not None
     for _ in range(8):
         for each in (engine, loaded):
             tell_margin(each, 1e9)
-        assert ours.gate is not None
-        assert theirs.gate is not None
         assert torch.equal(ours.gate.state(), theirs.gate.state())
     assert not ours.gate.is_on
 

@@ -10,6 +10,7 @@ spend what it held back instead of demoting, and to seal what is still dense at 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import TypeVar
@@ -241,7 +242,7 @@ class RetentionResidency:
             float(notes.squared_drift(own, num_tokens).sum())
             for notes, own in zip(self.notes, tier_id, strict=True)
         )
-        return self._retention.policy.drift_scale * (2 * squares) ** 0.5
+        return self._retention.policy.drift_scale * math.sqrt(2 * squares)
 
     def predict_drift(self) -> float:
         """How far what is coded and gone may move the model's logits, by the pages as they are."""
