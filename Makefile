@@ -4,10 +4,16 @@ PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
-VLLM_STAMP := $(VLLM_VENV)/.installed
 DIST ?= dist
+
+# Installed again when what pip reads has changed, or the list of packages; edits of Python files need
+# nothing (editable install).
+PACKAGES := $(wildcard src/sphkv/__init__.py src/sphkv/*/__init__.py src/sphkv/*/*/__init__.py)
+# The list is part of the name: one that became shorter has no file that is newer.
+LIST := $(firstword $(shell echo $(PACKAGES) | cksum))
+STAMP := $(VENV)/.installed-$(LIST)
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(LIST)
 
 .PHONY: setup demo check test wheel wheel-test cubins vllm-test clean
 
@@ -17,9 +23,6 @@ setup: $(STAMP)
 # each build, so that an edit in csrc/ compiles that file alone.
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja
 
-# Installed again when what pip reads has changed, or the list of packages; edits of Python files need
-# nothing (editable install).
-PACKAGES := $(wildcard src/sphkv/__init__.py src/sphkv/*/__init__.py src/sphkv/*/*/__init__.py)
 $(STAMP): pyproject.toml constraints.txt $(PACKAGES) $(wildcard CMakeLists.txt csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(BUILD_TOOLS)
@@ -70,7 +73,7 @@ $(VLLM_STAMP): pyproject.toml $(PACKAGES) $(wildcard CMakeLists.txt csrc/*)
 	touch $@
 
 vllm-test: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -24,8 +24,7 @@ from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.testing.attention_cases import CASES as TABLE
 from sphkv.testing.attention_cases import assert_attention, make_batch
 from sphkv.testing.attention_cases import make_request as make_one
-from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
-from sphkv.testing.oracle import dense_oracle
+from sphkv.testing.cases import CacheCase, build_store, dense_oracle, random_states, rope_of
 
 DROP = TierSpec("drop", "drop", 0.0, 0, 0)
 DENSE = TierSpec("max", "dense", 16.0, 16, 16)

@@ -24,8 +24,8 @@ from gpu_baselines import CONFIGS, PAGE_TOKENS, SPLITS, DensePaged
 
 from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import KernelShape
-from sphkv.attention.cuda.page_lists import PageLists, PagePool
-from sphkv.attention.cuda.selftest import self_test
+from sphkv.attention.cuda.kernel_cache import self_test
+from sphkv.attention.cuda.pages import PageLists, PagePool
 from sphkv.attention.cuda.synthetic import (
     Oracle,
     random_pages,

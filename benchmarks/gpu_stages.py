@@ -20,7 +20,7 @@ from gpu_baselines import CONFIGS, PAGE_TOKENS, DensePaged
 from gpu_decode import DEVICE, MODELS, Workspace, common, copy_bandwidth, median_us
 
 from sphkv.attention.cuda import compiler
-from sphkv.attention.cuda.page_lists import PagePool
+from sphkv.attention.cuda.pages import PagePool
 from sphkv.attention.triton.tables import turn_steps
 from sphkv.store.layout import PageView
 from sphkv.store.paging import PositionMode

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sphkv.evaluation.environment import describe_environment
-from sphkv.integrations.vllm.launch import require_vllm
+from sphkv.integrations.vllm.serve import require_vllm
 
 HERE = Path(__file__).resolve().parent
 WORKER = "sphkv.integrations.vllm.worker.SphericalWorker"

@@ -62,7 +62,7 @@ EngineSlot* new_slot(const std::string& name) {
   return slot.release();
 }
 
-// Offsets in the order of sphkv.attention.native.plans.layout_fields.
+// Offsets in the order of sphkv.attention.native.backend.layout_fields.
 PageKind make_kind(const std::vector<int>& fields, const Codebook* codebook) {
   if (fields.size() != 9) throw std::invalid_argument("a page kind has 9 layout fields");
   PageKind kind;

@@ -7,7 +7,7 @@ import torch
 from sphkv.attention.api import decode_attention, get_backend
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.pages import FragmentOrder, place_pages
-from sphkv.attention.listing import list_pages
+from sphkv.attention.plans import list_pages
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.errors import BackendUnavailableError

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from sphkv.attention.api import BACKENDS, get_backend
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import BatchRequest, DecodeRequest
 from sphkv.codec.states import SphericalCodec
@@ -49,24 +50,25 @@ def make_backend(on_the_host):
     """A backend by its key of ``PRECISION``; skips where it cannot be tried here."""
 
     def make(key):
-        if key == "reference":
-            return ReferenceBackend()
         if key.startswith("native"):
             pytest.importorskip("sphkv._kernels", reason="the native kernels are not built")
             from sphkv.attention.native.backend import NativeBackend
 
             return NativeBackend(precision="float32" if key.endswith("float32") else "int8")
-        pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
-        if key == "triton":
-            from sphkv.attention.triton.backend import TritonBackend
+        if key in ("triton", "cuda"):
+            pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
+        if key == "cuda":
+            from sphkv.attention.cuda.backend import CudaBackend
 
-            return TritonBackend()
-        from sphkv.attention.cuda.backend import CudaBackend
-
-        on_the_host()
-        return CudaBackend(CPU)
+            on_the_host()
+            return CudaBackend(CPU)
+        return get_backend(key)
 
     return make
+
+
+def test_every_backend_is_tried():
+    assert {key.removesuffix("-float32") for key in PRECISION} == set(BACKENDS)
 
 
 def _pairs(names, cuda_names):

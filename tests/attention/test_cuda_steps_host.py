@@ -12,8 +12,14 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.errors import UnsupportedBatchError
 from sphkv.testing.attention_cases import FLOORS
-from sphkv.testing.cases import CacheCase, build_store, fill_layer, random_states, rope_of
-from sphkv.testing.oracle import exact_attention
+from sphkv.testing.cases import (
+    CacheCase,
+    build_store,
+    exact_attention,
+    fill_layer,
+    random_states,
+    rope_of,
+)
 
 CPU = torch.device("cpu")
 TIERS = TierTable(

@@ -10,8 +10,7 @@ from sphkv.attention.reference import ReferenceBackend
 from sphkv.store.layout import HEADER_BYTES, PAGE_VERSION
 from sphkv.store.order import PageOrder
 from sphkv.testing.attention_cases import CASES, AttentionCase, assert_attention, make_request
-from sphkv.testing.cases import CacheCase, random_states, rope_of
-from sphkv.testing.oracle import dense_oracle
+from sphkv.testing.cases import CacheCase, dense_oracle, random_states, rope_of
 
 kernels = pytest.importorskip("sphkv._kernels", reason="the native kernels are not built")
 

@@ -12,9 +12,8 @@ from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, BatchRequest, DecodeRequest
 from sphkv.errors import BackendUnavailableError
 from sphkv.testing.attention_cases import CASES, make_batch, make_request, make_store
-from sphkv.testing.cases import random_states, rope_of
+from sphkv.testing.cases import exact_attention, random_states, rope_of
 from sphkv.testing.fake_gpu import GpuTensor, fake_gpu
-from sphkv.testing.oracle import exact_attention
 
 
 def test_sinks_and_rows_are_merged_by_the_api():

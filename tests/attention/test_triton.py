@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
 from sphkv.attention.api import get_backend
-from sphkv.attention.listing import list_pages
+from sphkv.attention.plans import list_pages
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.attention.triton import backend as triton_backend

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load and its figures against a server that only pretends; vLLM's own is in tests/vllm."""
+"""The load and its figures against a server that only pretends to be one of vLLM."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ from sphkv.evaluation.bench.serve import (
     summarise,
     tokenize,
 )
-from sphkv.integrations.vllm import launch
+from sphkv.integrations.vllm import serve
 
 STEP_SECONDS = 0.02
 
@@ -180,7 +180,7 @@ def test_without_vllm_it_says_so(text_path, monkeypatch):
 
 
 def test_a_server_that_stops_is_reported(tmp_path):
-    with launch.start_server("no.such.module", "m", [], tmp_path / "log") as running:
+    with serve.start_server("no.such.module", "m", [], tmp_path / "log") as running:
         with pytest.raises(RuntimeError, match="did not start"):
             running.wait_until_ready(30)
         assert "no.such" in running.log

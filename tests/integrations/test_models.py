@@ -16,8 +16,14 @@ from gguf import GGUFWriter
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from sphkv.integrations import models
-from sphkv.integrations.gguf import convert_gguf, transformers_name, unpermute_rows
-from sphkv.integrations.models import converted_folder, load_model, smollm2_gguf
+from sphkv.integrations.models import (
+    convert_gguf,
+    converted_folder,
+    load_model,
+    smollm2_gguf,
+    transformers_name,
+    unpermute_rows,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 263,

@@ -108,6 +108,19 @@ def test_a_budget_that_holds_everything_changes_nothing(model, new_cache):
     check_budget(cache)
 
 
+def test_the_score_decides(model, new_cache):
+    """What is kept of a prompt depends on what values its states; unknown scores are named."""
+    kept = {}
+    for name in ("attention", "votes"):
+        cache = new_cache("30%", score=name)
+        score(model, cache, make_tokens(max(PROMPT + 100, cache.holds_from)))
+        check_budget(cache)
+        kept[name] = cache.describe().tiers
+    assert kept["attention"] != kept["votes"]
+    with pytest.raises(ValueError, match="'atention'; did you mean 'attention'"):
+        new_cache(score="atention")
+
+
 @pytest.mark.parametrize("budget", ["40%", "300B/token", "100KiB"])
 def test_bytes_stay_in_the_budget_at_every_step(model, new_cache, budget):
     cache = new_cache(budget)

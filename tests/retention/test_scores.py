@@ -132,7 +132,8 @@ def test_tier_ratio_is_relative_to_dropping():
 
 
 def test_unknown_scores_are_refused_with_the_nearest_name():
-    with pytest.raises(ValueError, match="attention, recipe, votes, got 'atention'; did you mean"):
+    known = ", ".join(SCORES)
+    with pytest.raises(ValueError, match=f"{known}, got 'atention'; did you mean 'attention'"):
         ControlOptions(score="atention")
     with pytest.raises(ValueError, match=r"got 'xyz'$"):
         make_score("xyz", POLICY)

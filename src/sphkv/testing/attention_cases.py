@@ -24,8 +24,7 @@ from sphkv.attention.request import (
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.store.store import PageStore
-from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
-from sphkv.testing.oracle import exact_attention
+from sphkv.testing.cases import CacheCase, build_store, exact_attention, random_states, rope_of
 
 Precision = Literal["float32", "int8", "half"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import PAGE_TOKENS
-from sphkv.attention.cuda.page_lists import PageLists, PagePool
+from sphkv.attention.cuda.pages import PageLists, PagePool
 from sphkv.attention.cuda.synthetic import (
     Oracle,
     random_pages,

@@ -15,9 +15,8 @@ from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
 from sphkv.attention.cuda.pages import FragmentCodec, FragmentOrder, ServedPages, place_pages
 from sphkv.attention.cuda.steps import CapturedSteps, why_not_captured
-from sphkv.attention.listing import ListedPages, join_layouts, list_pages
 from sphkv.attention.partial import PartialAttention
-from sphkv.attention.plans import PlanCache
+from sphkv.attention.plans import ListedPages, PlanCache, join_layouts, list_pages
 from sphkv.attention.request import (
     AttentionOptions,
     BatchRequest,

@@ -22,7 +22,7 @@ from torch import Tensor
 from sphkv.attention.cuda.compiler import architecture, load_cubin
 from sphkv.attention.cuda.driver import Kernel
 from sphkv.attention.cuda.geometry import MAX_TEAMS, KernelShape, ceil_div
-from sphkv.attention.cuda.page_lists import PageLists, PagePool
+from sphkv.attention.cuda.pages import PageLists, PagePool
 from sphkv.attention.cuda.tables import build_tables, turn_rows
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions

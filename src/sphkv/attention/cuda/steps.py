@@ -17,10 +17,16 @@ from torch import Tensor
 from sphkv.attention.cuda.dense import MAX_GROUP, DenseDecode, DenseStates
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
-from sphkv.attention.cuda.page_lists import LayerLists, list_entries
-from sphkv.attention.cuda.pages import HOPPER, page_base, page_numbers, place_pages
-from sphkv.attention.listing import ListedPages, count_pages, list_pages, list_starts
+from sphkv.attention.cuda.pages import (
+    HOPPER,
+    LayerLists,
+    list_entries,
+    page_base,
+    page_numbers,
+    place_pages,
+)
 from sphkv.attention.partial import PartialAttention
+from sphkv.attention.plans import ListedPages, count_pages, list_pages, list_starts
 from sphkv.attention.request import AttentionOptions, spherical_codec
 from sphkv.attention.triton.dense import TailList
 from sphkv.codec.states import SphericalCodec

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sphkv.attention.listing import (
+from sphkv.attention.partial import PartialAttention
+from sphkv.attention.plans import (
     ListedPages,
+    PlanCache,
     count_pages,
     join_layouts,
     list_pages,
     list_starts,
     upload,
 )
-from sphkv.attention.partial import PartialAttention
-from sphkv.attention.plans import PlanCache
 from sphkv.attention.request import (
     AttentionOptions,
     BatchRequest,
@@ -30,10 +30,9 @@ from sphkv.attention.request import (
     spherical_codec,
 )
 from sphkv.attention.triton.coded import launch_coded
-from sphkv.attention.triton.combine import combine_parts
 from sphkv.attention.triton.dense import TailList, launch_dense
 from sphkv.attention.triton.encode import TritonEncoder
-from sphkv.attention.triton.rows import PartSlots, QueryRows
+from sphkv.attention.triton.rows import PartSlots, QueryRows, combine_parts
 from sphkv.attention.triton.tables import EntryTable, EntryTables
 from sphkv.codec.states import SphericalCodec
 from sphkv.store.layout import PageLayout

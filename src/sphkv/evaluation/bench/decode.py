@@ -25,8 +25,7 @@ from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.key_methods import shared_bits, tier_for_bits
 from sphkv.store.config import StoreConfig
 from sphkv.store.store import PageStore
-from sphkv.testing.cases import random_calibration, random_states
-from sphkv.testing.oracle import dense_oracle
+from sphkv.testing.cases import dense_oracle, random_calibration, random_states
 
 GEOMETRIES = {
     "smollm2": (KVGeometry(1, 3, 9, 64), 100_000.0),

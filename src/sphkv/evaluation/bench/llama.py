@@ -21,8 +21,7 @@ from sphkv.evaluation.environment import describe_environment
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.cache import SphericalCache
 from sphkv.integrations.transformers.calibrate import calibrate_model
-from sphkv.integrations.transformers.convert import encode_dense_cache
-from sphkv.integrations.transformers.stepping import prefill, score
+from sphkv.integrations.transformers.stepping import encode_dense_cache, prefill, score
 
 CACHE_TYPES = {"f16": 1, "q8_0": 8, "q4_0": 2}
 """llama.cpp's numbers of the cache types compared."""

@@ -25,14 +25,14 @@ from urllib.parse import urlsplit
 
 from sphkv.core.tiers import coded_tier
 from sphkv.evaluation.environment import describe_environment
-from sphkv.integrations.vllm.launch import (
+from sphkv.integrations.vllm.options import check_block_size
+from sphkv.integrations.vllm.serve import (
     CODED_SERVER,
     STOCK_SERVER,
     RunningServer,
     require_vllm,
     start_server,
 )
-from sphkv.integrations.vllm.options import check_block_size
 
 _TIMEOUT_SECONDS = 1800
 _POLL_SECONDS = 2.0

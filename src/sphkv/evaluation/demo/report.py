@@ -7,14 +7,14 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+from sphkv.evaluation.report.sections import table
+
 _COLOURS = ("#c7d3e3", "#9db7d8", "#6f97cb", "#4475b5", "#2a5590", "#e0873a")
 
 _LINES = ("#4475b5", "#c2570c")
 
 _STYLE = """
 :root { --ink: #1d2430; --paper: #ffffff; --line: #d5dbe4; --soft: #5b6675; }
-
-
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6eaf0; --paper: #14181f; --line: #333b48; --soft: #9aa5b5; }
 }
@@ -56,7 +56,7 @@ def render_report(
         f"{html.escape(config['budget'])} of the dense bytes; decode backend "
         f"{html.escape(result['backend'])}. One prefill serves all caches; the coded ones are then "
         "read without rebuilding a key.</p>",
-        _table(columns, rows),
+        table(columns, rows),
         "<h2>Bytes of every step</h2><p class='soft'>Most bytes of each step after the document, "
         "everything included; dashed: what the budget allows.</p>",
         step_plot([tier, controller]),
@@ -66,7 +66,7 @@ def render_report(
         "token left; empty where it was dropped.</p>",
         f"<div class='scroll'>{_tier_map(controller['tier_map'])}</div>",
         "<h2>Hidden facts</h2>",
-        _table(("question", "true", *(cache["name"] for cache in result["caches"])), answers),
+        table(("question", "true", *(cache["name"] for cache in result["caches"])), answers),
         "<h2>The text that was compared</h2>",
         f"<p>{html.escape(result['text'])}</p>",
         f"<p class='soft'>{html.escape(str(result['environment']))}</p></body></html>",
@@ -110,15 +110,6 @@ def step_plot(caches: Sequence[dict[str, Any]]) -> str:
     for count, x in ((first, left), (last, left + width - 40)):
         parts.append(f"<text x='{x}' y='{top + height + 20}'>{count:,}</text>")
     return "".join(parts) + "</svg>"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
-        for row in rows
-    )
-    return f"<div class='scroll'><table><tr>{head}</tr>{body}</table></div>"
 
 
 def _byte_bars(result: dict[str, Any], cache: dict[str, Any]) -> str:

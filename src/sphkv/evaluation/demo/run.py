@@ -26,9 +26,9 @@ from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import model_geometry
 from sphkv.integrations.transformers.cache import SphericalCache
 from sphkv.integrations.transformers.calibrate import calibrate_model
-from sphkv.integrations.transformers.convert import encode_dense_cache
 from sphkv.integrations.transformers.stepping import (
     continue_greedily,
+    encode_dense_cache,
     prefill_with_queries,
     score,
 )

@@ -20,8 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sphkv.attention.request import AttentionOptions
 from sphkv.cache.method import CacheMethodBase
 from sphkv.core.geometry import KVGeometry
-from sphkv.integrations.progress import layer_progress
-from sphkv.integrations.transformers.listening import transformed_states
+from sphkv.integrations.transformers.listening import layer_progress, transformed_states
 from sphkv.store.ledger import ByteLedger
 
 _LOGIT_ROWS = 512

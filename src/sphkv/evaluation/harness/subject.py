@@ -27,8 +27,8 @@ from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import gpu_range
 from sphkv.evaluation.harness.states import PromptStates
 from sphkv.evaluation.schema import MethodDescription
+from sphkv.integrations.transformers.attached import MethodCache
 from sphkv.integrations.transformers.cache import SphericalCache
-from sphkv.integrations.transformers.method import MethodCache
 from sphkv.retention.protection import SegmentSpans
 from sphkv.store.ledger import ByteLedger
 

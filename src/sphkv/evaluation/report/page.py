@@ -37,8 +37,6 @@ from sphkv.evaluation.report.sections import (
 
 _STYLE = """
 :root { --ink: #1d2430; --paper: #ffffff; --line: #d5dbe4; --soft: #5b6675; --grey: #9aa3af; }
-
-
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6eaf0; --paper: #14181f; --line: #333b48; --soft: #9aa5b5; --grey: #6b7686; }
 }

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from sphkv.core.tiers import RUN_TOKENS
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.harness.states import read_prompt
 from sphkv.evaluation.harness.subject import Decision, Subject
+from sphkv.evaluation.report.sections import table
 from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.workloads.qa import passage_segments
 from sphkv.retention.features import head_spread, segment_spread, state_bytes_of
@@ -216,9 +216,4 @@ def plan_html(record: dict[str, Any], image: bytes) -> str:
 
 
 def _table(columns: list[str], rows: list[list[Any]]) -> str:
-    head = "".join(f"<th>{html.escape(str(name))}</th>" for name in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
-        for row in rows
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return table(columns, [[str(cell) for cell in row] for row in rows])

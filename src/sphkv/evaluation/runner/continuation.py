@@ -38,7 +38,7 @@ from sphkv.evaluation.runner.decoding import (
     stop_rule,
 )
 from sphkv.evaluation.runner.methods import decode_bytes
-from sphkv.evaluation.runner.reading import ReadCase, exact_subject
+from sphkv.evaluation.runner.session import ReadCase, exact_subject
 from sphkv.evaluation.schema import (
     AnswerQuality,
     EpisodeQuality,

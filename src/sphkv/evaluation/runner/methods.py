@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way to keep a cache, by name: ours and the baselines, under one budget."""
+"""Every way to keep a cache, by name: ours and the baselines, under one budget.
+
+A sweep stores a prompt many times. Work that depends on the prompt alone is kept, with the seconds
+it took, so that every point can still be charged for it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 
 from sphkv.attention.api import get_backend
 from sphkv.attention.request import DecodeBackend
+from sphkv.baselines.attention_scores import SharedAttention, SharedScores
 from sphkv.baselines.eviction import EvictionCache
 from sphkv.baselines.registry import BASELINES, find, make_baseline
 from sphkv.cache.config import CacheConfig, RetentionConfig
@@ -19,8 +24,8 @@ from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierTable, ladder
 from sphkv.evaluation.harness.subject import EngineSubject, MethodSubject, Subject, TimedEngine
-from sphkv.evaluation.runner.reading import SharedWork
 from sphkv.retention.gate import GateOptions
+from sphkv.retention.measure import PromptWork
 from sphkv.retention.policy import BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import ProtectionRule, SegmentSpans
 
@@ -128,6 +133,32 @@ def check_method(name: str) -> str:
         if not number.isdigit() or int(number) >= count:
             raise ValueError(f"{base} has settings 0 to {count - 1}, got {name!r}")
     return name
+
+
+class SharedWork:
+    """Work on one prompt.
+
+    Attributes:
+        scores: What policies that drop tokens found out.
+        layers: What the controller found out about this prompt.
+        sampled: Score of the exact model's answer by seed.
+    """
+
+    def __init__(self, attention: SharedAttention) -> None:
+        """Nothing is found yet.
+
+        Args:
+            attention: What tokens receive, for caches that count it; prompts with the same
+                beginning share it.
+        """
+        self.scores = SharedScores(attention)
+        self.layers = PromptWork()
+        self.sampled: dict[int, float] = {}
+
+    @property
+    def reused_s(self) -> float:
+        """Seconds saved so far."""
+        return self.scores.attention.reused_s + self.scores.reused_s + self.layers.reused_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)

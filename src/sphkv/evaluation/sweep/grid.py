@@ -23,8 +23,7 @@ from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.records import content_id, write_text
 from sphkv.evaluation.runner.continuation import measure_case, sampled_quality
 from sphkv.evaluation.runner.methods import JOINT
-from sphkv.evaluation.runner.reading import ReadCase
-from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.runner.session import ReadCase, Session
 from sphkv.evaluation.schema import Identity, Setup
 from sphkv.evaluation.splits import check_calibration
 from sphkv.evaluation.sweep.config import QAWorkload, SweepConfig

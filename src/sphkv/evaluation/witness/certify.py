@@ -26,8 +26,7 @@ from sphkv.evaluation.runner.decoding import (
     stop_rule,
 )
 from sphkv.evaluation.runner.methods import JOINT
-from sphkv.evaluation.runner.reading import ReadCase, exact_subject
-from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.runner.session import ReadCase, Session, exact_subject
 from sphkv.evaluation.schema import CERTIFICATE_FORMAT, FailureRow
 from sphkv.evaluation.splits import Split, open_split
 from sphkv.evaluation.witness.failures import FAILURE_CLASSES, diagnose

@@ -26,8 +26,8 @@ from sphkv.evaluation.runner.decoding import (
     most_likely,
     stop_rule,
 )
-from sphkv.evaluation.runner.reading import ReadCase, SharedWork
-from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.runner.methods import SharedWork
+from sphkv.evaluation.runner.session import ReadCase, Session
 from sphkv.evaluation.schema import FailureRow
 from sphkv.evaluation.witness.suite import WitnessPrompt
 from sphkv.retention.gate import GateOptions

@@ -26,10 +26,9 @@ from sphkv.core.tiers import TierSpec, TierTable
 from sphkv.errors import UnsupportedModelError
 from sphkv.integrations.transformers.architecture import ModelLayout, describe_model
 from sphkv.integrations.transformers.attached import AttachedCache
-from sphkv.integrations.transformers.forward import CachePass, read_step
-from sphkv.integrations.transformers.graph import DecoderGraph
+from sphkv.integrations.transformers.forward import CachePass, DecoderGraph, read_step
 from sphkv.retention.gate import GateOptions
-from sphkv.retention.policy import RetentionPolicy, load_policy
+from sphkv.retention.policy import ControlOptions, RetentionPolicy, load_policy
 from sphkv.retention.protection import ProtectionRule, SegmentSpans
 from sphkv.store.ledger import ByteLedger
 
@@ -70,6 +69,7 @@ class RetentionOptions:
             tool schemas, evidence.
         retrieved: Token ranges of retrieved passages, which the policy weighs by themselves.
         policy: Weights, or a file that ``sphkv fit-policy`` wrote; equal weights if None.
+        score: What values states, a name of ``sphkv.retention.scores.SCORES``.
         gate: Stability gate, told the margin of the two best tokens of every pass; off if None.
         page_tokens: States of a coded page, a multiple of 32. Small pages suit tight budgets and
             short prompts.
@@ -79,6 +79,7 @@ class RetentionOptions:
     protect: Sequence[Span] = ()
     retrieved: Sequence[Span] = ()
     policy: RetentionPolicy | Path | str | None = None
+    score: str = "attention"
     gate: GateOptions | None = None
     page_tokens: int = 32
     seal_tier: str | None = None
@@ -359,6 +360,7 @@ def _retention_config(
         tiers,
         seal,
         policy=policy or RetentionPolicy(),
+        options=ControlOptions(score=asked.score),
         protection=ProtectionRule(spans=tuple(asked.protect)),
         segments=SegmentSpans(tuple(asked.retrieved)),
         gate=asked.gate,

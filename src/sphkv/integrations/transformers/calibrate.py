@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sphkv.codec.calibration import Calibration, CalibrationOptions, Calibrator
-from sphkv.integrations.progress import layer_progress
 from sphkv.integrations.transformers.architecture import describe_model
 from sphkv.integrations.transformers.attachment import (
     AttentionCall,
@@ -18,6 +17,7 @@ from sphkv.integrations.transformers.attachment import (
     EagerPass,
     attach,
 )
+from sphkv.integrations.transformers.listening import layer_progress
 
 
 class _Capture(EagerPass):

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes without a cache whose attention calls something else, for measurements."""
+"""Forward passes without a cache whose attention calls something else, for measurements.
+
+A pass that takes long draws a bar over its layers, for people at a terminal.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from sphkv.integrations.transformers.architecture import describe_model
@@ -18,9 +23,38 @@ from sphkv.integrations.transformers.attachment import (
     attach,
 )
 
+_LONG_TOKENS = 512
 Attend = Callable[[AttentionCall], AttentionResult]
 StateTransform = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """``(layer, query, keys, values) -> (keys, values)``, each ``[heads, tokens, head_dim]``."""
+
+
+@contextmanager
+def layer_progress(model: PreTrainedModel, label: str, num_tokens: int) -> Iterator[None]:
+    """Within the context the decoder layers move a bar on stderr.
+
+    Nothing is drawn where stderr is no terminal, or for a pass so short that it would flicker.
+
+    Args:
+        model: The model whose passes are watched.
+        label: What the pass is for.
+        num_tokens: Tokens of the pass.
+    """
+    layers = getattr(model.base_model, "layers", None)
+    if layers is None or num_tokens < _LONG_TOKENS or not sys.stderr.isatty():
+        yield
+        return
+    with tqdm(total=len(layers), desc=f"{label}, {num_tokens} tokens", unit="layer") as bar:
+
+        def advance(*_: object) -> None:
+            bar.update()
+
+        handles = [layer.register_forward_hook(advance) for layer in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 class _Listener(EagerPass):

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sphkv.attention.native.plans import layout_fields
+from sphkv.attention.native.backend import layout_fields
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import DENSE_BITS, RUN_TOKENS, TierSpec
 from sphkv.store.layout import HEADER_BYTES, PageLayout, write_dense_pages, write_pages

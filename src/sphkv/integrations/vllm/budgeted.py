@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sphkv.attention.native.plans import layout_fields
+from sphkv.attention.native.backend import layout_fields
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierTable, ladder
 from sphkv.integrations.vllm.blocks import (

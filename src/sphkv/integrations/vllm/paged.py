@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from sphkv.attention.native.backend import EXACT_VARIANT
-from sphkv.attention.native.plans import CodebookCache
+from sphkv.attention.native.backend import EXACT_VARIANT, CodebookCache
 from sphkv.attention.partial import PartialAttention, attend_logits, merge_partials
 from sphkv.attention.reference import mask_logits
 from sphkv.attention.request import AttentionOptions

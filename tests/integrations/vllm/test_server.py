@@ -10,10 +10,10 @@ from pathlib import Path
 
 import openai  # type: ignore[import-not-found]
 import pytest
-from tests.vllm.conftest import START_SECONDS, server
-from tests.vllm.prompts import long_prompt
+from tests.integrations.vllm.conftest import START_SECONDS, server
+from tests.integrations.vllm.prompts import long_prompt
 
-from sphkv.integrations.vllm.launch import CODED_SERVER, STOCK_SERVER, RunningServer
+from sphkv.integrations.vllm.serve import CODED_SERVER, STOCK_SERVER, RunningServer
 
 ARGUMENTS = ["--max-num-seqs", "16", "--block-size", "64", "--kv-cache-memory-bytes", "128M"]
 pytestmark = pytest.mark.timeout(3 * START_SECONDS)

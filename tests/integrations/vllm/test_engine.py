@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.conftest import START_SECONDS, Generation
-from tests.vllm.prompts import long_prompt
+from tests.integrations.vllm.conftest import START_SECONDS, Generation
+from tests.integrations.vllm.prompts import long_prompt
 
 WORKER = "sphkv.integrations.vllm.worker.SphericalWorker"
 Generate = Callable[..., Generation]

@@ -13,8 +13,8 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.integrations.vllm.budgeted import PART_TOKENS, BudgetedBlock
-from sphkv.integrations.vllm.observed import Votes
 from sphkv.integrations.vllm.options import ServeOptions
+from sphkv.integrations.vllm.retention import Votes
 from sphkv.integrations.vllm.runtime import Runtime
 from sphkv.integrations.vllm.steps import plan_step
 from sphkv.store.layout import PageLayout, PageView

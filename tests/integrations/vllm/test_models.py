@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.vllm.conftest import START_SECONDS, Generation
-from tests.vllm.test_engine import WORKER, same_start
+from tests.integrations.vllm.conftest import START_SECONDS, Generation
+from tests.integrations.vllm.test_engine import WORKER, same_start
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig
 
 from sphkv.codec.calibration import default_calibration

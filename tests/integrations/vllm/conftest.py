@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from sphkv.integrations.vllm.launch import RunningServer, start_server
+from sphkv.integrations.vllm.serve import RunningServer, start_server
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore = (
