@@ -349,6 +349,8 @@ def test_the_gate_holds_bytes_back_and_seals_finer_with_them_when_on():
     seal = retention_tiers(GEOMETRY.head_dim).id_of("k4v4")
     assert max(sealed_tiers(engines["off"], 640)) == seal
     assert max(sealed_tiers(engines["on"], 640)) > seal
+    assert residency_of(engines["on"]).num_escalated > 0
+    assert "tails sealed finer" in engines["on"].describe().setting
     assert engines["on"].resident_bytes() > engines["off"].resident_bytes()
 
 
