@@ -349,6 +349,8 @@ def test_the_gate_holds_bytes_back_and_seals_finer_with_them_when_on():
     seal = retention_tiers(GEOMETRY.head_dim).id_of("k4v4")
     assert max(sealed_tiers(engines["off"], 640)) == seal
     assert max(sealed_tiers(engines["on"], 640)) > seal
+    assert residency_of(engines["on"]).num_escalated > 0
+    assert "tails sealed finer" in engines["on"].describe().setting
     assert engines["on"].resident_bytes() > engines["off"].resident_bytes()
 
 
@@ -403,11 +405,11 @@ def test_a_loaded_gate_goes_on_where_it_was(tmp_path):
     load_engine(loaded, tmp_path / "saved")
     ours, theirs = residency_of(engine), residency_of(loaded)
     assert ours.drift == theirs.drift > 0
+    assert ours.gate is not None
+    assert theirs.gate is not None
     for _ in range(8):
         for each in (engine, loaded):
             tell_margin(each, 1e9)
-        assert ours.gate is not None
-        assert theirs.gate is not None
         assert torch.equal(ours.gate.state(), theirs.gate.state())
     assert not ours.gate.is_on
 

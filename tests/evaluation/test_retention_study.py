@@ -188,6 +188,7 @@ def point(method: str, workload: str, case: str, kl: float | None, **more: Any) 
         "workload": workload,
         "case": case,
         "split": "development",
+        "policy": "",
         "status": "measured" if kl is not None else "refused",
         "quality": quality if kl is not None else None,
         "times": {"tok_s": 10.0, "attend_s": 0.02, "num_measured": 4},
@@ -253,6 +254,13 @@ def test_the_scale_of_drift_tells_changed_tokens_from_others():
     assert tuned.drift_scale == pytest.approx(1.0)
     assert found["gate"]["share_in_danger"] == 0.5
     assert found["gate"]["share_of_tipped"] == 1.0
+    # drift was measured with the policy's own scale
+    twice = tune_policy(
+        RetentionPolicy(drift_scale=2.0), [point("joint", "lm", "a", 0.1, **margins)]
+    )
+    assert twice[0].drift_scale == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="another policy"):
+        tune_policy(RetentionPolicy(), [{**point("joint", "lm", "a", 0.1), "policy": "other"}])
     none = tune_policy(RetentionPolicy(drift_scale=3.0), [point("joint", "lm", "a", 0.1)])
     assert none[0].drift_scale == 3.0
     assert none[1]["gate"] is None

@@ -211,7 +211,7 @@ def test_beams_hold_the_budget(model, new_cache):
 
 
 def test_files_and_forks_go_on_as_the_original(model, new_cache, tmp_path):
-    cache = new_cache("40%")
+    cache = new_cache("41%")
     score(model, cache, make_tokens(500))
     score(model, cache, make_tokens(50, seed=2))
     cache.save(tmp_path / "cache")

@@ -158,6 +158,9 @@ def test_drift_counts_what_is_coded_by_its_bound_and_what_is_gone_whole():
     lower = tier_id.clone()
     lower[0, 3] = 1
     assert notes.squared_drift(lower, 100)[0] > notes.squared_drift(tier_id, 100)[0]
+    # youngest runs of the prompt: importance 0.25 of the first head, 2 of the other
+    expected_new = 0.25 * 0.25 + 2.0 * 0.64
+    assert notes.new_drift(1) == pytest.approx(expected_new, rel=2e-3)
     # protected runs cannot be gone, and old ones count less
     assert notes.squared_drift(torch.zeros_like(tier_id), 100)[1] == 0
     assert notes.squared_drift(tier_id, 4000)[0] < expected

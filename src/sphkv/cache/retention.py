@@ -10,7 +10,8 @@ spend what it held back instead of demoting, and to seal what is still dense at 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -61,7 +62,7 @@ class RetentionResidency:
         drift: Predicted move of the model's logits by what is coded and gone; follows the pages
             only where there is a gate.
         num_rebalances: Times old pages were demoted or dropped.
-        num_escalated: Times the gate had the tail sealed at a finer tier.
+        num_escalated: Tails of layers that the gate had sealed at a finer tier.
     """
 
     kind = "retention"
@@ -241,7 +242,7 @@ class RetentionResidency:
             float(notes.squared_drift(own, num_tokens).sum())
             for notes, own in zip(self.notes, tier_id, strict=True)
         )
-        return self._retention.policy.drift_scale * (2 * squares) ** 0.5
+        return self._retention.policy.drift_scale * math.sqrt(2 * squares)
 
     def predict_drift(self) -> float:
         """How far what is coded and gone may move the model's logits, by the pages as they are."""
@@ -325,24 +326,33 @@ class RetentionResidency:
             return limit
         return limit - int(limit * self.gate.options.reserve_share)
 
-    def _seal_bytes(self) -> int:
+    def _seal_bytes(self, finer: Sequence[int] = ()) -> int:
         """Most bytes that sealing the tail of every head adds, with a slab to spare.
 
         A demoted page takes its new place before its slab is empty and goes: the spare one keeps
         that moment under the ceiling too.
+
+        Args:
+            finer: Layers that seal at ``_finer_tier``.
         """
         geometry, tiers = self._config.geometry, self._plan.tiers
-        tier = self._store.seal_tier(self._sequence)
-        per_head = self._store.config.seal_tokens // tiers[tier].page_tokens
-        pages = geometry.num_layers * geometry.num_kv_heads * per_head
-        key = (tiers.id_of(tier), PositionMode.CONTIGUOUS)
-        grown = np.full(geometry.num_kv_heads, per_head, dtype=np.int64)
-        tables = sum(
-            self._store.table(self._sequence, layer).growth_bytes(grown)
-            for layer in range(geometry.num_layers)
-        )
-        spare = self._store.config.max_slab_pages
-        return self._store.allocator.forecast([{key: pages + spare}]) + tables
+        seal = self._store.seal_tier(self._sequence)
+        request = {(tiers.id_of(seal), PositionMode.CONTIGUOUS): self._store.config.max_slab_pages}
+        tables = 0
+        for layer in range(geometry.num_layers):
+            tier = self._finer_tier if layer in finer else seal
+            per_head = self._store.config.seal_tokens // tiers[tier].page_tokens
+            key = (tiers.id_of(tier), PositionMode.CONTIGUOUS)
+            request[key] = request.get(key, 0) + geometry.num_kv_heads * per_head
+            grown = np.full(geometry.num_kv_heads, per_head, dtype=np.int64)
+            tables += self._store.table(self._sequence, layer).growth_bytes(grown)
+        return self._store.allocator.forecast([request]) + tables
+
+    @property
+    def _finer_tier(self) -> str:
+        """Next tier above that of new states."""
+        tiers = self._plan.tiers
+        return tiers[min(tiers.id_of(self._seal_tier) + 1, tiers.dense_id)].name
 
     def _used(self) -> int:
         """Bytes that count against the ceiling; a shared page counts for each that holds it."""
@@ -368,14 +378,21 @@ class RetentionResidency:
             self._store.make_room([self._sequence], num_new)
 
     def _escalate(self, limit: int) -> None:
-        """Seal what is still dense at the next finer tier, if no older page has to go for it."""
-        tiers = self._plan.tiers
-        finer = min(tiers.id_of(self._seal_tier) + 1, tiers.dense_id)
-        self._store.seal_at(self._sequence, tiers[finer].name)
-        if self._used() + self._seal_bytes() > limit:
-            self._store.seal_at(self._sequence, self._seal_tier)
-        else:
-            self.num_escalated += 1
+        """Seal what is still dense at the next finer tier, if no older page has to go for it.
+
+        Layers whose new states would drift most come first, as many as the bytes allow.
+        """
+        seal = self._plan.tiers.id_of(self._seal_tier)
+        drift = [notes.new_drift(seal) for notes in self.notes]
+        order = sorted(range(len(drift)), key=lambda index: -drift[index])
+        layers = [self._config.full_layers[index] for index in order]
+        low, high = 0, len(layers)
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self._used() + self._seal_bytes(layers[:middle]) <= limit
+            low, high = (middle, high) if fits else (low, middle - 1)
+        self._store.seal_at(self._sequence, self._finer_tier, layers=layers[:low])
+        self.num_escalated += low
 
     def _note_until(self, position: int) -> None:
         """Note runs that are sealed and not young any more, as runs of their age usually are."""
@@ -608,7 +625,7 @@ class RetentionResidency:
         gate = self.gate
         return (
             f"{told}; gate on in {gate.num_on_steps} of {gate.num_steps} steps, "
-            f"{gate.num_switches} switches, sealed finer {self.num_escalated} times"
+            f"{gate.num_switches} switches, {self.num_escalated} tails sealed finer"
         )
 
 

@@ -228,6 +228,11 @@ class RunNotes:
         gone = drop.masked_fill(drop.isinf(), 0.0)
         return torch.where(tier_id > 0, coded, gone).sum(1)
 
+    def new_drift(self, tier_id: int) -> float:
+        """What a new run at a tier would add to the squared drift of all heads."""
+        importance = self.profile_at(torch.tensor([_YOUNGEST]))[:, 0, 0].exp()
+        return float((importance * self.bound[:, tier_id].square()).sum())
+
     def _now(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Importance and loss of dropping of every run at a length, ``[heads, runs]`` each."""
         now = _ages(self.num_runs, num_tokens, self.born.device)

@@ -264,7 +264,7 @@ class SpanWriter:
             live = tail.view()
             keys = torch.cat([live.keys, keys], dim=1)
             values = torch.cat([live.values, values], dim=1)
-            plans = [self._plan(Span(state.seal_tier_id, 0, num_sealed))]
+            plans = [self._plan(Span(state.seal_tier_of(layer), 0, num_sealed))]
             first = [tail.first_position]
             changes = plan_spans(
                 self._pool, [state], layer, plans, (keys[None], values[None]), first
@@ -287,7 +287,7 @@ class SpanWriter:
                 tails = [tail for state in alike if (tail := state.tails[layer]) is not None]
                 oldest = torch.stack([tail.states[:, :, :num_tokens] for tail in tails], 1)
                 first = [tail.first_position for tail in tails]
-                plans = [self._plan(Span(alike[0].seal_tier_id, 0, num_tokens))]
+                plans = [self._plan(Span(alike[0].seal_tier_of(layer), 0, num_tokens))]
                 changes += plan_spans(
                     self._pool, alike, layer, plans, (oldest[0], oldest[1]), first
                 )
@@ -333,6 +333,6 @@ def _full_tails(
         whole = held - held % config.seal_tokens
         num_tokens = min(config.sealed_tokens(held + num_new), whole)
         if num_tokens:
-            key = (id(state.codec), state.seal_tier_id, num_tokens)
+            key = (id(state.codec), state.seal_tier_of(layer), num_tokens)
             found.setdefault(key, []).append(state)
     return [(alike, num_tokens) for (_, _, num_tokens), alike in found.items()]

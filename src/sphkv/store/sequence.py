@@ -2,7 +2,7 @@
 """What a store keeps for one sequence: pointer tables, open tails, and what it shows of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -437,6 +437,8 @@ class SequenceState:
         tails: Open tail of each layer, None until the first append.
         next_position: Position of each layer's next token.
         seal_tier_id: Tier of the pages that full tails become.
+        own_seal_tiers: The same of single layers that differ; for the next pages alone, so no file
+            keeps it.
     """
 
     codec: StateCodec | None
@@ -444,6 +446,11 @@ class SequenceState:
     tails: list[OpenTail | None]
     next_position: list[int]
     seal_tier_id: int
+    own_seal_tiers: dict[int, int] = field(default_factory=dict)
+
+    def seal_tier_of(self, layer: int) -> int:
+        """Tier of the pages that a full tail of a layer becomes."""
+        return self.own_seal_tiers.get(layer, self.seal_tier_id)
 
     @classmethod
     def blank(
@@ -488,4 +495,5 @@ class SequenceState:
             [tail.copy() if tail is not None else None for tail in self.tails],
             list(self.next_position),
             self.seal_tier_id,
+            dict(self.own_seal_tiers),
         )

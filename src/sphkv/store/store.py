@@ -191,13 +191,22 @@ class PageStore:
         """Name of the tier of pages that full tails of a sequence become."""
         return self.config.tiers[self._get(sequence).seal_tier_id].name
 
-    def seal_at(self, sequence: int, tier: str) -> None:
+    def seal_at(self, sequence: int, tier: str, *, layers: Sequence[int] | None = None) -> None:
         """Have full tails of a sequence become pages of another tier from now on.
+
+        Args:
+            sequence: The sequence.
+            tier: Name of the tier.
+            layers: Only these, all others as they were; None takes all.
 
         Raises:
             ValueError: The tier stores nothing, or its pages do not divide what seals at once.
         """
-        self._get(sequence).seal_tier_id = self.config.seal_tier_id(tier)
+        state, tier_id = self._get(sequence), self.config.seal_tier_id(tier)
+        if layers is None:
+            state.seal_tier_id, state.own_seal_tiers = tier_id, {}
+        else:
+            state.own_seal_tiers |= dict.fromkeys(layers, tier_id)
 
     def num_tokens(self, sequence: int, layer: int = 0) -> int:
         """Tokens a layer has been given: the position of the next one."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sphkv.errors import SplitError
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
 from sphkv.evaluation.metrics.answers import failure_rate
-from sphkv.evaluation.records import load_records
+from sphkv.evaluation.records import content_id, load_records
 from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM, find_variant
 from sphkv.evaluation.sweep.config import QAWorkload, SplitWorkload, SweepConfig
 from sphkv.retention.policy import RetentionPolicy, load_policy, save_policy
@@ -205,7 +205,7 @@ def tune_policy(
     """Choose segment weights and the scale of drift by what was measured on development data.
 
     Args:
-        policy: What to start from.
+        policy: What to start from; the points were measured with it.
         records: Points of ``joint`` and of ``joint:SEGMENT=WEIGHT`` on questions, and of ``joint``
             on texts; what there is decides.
 
@@ -214,11 +214,15 @@ def tune_policy(
 
     Raises:
         SplitError: A point is of test data.
+        ValueError: A point was measured with another policy.
     """
     if any(record["split"] == "test" for record in records):
         raise SplitError("a policy must not be chosen by test data")
+    own = content_id(asdict(policy))
+    if any(record["policy"] not in ("", own) for record in records):
+        raise ValueError("records and policy do not go together: another policy was measured")
     segments, weights = _choose_weights(records, policy.segment_weights)
-    gate = _choose_scale(records)
+    gate = _choose_scale(records, policy.drift_scale)
     scale = policy.drift_scale if gate is None else gate["drift_scale"]
     tuned = replace(policy, segment_weights=weights, drift_scale=scale)
     return tuned, {"segments": segments, "segment_weights": list(weights), "gate": gate}
@@ -271,11 +275,12 @@ def _weights_of(method: str) -> tuple[float, float, float] | None:
     return find_variant(method).segment_weights if method.startswith(JOINT) else None
 
 
-def _choose_scale(records: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+def _choose_scale(records: Sequence[Mapping[str, Any]], held: float) -> dict[str, float] | None:
     """Scale of drift at which a danger of one tells changed tokens from others best.
 
-    Of all scales, the one with the largest difference between the share of changed tokens that
-    are in danger and the share of all tokens that are; None without texts.
+    It was ``held`` when the drift was measured. Of all scales, the one with the largest difference
+    between the share of changed tokens that are in danger and the share of all tokens that are;
+    None without texts.
     """
     dangers: list[float] = []
     tipped: list[bool] = []
@@ -298,7 +303,7 @@ def _choose_scale(records: Sequence[Mapping[str, Any]]) -> dict[str, float] | No
             best, least = gain, count
     threshold = dangers[order[least - 1]]
     return {
-        "drift_scale": 1.0 / threshold,
+        "drift_scale": held / threshold,
         "share_in_danger": least / len(order),
         "share_of_tipped": best + least / len(order),
         "num_tokens": float(len(order)),

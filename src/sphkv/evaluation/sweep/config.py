@@ -38,6 +38,18 @@ AnswerPrompt = Callable[[tuple[int, ...], int], str]
 """From a prompt and a number of tokens to the dense model's answer."""
 
 
+def _clutter(tokenizer: Any, split: Split | None, count: int) -> list[int]:
+    """So many tokens of a split's first book, or of made-up text; no task needs them."""
+    if count == 0:
+        return []
+    if split is None:
+        text = filler_text(None, 0, num_characters=8 * count)
+    else:
+        text = split.text(split.books[0])[_CLUTTER_SKIP:][: 8 * count]
+    ids: list[int] = tokenizer(text).input_ids
+    return ids[:count]
+
+
 def _check_positive(workload: object, *names: str) -> None:
     for name in names:
         value = getattr(workload, name)
@@ -160,7 +172,7 @@ class QAWorkload:
             max_new_tokens=self.max_new_tokens,
             split="" if data is None else self.split,
             every_position=self.every_position,
-            clutter=self._clutter(tokenizer, data),
+            clutter=_clutter(tokenizer, self._book_split(data), self.clutter),
         )
 
     def _questions(self, data: Path | None, count: int) -> list[Question]:
@@ -173,15 +185,8 @@ class QAWorkload:
             names, is_test = names or first, True
         return choose_questions(data, self.datasets, count, names, is_test=is_test)
 
-    def _clutter(self, tokenizer: Any, data: Path | None) -> list[int]:
-        if self.clutter == 0:
-            return []
-        text = filler_text(None, 0, num_characters=8 * self.clutter)
-        if data is not None:
-            opened = self._open(data)
-            text = opened.text(opened.books[0])[_CLUTTER_SKIP:]
-        ids: list[int] = tokenizer(text[: 8 * self.clutter]).input_ids
-        return ids[: self.clutter]
+    def _book_split(self, data: Path | None) -> Split | None:
+        return None if data is None or self.clutter == 0 else self._open(data)
 
     def _open(self, data: Path) -> Split:
         return open_split(self.split, data, purpose=self.purpose, log=self.log, note="questions")
@@ -231,20 +236,27 @@ class ToolsWorkload:
         source: ``dbbench`` for SQL on tables, ``toolbench`` for calls with recorded responses.
         num_tasks: How many tasks.
         most_rows: Most rows of a table in the prompt.
+        clutter: Tokens of a development book in front of the task, so that a tight budget holds.
     """
 
     source: ToolSource = "dbbench"
     num_tasks: int = 4
     most_rows: int = 40
+    clutter: int = 0
 
     def __post_init__(self) -> None:
         """Reject a workload without tasks or tables."""
         _check_positive(self, "num_tasks", "most_rows")
+        if self.clutter < 0:
+            raise ValueError(f"clutter must not be negative, got {self.clutter}")
 
     def cases(
         self, tokenizer: Any, data: Path | None, *, seed: int, limit: int | None
     ) -> list[Case]:
         """Its prompts; tasks do not depend on the seed."""
+        split = None
+        if data is not None and self.clutter:
+            split = open_split("development", data, purpose="development")
         return tool_cases(
             tokenizer,
             data=data,
@@ -252,6 +264,7 @@ class ToolsWorkload:
             num_tasks=self.num_tasks,
             most_rows=self.most_rows,
             limit=limit,
+            clutter=_clutter(tokenizer, split, self.clutter),
         )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS, follow_text
 from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.metrics.answers import Reply
 from sphkv.evaluation.metrics.divergence import token_divergence
-from sphkv.evaluation.records import content_id
+from sphkv.evaluation.records import content_id, write_text
 from sphkv.evaluation.runner.decoding import (
     DecodedAnswer,
     decode_tokens,
@@ -26,9 +27,9 @@ from sphkv.evaluation.runner.decoding import (
 )
 from sphkv.evaluation.runner.methods import JOINT
 from sphkv.evaluation.runner.session import ReadCase, Session, exact_subject
-from sphkv.evaluation.schema import CERTIFICATE_FORMAT
+from sphkv.evaluation.schema import CERTIFICATE_FORMAT, FailureRow
 from sphkv.evaluation.splits import Split, open_split
-from sphkv.evaluation.witness.failures import diagnose
+from sphkv.evaluation.witness.failures import FAILURE_CLASSES, diagnose
 from sphkv.evaluation.witness.suite import (
     AnswerPair,
     Witness,
@@ -117,7 +118,8 @@ def certify(
     Args:
         config: What is examined, and how.
         tell: Takes lines of progress.
-        keep: Folder that keeps the calibration for the next time; None keeps none.
+        keep: Folder that keeps the calibration and finished failure classes for the next time; None
+            keeps none.
     """
     session = Session(
         config.model, calibration_text=config.calibration_text, keep=keep, policy=config.policy
@@ -135,10 +137,41 @@ def certify(
     result = _certificate(config, session, prompts, examiner.judge(), examiner.memory)
     result["stability"] = summarise_pairs(examiner.pairs) if examiner.pairs else None
     if config.failure_budgets:
-        result["failures"] = diagnose(
-            session, prompts, config.failure_budgets, tell, seeds=range(config.num_seeds)
-        )
+        result["failures"] = _diagnose_all(config, session, prompts, tell, keep)
     return result
+
+
+def _diagnose_all(
+    config: CertifyConfig,
+    session: Session,
+    prompts: list[WitnessPrompt],
+    tell: Callable[[str], None],
+    keep: Path | None,
+) -> list[FailureRow]:
+    """Every failure class; what an earlier run finished is kept in a folder, if there is one."""
+    settings: list[Any] = [
+        config.model,
+        config.failure_budgets,
+        config.num_seeds,
+        session.policy_id,
+    ]
+    settings += [session.calibration_id, [prompt.case.prompt_ids for prompt in prompts]]
+    file = None if keep is None else keep / f"failures-{content_id(settings)}.json"
+    rows: list[FailureRow] = []
+    if file is not None and file.is_file():
+        rows = json.loads(file.read_text(encoding="utf-8"))
+    for failure in FAILURE_CLASSES[len(rows) :]:
+        rows += diagnose(
+            session,
+            prompts,
+            config.failure_budgets,
+            tell,
+            classes=(failure,),
+            seeds=range(config.num_seeds),
+        )
+        if file is not None:
+            write_text(file, json.dumps(rows) + "\n")
+    return rows
 
 
 def _open_split(config: CertifyConfig) -> Split | None:

@@ -372,6 +372,7 @@ def tool_cases(
     num_tasks: int,
     most_rows: int,
     limit: int | None,
+    clutter: Sequence[int] = (),
 ) -> list[Case]:
     """One case per task.
 
@@ -382,14 +383,16 @@ def tool_cases(
         num_tasks: How many.
         most_rows: Most rows of a table in the prompt.
         limit: The model's longest context; None if it states none.
+        clutter: Token ids of another text in front of every task.
     """
     cases = []
+    suffix = f"-c{len(clutter)}" if clutter else ""
     for task, prompt in _prompts(data, source, num_tasks, most_rows):
-        ids = tokenizer(prompt).input_ids
+        ids = [*clutter, *tokenizer(prompt).input_ids]
         check_context(len(ids), limit, extra=EPISODE_TOKENS)
         cases.append(
             Case(
-                case_id=f"tools-{source}-{task.task_id}",
+                case_id=f"tools-{source}-{task.task_id}{suffix}",
                 workload="tools",
                 group=f"tools-{task.task_id}",
                 prompt_ids=tuple(ids),
