@@ -168,10 +168,12 @@ NB_MODULE(_kernels, m) {
   m.attr("HEADER_BYTES") = static_cast<int>(sizeof(PageHeader));
   m.attr("PAGE_VERSION") = static_cast<int>(kPageVersion);
 
-  nb::class_<Rotary>(m, "Rotary").def(
-      "__init__", [](Rotary* self, int planes, uintptr_t radians, uintptr_t channels) {
-        new (self) Rotary(planes, at_address<double>(radians), at_address<int64_t>(channels));
-      });
+  nb::class_<Rotary>(m, "Rotary")
+      .def("__init__",
+           [](Rotary* self, int planes, uintptr_t radians, uintptr_t channels) {
+             new (self) Rotary(planes, at_address<double>(radians), at_address<int64_t>(channels));
+           })
+      .def_prop_ro("nbytes", &Rotary::nbytes);
   nb::class_<Codebook>(m, "Codebook")
       .def("__init__",
            [](Codebook* self, const Rotary* rotary, int heads, int slots, uintptr_t points,

@@ -48,6 +48,25 @@ void add_entry(HeadCodebook& head, int slot, int plane, const float* xy, int str
   head.entries.push_back({slot, plane, radius, 0.0f, false, false});
 }
 
+// Vectors that grow by doubling would keep up to half of their bytes unused.
+void reserve_entries(HeadCodebook& head, int count) {
+  head.entries.reserve(count);
+  head.points.reserve(static_cast<size_t>(count) * 2 * kSlotLevels);
+  head.scaled.reserve(static_cast<size_t>(count) * 2 * kSlotLevels);
+#if defined(__aarch64__)
+  head.halves.reserve(static_cast<size_t>(count) * 2 * kSlotLevels);
+#endif
+}
+
+int count_constants(const float* constant, int head, int num_planes) {
+  const float* xy = constant + static_cast<size_t>(head) * num_planes * 2;
+  int count = 0;
+  for (int plane = 0; plane < num_planes; ++plane, xy += 2) {
+    count += xy[0] != 0.0f || xy[1] != 0.0f;
+  }
+  return count;
+}
+
 // Squared error a plane's code leaves, guessed from the spacing of its last stage: a cell of side
 // s has the error s * s / 6.
 double spacing_error(const float* x, const float* y) {
@@ -123,6 +142,8 @@ Codebook::Codebook(const Rotary* rotary_, int num_heads, int num_slots_, const f
   constexpr int kHalf = 2 * kSlotLevels;
   for (int h = 0; h < num_heads; ++h) {
     const int first_pair = num_slots - static_cast<int>(num_pairs[h]);
+    reserve_entries(heads[h], num_slots + static_cast<int>(num_pairs[h]) +
+                                  count_constants(constant, h, rotary->num_planes));
     for (int s = 0; s < num_slots; ++s) {
       const size_t at = static_cast<size_t>(h) * num_slots + s;
       const float* half = points + at * 2 * kHalf;
@@ -147,7 +168,7 @@ size_t Rotary::nbytes() const {
 }
 
 size_t Codebook::nbytes() const {
-  size_t total = rotary->nbytes();
+  size_t total = 0;
   for (const HeadCodebook& head : heads) {
     total += bytes_of(head.entries) + bytes_of(head.points) + bytes_of(head.scaled);
 #if defined(__aarch64__)

@@ -93,7 +93,7 @@ struct Codebook {
   Codebook(const Rotary* rotary, int num_heads, int num_slots, const float* points,
            const int64_t* slot_plane, const int64_t* num_pairs, const float* constant);
 
-  size_t nbytes() const;  // of all heads, and of the phases, which it keeps alive
+  size_t nbytes() const;  // of all heads; the phases, which others share, count for themselves
 };
 
 }  // namespace sphkv

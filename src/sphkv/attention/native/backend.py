@@ -6,6 +6,7 @@ What the kernels read, page addresses and codebooks, is prepared once per change
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -21,8 +22,10 @@ from sphkv.attention.request import (
     EagerBackend,
     spherical_codec,
 )
+from sphkv.codec.codebook import AngleCodebook
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.native import require_kernels
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 from sphkv.store.layout import PageLayout
 from sphkv.store.order import PageCodec, PageOrder
@@ -36,31 +39,51 @@ _MAX_ROWS = 32
 
 
 class CodebookCache:
-    """Codebooks in the kernels' form, by codec, layer and slots."""
+    """Codebooks in the kernels' form, by codec, layer and slots.
+
+    Layers of one rotary embedding share its phases, which are larger than a layer's codebook.
+    """
 
     def __init__(self) -> None:
-        self._held: WeakKeyDictionary[SphericalCodec, dict[tuple[int, int], Any]] = (
-            WeakKeyDictionary()
-        )
+        self._held: WeakKeyDictionary[SphericalCodec, _Tables] = WeakKeyDictionary()
 
     def get(self, codec: SphericalCodec, layer: int, tier: TierSpec) -> Any:
         """The codebook of a layer at a tier, built once."""
-        by_layer = self._held.setdefault(codec, {})
+        tables = self._held.setdefault(codec, _Tables())
         key = (layer, tier.key_nibbles(codec.calibration.geometry.head_dim))
-        if key not in by_layer:
-            by_layer[key] = _make_codebook(codec, layer, tier)
-        return by_layer[key]
+        if key not in tables.books:
+            rotary = tables.rotary(codec.calibration.ropes[layer])
+            tables.books[key] = _make_codebook(codec.codebook(layer, tier), rotary)
+        return tables.books[key]
 
     def nbytes(self, codec: SphericalCodec) -> int:
-        """Bytes of all codebooks of a codec, with the phases of their rotary embeddings."""
-        return sum(int(book.nbytes) for book in self._held.get(codec, {}).values())
+        """Bytes of all codebooks of a codec, and of the phases of their rotary embeddings."""
+        tables = self._held.get(codec)
+        if tables is None:
+            return 0
+        held = (*tables.books.values(), *tables.rotaries.values())
+        return sum(int(table.nbytes) for table in held)
 
 
-def _make_codebook(codec: SphericalCodec, layer: int, tier: TierSpec) -> Any:
-    book = codec.codebook(layer, tier)
-    rope = codec.calibration.ropes[layer]
-    radians, channels = rope.frequencies(), rope.plane_channels().contiguous()
-    rotary = require_kernels().Rotary(rope.num_planes, radians.data_ptr(), channels.data_ptr())
+@dataclass(slots=True)
+class _Tables:
+    """What the kernels read of one codec."""
+
+    books: dict[tuple[int, int], Any] = field(default_factory=dict)
+    rotaries: dict[tuple[bytes, bytes], Any] = field(default_factory=dict)
+
+    def rotary(self, rope: RopeSpec) -> Any:
+        """Phases of a rotary embedding, made once however many layers have it."""
+        radians, channels = rope.frequencies(), rope.plane_channels().contiguous()
+        key = (radians.numpy().tobytes(), channels.numpy().tobytes())
+        if key not in self.rotaries:
+            self.rotaries[key] = require_kernels().Rotary(
+                rope.num_planes, radians.data_ptr(), channels.data_ptr()
+            )
+        return self.rotaries[key]
+
+
+def _make_codebook(book: AngleCodebook, rotary: Any) -> Any:
     parts = (
         book.points.float().contiguous(),
         book.slot_plane.contiguous(),
