@@ -25,6 +25,7 @@ from sphkv.cli import (
     ls,
     plan,
     report,
+    suite,
     sweep,
     validate,
 )
@@ -61,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     ls.add_parser(commands)
     plan.add_parser(commands)
     report.add_parser(commands)
+    suite.add_parser(commands)
     sweep.add_parser(commands)
     validate.add_parser(commands)
     return parser
