@@ -20,6 +20,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_make(steps)
     _add_run(steps)
     _add_board(steps)
+    _add_crosscheck(steps)
+    _add_acceptance(steps)
 
 
 def _add_make(steps: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,6 +62,41 @@ def _add_board(steps: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("records", nargs="+", help="files that `sphkv suite run` wrote")
     parser.add_argument("--out", help="folder for board.md and board.json; default: print")
     parser.set_defaults(run=run_board)
+
+
+def _add_crosscheck(steps: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = steps.add_parser(
+        "crosscheck", help="our eviction baselines against kvpress's code", allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, help="smollm2, a local folder or a hub name")
+    parser.add_argument("--prompts", required=True, help="file of prompts")
+    parser.add_argument("--samples", type=int, default=2, help="prompts to compare on")
+    parser.add_argument("--share", type=float, default=0.25, help="share of the states kept")
+    parser.add_argument("--device", default="cpu")
+    parser.set_defaults(run=run_crosscheck)
+
+
+def _add_acceptance(steps: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = steps.add_parser(
+        "acceptance", help="how often a draft's tokens are the target's", allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, help="the target")
+    parser.add_argument("--draft", required=True, help="the draft; same tokens")
+    parser.add_argument("--prompts", required=True, nargs="+", help="files of prompts")
+    parser.add_argument(
+        "--columns",
+        nargs="+",
+        default=["dense", "fp8=55%", "auto=25%", "auto=10%", "auto=5%"],
+        help="methods with budgets; default: dense fp8=55%% auto=25%% auto=10%% auto=5%%",
+    )
+    parser.add_argument("--proposed", type=int, default=4, help="tokens the draft proposes")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--max-prompt-tokens", type=int, help="longer prompts lose their middle")
+    parser.add_argument("--samples", type=int, help="most prompts of each task and length")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--out", required=True, help="record file to write or to go on with")
+    parser.set_defaults(run=run_acceptance)
 
 
 def _teller() -> Callable[[str], None]:
@@ -145,4 +182,51 @@ def run_board(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for file in write_board(board, folder):
         print(file)
+    return 0
+
+
+def run_crosscheck(args: argparse.Namespace) -> int:
+    """Compare what is kept."""
+    from dataclasses import asdict
+
+    from sphkv.cli.output import format_table
+    from sphkv.evaluation.suites.run import cross_check_prompts
+
+    rows = cross_check_prompts(
+        args.model,
+        Path(args.prompts),
+        num_samples=args.samples,
+        share=args.share,
+        device=args.device,
+    )
+    columns = ("sample", "method", "share", "mean", "least", "by_chance", "rank")
+    print(format_table(columns, [{"sample": name, **asdict(row)} for name, row in rows]))
+    return 0
+
+
+def run_acceptance(args: argparse.Namespace) -> int:
+    """Measure acceptance and print it."""
+    check_writable(args.out)
+    from sphkv.cli.output import format_table
+    from sphkv.evaluation.suites.acceptance import AcceptanceRunner, acceptance_rows, parse_columns
+    from sphkv.evaluation.suites.config import SuiteConfig
+    from sphkv.evaluation.suites.records import SuiteFile, load_acceptances
+
+    columns = parse_columns(args.columns)
+    config = SuiteConfig(
+        args.model,
+        tuple(method for method, _ in columns),
+        tuple(budget for _, budget in columns),
+        prompts=tuple(Path(name) for name in args.prompts),
+        num_samples=args.samples,
+        device=args.device,
+        dtype=args.dtype,
+        max_prompt_tokens=args.max_prompt_tokens,
+    )
+    runner = AcceptanceRunner(config, args.draft, num_proposed=args.proposed, tell=_teller())
+    with SuiteFile(Path(args.out)) as file:
+        runner.run(file, columns, max_new_tokens=args.max_new_tokens)
+    rows = acceptance_rows(load_acceptances([Path(args.out)]))
+    names = ("method", "budget", "rate", "per_pass", "count", "peak_share")
+    print(format_table(names, rows))
     return 0

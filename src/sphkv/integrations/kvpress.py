@@ -12,7 +12,7 @@ import contextlib
 import functools
 import importlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -110,6 +110,44 @@ def make_press(name: str, ratio: float) -> Any:
     package = _load_kvpress()
     press = getattr(package, PRESSES[name])(compression_ratio=ratio)
     return package.AdaKVPress(press) if name.startswith(_ADAPTIVE) else press
+
+
+@torch.no_grad()
+def press_scores(
+    model: PreTrainedModel,
+    name: str,
+    ids: Sequence[int],
+    share: float,
+    settings: Mapping[str, Any],
+) -> list[Tensor]:
+    """Scores by which a press ranks the states of a prompt.
+
+    Args:
+        model: The model.
+        name: A key of ``PRESSES`` whose press scores states one by one.
+        ids: Tokens of the prompt.
+        share: Share of the states it is to keep, which some scores depend on.
+        settings: Other settings of the press.
+
+    Returns:
+        ``[kv_heads, tokens]`` float32 of every layer, on the CPU.
+    """
+    press = make_press(name, 1.0 - share)
+    for field, value in settings.items():
+        setattr(press, field, value)
+    found: list[Tensor] = []
+    score = press.score
+
+    def listen(*args: Any, **kwargs: Any) -> Tensor:
+        scores: Tensor = score(*args, **kwargs)
+        found.append(scores[0].float().cpu())
+        return scores
+
+    press.score = listen
+    outside = OutsideCaches(model, None)
+    with outside.attention_for(name), press(model):
+        outside.read(DynamicCache(), ids)
+    return found
 
 
 @functools.cache
@@ -233,15 +271,25 @@ class OutsideCaches:
         if name is None:
             yield
             return
+        with self.attention_for(name), make_press(name, ratio)(self._model):
+            yield
+
+    @contextlib.contextmanager
+    def attention_for(self, name: str) -> Iterator[None]:
+        """Within the context the model returns attention weights, if a press needs them."""
+        if name != _NEEDS_WEIGHTS:
+            yield
+            return
         before = self._model.config._attn_implementation
-        if name == _NEEDS_WEIGHTS:
-            self._model.set_attn_implementation("eager")
+        self._model.set_attn_implementation("eager")
         try:
-            with make_press(name, ratio)(self._model):
-                yield
+            yield
         finally:
-            if name == _NEEDS_WEIGHTS:
-                self._model.set_attn_implementation(before)
+            self._model.set_attn_implementation(before)
+
+    def read(self, cache: Any, ids: Sequence[int]) -> None:
+        """Fill an empty cache with a prompt."""
+        self._forward(cache, ids, 0)
 
     def _forward(self, cache: Any, ids: Sequence[int], begin: int) -> Tensor:
         """Logits ``[vocabulary]`` after the last token of a pass."""

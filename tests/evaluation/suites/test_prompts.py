@@ -156,7 +156,8 @@ def test_gsm8k_is_filled_with_other_problems(tmp_path: Path) -> None:
     )
     assert len(made.samples) == 5
     for one in made.samples:
-        assert one.question.startswith("\n\nQuestion: How much") and one.question.endswith("Answer:")
+        assert one.question.startswith("\n\nQuestion: How much")
+        assert one.question.endswith("Answer:")
         count = len(made.ids(Words(), one).prompt) + one.max_new_tokens
         assert 560 < count <= 600
         # no problem is worked out in its own prompt

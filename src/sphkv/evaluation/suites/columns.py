@@ -250,6 +250,31 @@ class Bench:
             },
         )
 
+    def go_on(
+        self, read: ReadSample, method: str, budget: str, count: int
+    ) -> tuple[tuple[int, ...], AnswerBytes]:
+        """Greedy tokens after a prompt that a method stores, up to the end token.
+
+        Args:
+            read: The prompt.
+            method: As ``answer``.
+            budget: Byte budget.
+            count: Most tokens.
+
+        Raises:
+            ValueError: The budget is too small for the method.
+        """
+        states = read.states
+        total = states.num_tokens + count
+        subject = self._subject(read, states.num_tokens, total, method, budget)
+        subject.store_prompt(states)
+        self._keep_calibration(read, states.num_tokens, subject)
+        stored = subject.resident_bytes()
+        subject.stop_timing()
+        last = states.hidden[-1:]
+        said = decode_tokens(self.model, subject, last, count, self._end, num_timed=0)
+        return said.token_ids, _bytes(subject, stored, said.trace.steps)
+
     def _subject(
         self, read: ReadSample, num_stored: int, total: int, method: str, budget: str
     ) -> Subject:

@@ -146,6 +146,50 @@ class AnswerRecord(AnswerIdentity):
     times: AnswerTimes | None
 
 
+class AcceptanceRecord(TypedDict):
+    """A line of a record file: how a draft fares with a target whose cache is a method's.
+
+    Attributes:
+        kind: ``acceptance``.
+        run: Names its run line.
+        id: Hash of model, draft, prompt, method and budget.
+        status: As in an answer.
+        reason: Why it was refused or failed.
+        model: The target.
+        draft: The draft.
+        set: Hash of the prompts.
+        sample: Name of the prompt.
+        method: What keeps the target's states.
+        budget: Its byte budget.
+        max_new_tokens: Most tokens of the target's text.
+        num_proposed: Tokens the draft proposes at a time.
+        num_tokens: Tokens of the target's text.
+        num_matched: Of these, tokens that the draft would have proposed.
+        num_passes: Passes of the target that greedy speculation takes for the text.
+        same_as_dense: Leading tokens that are those of the dense target; None where not known.
+        bytes: None without a text.
+    """
+
+    kind: Literal["acceptance"]
+    run: str
+    id: str
+    status: Literal["measured", "refused", "failed"]
+    reason: str
+    model: str
+    draft: str
+    set: str
+    sample: str
+    method: str
+    budget: str
+    max_new_tokens: int
+    num_proposed: int
+    num_tokens: int
+    num_matched: int
+    num_passes: int
+    same_as_dense: int | None
+    bytes: AnswerBytes | None
+
+
 class SuiteRun(TypedDict):
     """A line that says how the answers after it were measured.
 
@@ -213,8 +257,14 @@ class SuiteFile:
             self._runs.add(self._run)
             self._append({"kind": "run", "format": SUITE_FORMAT, "run": self._run, "setup": setup})
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Add an answer.
+    def append(
+        self, record: Mapping[str, Any], kind: Literal["answer", "acceptance"] = "answer"
+    ) -> None:
+        """Add an answer or an acceptance.
+
+        Args:
+            record: All fields but ``kind`` and ``run``.
+            kind: Which of the two it is.
 
         Raises:
             ValueError: It is there already, or no run was begun.
@@ -223,7 +273,7 @@ class SuiteFile:
             raise ValueError("begin_run comes before the first answer")
         if record["id"] in self.done:
             raise ValueError(f"answer {record['id']} is in {self.path} already")
-        self._append({"kind": "answer", "run": self._run, **record})
+        self._append({"kind": kind, "run": self._run, **record})
         if record["status"] != "failed":
             self.done.add(record["id"])
 
@@ -239,18 +289,34 @@ def load_answers(paths: Iterable[Path]) -> list[dict[str, Any]]:
     Raises:
         ValueError: A line is no record of a suite.
     """
+    return _load(paths, "answer")
+
+
+def load_acceptances(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Acceptances of some files, as ``load_answers``."""
+    return _load(paths, "acceptance")
+
+
+def _load(paths: Iterable[Path], kind: str) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
         data = path.read_bytes()
         lines = _parse(data[: data.rfind(b"\n") + 1].decode(), path)
         setups = {line["run"]: line["setup"] for line in lines if line["kind"] == "run"}
         for line in lines:
-            if line["kind"] != "answer":
+            if line["kind"] != kind:
                 continue
             if line["run"] not in setups:
-                raise ValueError(f"{path}: answer {line['id']} names run {line['run']}, not there")
+                raise ValueError(f"{path}: {kind} {line['id']} names run {line['run']}, not there")
             found[line["id"]] = {**line, "setup": setups[line["run"]]}
     return list(found.values())
+
+
+_KINDS: dict[str, Any] = {
+    "run": SuiteRun,
+    "answer": AnswerRecord,
+    "acceptance": AcceptanceRecord,
+}
 
 
 def _parse(text: str, path: Path) -> list[dict[str, Any]]:
@@ -258,7 +324,7 @@ def _parse(text: str, path: Path) -> list[dict[str, Any]]:
     for number, row in enumerate(text.splitlines(), 1):
         try:
             line = json.loads(row)
-            wanted = {"run": SuiteRun, "answer": AnswerRecord}[line["kind"]]
+            wanted = _KINDS[line["kind"]]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number}, is no record of a suite: {error}") from error
         for field, problem in check_value(line, wanted):

@@ -19,6 +19,7 @@ from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.records import content_id
 from sphkv.evaluation.suites.columns import Answer, Bench, ReadSample, counted_bytes
 from sphkv.evaluation.suites.config import PRESS, QUANTIZED, MakeConfig, SuiteConfig
+from sphkv.evaluation.suites.crosscheck import Overlap, cross_check
 from sphkv.evaluation.suites.gsm8k import make_gsm8k
 from sphkv.evaluation.suites.longbench import load_longbench
 from sphkv.evaluation.suites.records import AnswerIdentity, Mode, SuiteFile, SuiteSetup
@@ -98,6 +99,27 @@ def make_prompt_file(config: MakeConfig, model: str, out: Path, tell: Tell) -> P
     made = make_prompts(config, load_tokenizer(model), model, tell)
     made.write(out)
     return made
+
+
+def cross_check_prompts(
+    model: str, prompts: Path, *, num_samples: int, share: float, device: str
+) -> list[tuple[str, Overlap]]:
+    """What our eviction baselines and kvpress's keep of the first prompts of a file.
+
+    Args:
+        model: The model.
+        prompts: File of prompts.
+        num_samples: How many of them.
+        share: Share of the states that is kept.
+        device: Where it runs.
+    """
+    config = SuiteConfig(model, ("dense",), (), prompts=(prompts,), device=device)
+    bench, found = Bench(config), list[tuple[str, Overlap]]()
+    given = read_prompts(prompts)
+    for sample in given.samples[:num_samples]:
+        read = bench.read(sample, given.ids(bench.tokenizer, sample))
+        found += [(sample.sample_id, row) for row in cross_check(bench, read, share=share)]
+    return found
 
 
 class SuiteRunner:
