@@ -199,7 +199,7 @@ def run_crosscheck(args: argparse.Namespace) -> int:
         share=args.share,
         device=args.device,
     )
-    columns = ("sample", "method", "share", "mean", "least", "by_chance", "rank")
+    columns = ("sample", "method", "share", "mean", "least", "aligned", "by_chance", "rank")
     print(format_table(columns, [{"sample": name, **asdict(row)} for name, row in rows]))
     return 0
 

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our eviction baselines against kvpress's own code: which states of a prompt would each keep?"""
+"""Our eviction baselines against kvpress's own code: which states of a prompt would each keep?
+
+Three of ours follow their papers where kvpress does not: SnapKV pools by the maximum and kvpress by
+the mean, TOVA averages over the query heads of a KV head and kvpress over all heads, H2O sums the
+attention that a token receives and kvpress divides it by the number of queries that could see it.
+The choices are compared as they are and once more with that one difference taken out.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sphkv.baselines.eviction import EvictionCache, LayerPrompt
+from sphkv.baselines.attention_scores import mean_over_group, window_attention
+from sphkv.baselines.eviction import PROTECTED, EvictionCache, LayerPrompt
 from sphkv.baselines.registry import make_baseline
+from sphkv.evaluation.harness.states import LayerStates
 from sphkv.evaluation.suites.columns import Bench, ReadSample
 from sphkv.integrations.kvpress import press_scores
 
@@ -34,6 +42,7 @@ class Overlap:
         share: Share of the states kept.
         mean: Share of the states we keep that kvpress keeps too, mean over layers and heads.
         least: The same of the head where they differ most.
+        aligned: As ``mean``, with kvpress's definition where ours is the paper's.
         by_chance: What two random choices would have in common.
         rank: Mean rank correlation of the scores.
     """
@@ -42,6 +51,7 @@ class Overlap:
     share: float
     mean: float
     least: float
+    aligned: float
     by_chance: float
     rank: float
 
@@ -73,6 +83,7 @@ def cross_check(
                 share,
                 float(shares.mean()),
                 float(shares.min()),
+                _aligned(read, method, ours, theirs, share),
                 share,
                 float(ranks.mean()),
             )
@@ -90,6 +101,36 @@ def our_scores(bench: Bench, read: ReadSample, method: str) -> list[Tensor]:
     for layer, part in enumerate(read.states.layers):
         prompt = LayerPrompt(layer, part.query, part.keys, part.values, layout.ropes[layer])
         scores.append(cache.policy.prompt_scores(prompt).float().cpu())
+    return scores
+
+
+def _aligned(
+    read: ReadSample, method: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], share: float
+) -> float:
+    """Share in common when ours are computed by kvpress's definition."""
+    found = []
+    for part, scores, other in zip(read.states.layers, ours, theirs, strict=True):
+        found.append(_common(_by_their_definition(part, method, scores), other, share))
+    return float(torch.cat(found).mean())
+
+
+def _by_their_definition(part: LayerStates, method: str, scores: Tensor) -> Tensor:
+    heads, tokens = scores.shape
+    if method == "h2o":
+        return scores / torch.arange(tokens, 0, -1)
+    if method == "tova":
+        weights = window_attention(part.query, part.keys, 1)[:, 0].mean(0, keepdim=True)
+        found = weights.expand(heads, -1).float().cpu().clone()
+        found[:, -1] = PROTECTED
+        return found
+    if method == "snapkv":
+        window, kernel = (PAIRS["snapkv"][1][name] for name in ("window_size", "kernel_size"))
+        votes = mean_over_group(window_attention(part.query, part.keys, window).sum(1), heads)
+        past = votes[None, :, : tokens - window].float().cpu()
+        found = torch.full((heads, tokens), PROTECTED)
+        pooled = torch.nn.functional.avg_pool1d(past, kernel, stride=1, padding=kernel // 2)
+        found[:, : tokens - window] = pooled[0]
+        return found
     return scores
 
 
