@@ -162,7 +162,8 @@ def _load_kvpress() -> Any:
             f"accelerate fire termcolor peft ({error})"
         ) from error
     if ours is not None:
-        ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ours)
+        # by index, as kvpress does: such entries stand before registered ones
+        ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = ours
     return package
 
 

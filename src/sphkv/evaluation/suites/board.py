@@ -18,7 +18,8 @@ from typing import Any
 from sphkv.evaluation.metrics.statistics import MeanInterval, mean_interval, paired_interval
 from sphkv.evaluation.records import write_text
 from sphkv.evaluation.runner.methods import DENSE
-from sphkv.evaluation.suites.records import load_answers
+from sphkv.evaluation.suites.acceptance import acceptance_rows
+from sphkv.evaluation.suites.records import load_acceptances, load_answers
 
 LEAST_DENSE = 0.3
 """Mean score of dense below which a task does not count."""
@@ -92,16 +93,19 @@ class Board:
         tasks: Dense on every task.
         sources: Record files.
         setups: What was measured with.
+        acceptance: Rows of ``acceptance_rows``; empty where none was measured.
     """
 
     cells: tuple[Cell, ...]
     tasks: tuple[TaskScore, ...]
     sources: tuple[str, ...]
     setups: tuple[Mapping[str, Any], ...]
+    acceptance: tuple[Mapping[str, Any], ...] = ()
 
     def markdown(self) -> str:
         """The page."""
-        parts = ["# Suites", *self._tables(), *self._phase(), self._task_list(), self._setup_list()]
+        lists = (self._acceptance_list(), self._task_list(), self._setup_list())
+        parts = ["# Suites", *self._tables(), *self._phase(), *lists]
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def _tables(self) -> Iterable[str]:
@@ -130,6 +134,25 @@ class Board:
             ]
             yield f"## Best method by budget and length: {suite}, question {mode}, {_short(model)}"
             yield _table(["budget", *(str(length or "natural") for length in lengths)], rows)
+
+    def _acceptance_list(self) -> str:
+        if not self.acceptance:
+            return ""
+        rows = [
+            [
+                f"{_short(row['draft'])} for {_short(row['model'])}",
+                row["method"],
+                row["budget"],
+                _points(row["rate"]),
+                f"{row['per_pass'].mean:.2f}",
+                f"{100 * row['peak_share']:.1f}%",
+                str(row["count"]),
+            ]
+            for row in self.acceptance
+        ]
+        names = ["models", "method", "budget", "accepted, % (95%)", "tokens per pass"]
+        head = [*names, "peak bytes", "prompts"]
+        return "## Speculative decoding\n\n" + _table(head, rows)
 
     def _task_list(self) -> str:
         rows = [
@@ -188,7 +211,8 @@ def build_board(paths: Sequence[Path]) -> Board:
     cells.sort(key=_order)
     setups = {json.dumps(row["setup"], sort_keys=True): row["setup"] for row in answers}
     names = tuple(str(path) for path in paths)
-    return Board(tuple(cells), tuple(tasks), names, tuple(setups.values()))
+    accepted = acceptance_rows(load_acceptances(paths))
+    return Board(tuple(cells), tuple(tasks), names, tuple(setups.values()), tuple(accepted))
 
 
 def write_board(board: Board, folder: Path) -> list[Path]:

@@ -181,8 +181,9 @@ class Bench:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
-        model, self.tokenizer = load_model(config.model, dtype)
+        model, tokenizer = load_model(config.model, dtype)
         self.model: Any = model
+        self.tokenizer: Any = tokenizer
         torch.nn.Module.to(self.model, torch.device(config.device))
         self.layout = describe_model(self.model)
         self._config = config

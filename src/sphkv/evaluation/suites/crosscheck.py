@@ -148,4 +148,5 @@ def _rank_correlation(ours: Tensor, theirs: Tensor) -> Tensor:
     """Spearman's correlation ``[kv_heads]`` of two scores ``[kv_heads, tokens]``."""
     ranks = [scores.float().argsort(1).argsort(1).float() for scores in (ours, theirs.to(ours))]
     first, second = (rank - rank.mean(1, keepdim=True) for rank in ranks)
-    return (first * second).sum(1) / (first.norm(dim=1) * second.norm(dim=1))
+    found: Tensor = (first * second).sum(1) / (first.norm(dim=1) * second.norm(dim=1))
+    return found
