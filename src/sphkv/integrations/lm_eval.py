@@ -61,7 +61,8 @@ class SphericalLM(TemplateLM):  # type: ignore[misc]
             budget: Ceiling of the cache, such as ``10%``; ``dense`` uses transformers' own cache.
             retention: ``auto``, ``always`` or ``never``: who decides what is kept.
             calibration: File of codebooks; fitted on every context if None.
-            device: Where it runs; the processor if None.
+            device: Where it runs. lm-eval asks for a GPU by itself; without one the processor is
+                used, and a warning says so.
             dtype: ``float32``, ``bfloat16`` or ``float16``.
             backend: Decode backend.
             max_length: Most tokens; the model's if None.
@@ -79,7 +80,7 @@ class SphericalLM(TemplateLM):  # type: ignore[misc]
             raise ValueError(f"sequences are measured one at a time, got batch_size={batch_size!r}")
         model, self.tokenizer = load_model(pretrained, _DTYPES[dtype])
         self.model: Any = model
-        torch.nn.Module.to(self.model, torch.device(device or "cpu"))
+        torch.nn.Module.to(self.model, _find_device(device))
         self._device = self.model.device
         self._budget, self._retention, self._calibration = budget, retention, calibration
         self._options = CacheOptions(backend=backend)
@@ -224,6 +225,14 @@ class SphericalLM(TemplateLM):  # type: ignore[misc]
         given = torch.tensor([ids], device=self.model.device)
         output = self.model(input_ids=given, past_key_values=cache, use_cache=True)
         return torch.log_softmax(output.logits[0].float(), -1)
+
+
+def _find_device(name: str | None) -> torch.device:
+    device = torch.device(name or "cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        _log.warning("there is no %s here: the model runs on the processor", name)
+        return torch.device("cpu")
+    return device
 
 
 def _copy(cache: Any) -> Any:

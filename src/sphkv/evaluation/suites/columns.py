@@ -20,11 +20,9 @@ from torch import Tensor
 
 from sphkv.attention.api import get_backend
 from sphkv.baselines.registry import find, make_baseline
-from sphkv.cache.step import StepTokens
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
-from sphkv.errors import BudgetError
 from sphkv.evaluation.harness.decode import Decoder, StepBytes
 from sphkv.evaluation.harness.states import PromptStates, read_prompt
 from sphkv.evaluation.harness.subject import EngineSubject, MethodSubject, Pass, Subject
@@ -94,28 +92,6 @@ class ProductSubject(EngineSubject):
         self._model = model
         self._contract = None
         self.engine.on_contract = self._keep_contract
-
-    def store_prompt(self, states: PromptStates) -> None:
-        """Give the engine a pass whose attention the dense model has computed.
-
-        Raises:
-            BudgetError: The budget cannot hold at this length.
-        """
-        engine, count = self.engine, states.num_tokens
-        positions = torch.arange(count, device=states.input_ids.device)[None]
-        engine.begin(StepTokens(torch.ones_like(positions, dtype=torch.bool), positions))
-        try:
-            for layer, part in enumerate(states.layers):
-                engine.update(layer, part.keys[None], part.values[None])
-                engine.end_layer(layer, part.query[None])
-        except BaseException:
-            engine.finish(is_failed=True)
-            raise
-        engine.finish()
-        if not engine.is_coded:
-            needed, limit = engine.resident_bytes(), self.limit_bytes(count)
-            least = engine.ceiling.holds_from
-            raise BudgetError(needed, limit, limit, f"{count} of {least} tokens, dense,")
 
     @torch.no_grad()
     def feed(self, input_ids: Tensor) -> Pass:
