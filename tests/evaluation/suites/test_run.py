@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sphkv.evaluation.harness.states import read_prompt
 from sphkv.evaluation.suites.acceptance import (
     AcceptanceRunner,
     acceptance_rows,
@@ -16,7 +17,7 @@ from sphkv.evaluation.suites.acceptance import (
     speculate,
 )
 from sphkv.evaluation.suites.board import build_board, write_board
-from sphkv.evaluation.suites.columns import Bench
+from sphkv.evaluation.suites.columns import Bench, read_in_parts
 from sphkv.evaluation.suites.config import PRESETS, SuiteConfig, load_suite_config
 from sphkv.evaluation.suites.records import SuiteFile, load_acceptances, load_answers
 from sphkv.evaluation.suites.run import SuiteRunner
@@ -107,6 +108,17 @@ def test_a_hidden_question_is_read_after_the_context(config: SuiteConfig, record
     assert read.stored("visible").num_tokens == len(ids.prompt)
     hidden = read.stored("hidden")
     assert hidden.num_tokens == len(ids.context) == hidden.layers[0].keys.shape[1]
+
+
+def test_a_prompt_read_in_parts_has_the_same_states(config: SuiteConfig) -> None:
+    bench = Bench(config)
+    ids = torch.arange(1, 201).repeat(3)[None]
+    whole, parts = read_prompt(bench.model, ids), read_in_parts(bench.model, ids, 256)
+    assert torch.equal(parts.input_ids, ids)
+    for one, other in zip(whole.layers, parts.layers, strict=True):
+        for name in ("query", "keys", "values"):
+            torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=1e-4)
+    torch.testing.assert_close(whole.hidden, parts.hidden, rtol=0, atol=1e-4)
 
 
 def test_a_run_goes_on_where_it_stopped(config: SuiteConfig, records: Path) -> None:
