@@ -8,7 +8,18 @@ import sys
 from collections.abc import Sequence
 
 from sphkv import __version__
-from sphkv.cli import ablate, bench, certify, demo, evaluate, generate, inspect, report, sweep
+from sphkv.cli import (
+    ablate,
+    bench,
+    certify,
+    demo,
+    evaluate,
+    generate,
+    inspect,
+    report,
+    suite,
+    sweep,
+)
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -25,7 +36,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sphkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # as they are listed: try it, use it, measure it, read what was measured
-    for module in (demo, generate, inspect, evaluate, sweep, report, certify, ablate, bench):
+    everyday = (demo, generate, inspect)
+    for module in (*everyday, evaluate, sweep, suite, report, certify, ablate, bench):
         module.add_parsers(commands)
     return parser
 

@@ -400,6 +400,21 @@ def load_model(
     return model, tokenizer
 
 
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, without its weights.
+
+    Args:
+        name: As ``load_model`` takes it.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(resolve_source(name))
+    except OSError as error:
+        raise ValueError(f"no tokenizer of model {name!r} can be loaded: {error}") from error
+
+
 def converted_folder(gguf_file: Path, *, name: str, cache_dir: Path | None = None) -> Path:
     """Folder of a GGUF model in transformers' format, made on first use.
 

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmarks that users trust, run with any cache: prompts, scores, records and a board."""

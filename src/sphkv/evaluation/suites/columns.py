@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One answer: a prompt is stored by a method under its budget, asked, and answered greedily.
+
+Our methods are the public ``SphericalCache.for_model``; baselines are attached to the same model in
+the same way. All of them store the states of one dense pass and decode token by token, so that a
+column differs from another in its cache alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sphkv.attention.api import get_backend
+from sphkv.baselines.registry import find, make_baseline
+from sphkv.codec.calibration import Calibration
+from sphkv.codec.calibration_file import load_calibration
+from sphkv.core.budget import ByteBudget
+from sphkv.evaluation.harness.decode import Decoder, StepBytes
+from sphkv.evaluation.harness.states import DenseReference, PromptStates, read_prompt
+from sphkv.evaluation.harness.subject import EngineSubject, MethodSubject, Pass, Subject
+from sphkv.evaluation.runner.decoding import StopRule, decode_tokens, stop_rule
+from sphkv.evaluation.runner.methods import DENSE, JOINT, OUR_METHODS, UNIFORM
+from sphkv.evaluation.suites.config import SuiteConfig
+from sphkv.evaluation.suites.records import AnswerBytes, AnswerTimes, Mode
+from sphkv.evaluation.suites.samples import Sample, SampleIds
+from sphkv.evaluation.suites.scoring import is_settled
+from sphkv.integrations.models import load_model
+from sphkv.integrations.transformers.architecture import describe_model
+from sphkv.integrations.transformers.cache import CacheOptions, SphericalCache
+
+PROMPT_CALIBRATION = "prompt"
+_DENSE_TIER = "max"
+_PART_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a method said, and what it held meanwhile.
+
+    Attributes:
+        text: The answer.
+        num_tokens: Its tokens.
+        bytes: Resident bytes.
+        times: Seconds.
+    """
+
+    text: str
+    num_tokens: int
+    bytes: AnswerBytes
+    times: AnswerTimes
+
+
+@dataclass(frozen=True)
+class SettledRule(StopRule):
+    """Ends an answer at the model's end token, or once its score cannot change any more.
+
+    Attributes:
+        sample: What is answered.
+        tokenizer: Turns tokens into text.
+    """
+
+    sample: Sample | None = None
+    tokenizer: Any = None
+
+    def ends(self, token: int, before: Sequence[int]) -> bool:
+        """Whether a token ends an answer that so far consists of ``before``."""
+        if token in self.end_ids:
+            return True
+        assert self.sample is not None
+        text = self.tokenizer.decode(before, skip_special_tokens=True)
+        return bool(before) and is_settled(self.sample, text)
+
+
+class ProductSubject(EngineSubject):
+    """Our cache exactly as ``SphericalCache.for_model`` made it, on the model's own device."""
+
+    engine: Any
+
+    def __init__(self, model: Any, cache: SphericalCache, name: str) -> None:
+        """Measure a cache that a user could have made."""
+        self.name = name
+        self.engine = cache.engine
+        self.geometry = cache.config.geometry
+        self.cache = cache
+        self._model = model
+        self._contract = None
+        self.engine.on_contract = self._keep_contract
+
+    @torch.no_grad()
+    def feed(self, input_ids: Tensor) -> Pass:
+        """Let the model go on with tokens ``[1, tokens]``."""
+        engine = self.engine
+        # the engine keeps the highest moment of all passes; here each pass has its own
+        engine.peak_bytes = 0
+        begin = engine.length
+        began = time.perf_counter()
+        places = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
+        output = self._model.base_model(
+            input_ids=input_ids,
+            position_ids=places[None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        seconds = time.perf_counter() - began
+        # a captured step hands out the same memory every time
+        hidden = output.last_hidden_state[0].clone()
+        return Pass(hidden, seconds, 0.0, engine.peak_bytes, begin + 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadSample:
+    """A sample whose prompt the dense model has read.
+
+    Attributes:
+        sample: The sample.
+        ids: Its tokens.
+        states: States of the whole prompt, question included.
+        prefill_s: Seconds of the pass.
+        calibrations: Codebooks that were fitted on it, by the tokens they were fitted on.
+    """
+
+    sample: Sample
+    ids: SampleIds
+    states: PromptStates
+    prefill_s: float
+    calibrations: dict[int, Calibration]
+
+    def stored(self, mode: Mode) -> PromptStates:
+        """What a method is given at once: all, or what stands before the question."""
+        states = self.states
+        if mode == "visible":
+            return states
+        count = len(self.ids.context)
+        layers = [part.head(count) for part in states.layers]
+        return PromptStates(states.input_ids[:, :count], states.following, layers, states.hidden)
+
+
+class Bench:
+    """A model on its device, and every method that can be put into it.
+
+    Attributes:
+        model: The model.
+        tokenizer: Its tokenizer.
+        layout: Shape of its cache, rotary embeddings and windows.
+        calibration_id: ``prompt``, or the hash of the codebooks' file.
+    """
+
+    def __init__(self, config: SuiteConfig) -> None:
+        """Load the model."""
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+        model, tokenizer = load_model(config.model, dtype)
+        self.model: Any = model
+        self.tokenizer: Any = tokenizer
+        torch.nn.Module.to(self.model, torch.device(config.device))
+        self.layout = describe_model(self.model)
+        self._config = config
+        self._end = stop_rule(self.tokenizer, at_line_end=False)
+        self._given: Calibration | None = None
+        self.calibration_id = PROMPT_CALIBRATION
+        if config.calibration is not None:
+            self._given = load_calibration(
+                config.calibration, geometry=self.layout.geometry, ropes=self.layout.ropes
+            )
+            self.calibration_id = _file_id(config.calibration)
+
+    def read(self, sample: Sample, ids: SampleIds) -> ReadSample:
+        """Run the dense model over a prompt once."""
+        began = time.perf_counter()
+        tokens = torch.tensor([ids.prompt], device=self.model.device)
+        # on a GPU the weights of a whole long prompt would not fit; windows are read at once
+        if self.model.device.type == "cuda" and set(self.layout.windows) == {None}:
+            states = read_in_parts(self.model, tokens, _PART_TOKENS)
+        else:
+            states = read_prompt(self.model, tokens)
+        self._wait()
+        return ReadSample(sample, ids, states, time.perf_counter() - began, {})
+
+    def answer(
+        self, read: ReadSample, mode: Mode, method: str, budget: str, *, max_new_tokens: int
+    ) -> Answer:
+        """Store, ask and answer.
+
+        Args:
+            read: The prompt.
+            mode: Whether the question is stored with it.
+            method: ``dense``, one of ours, or a baseline as ``check_method`` reads it.
+            budget: Byte budget.
+            max_new_tokens: Most tokens.
+
+        Raises:
+            ValueError: The budget is too small for the method.
+        """
+        states, total = read.stored(mode), len(read.ids.prompt) + max_new_tokens
+        subject = self._subject(read, states.num_tokens, total, method, budget)
+        began = time.perf_counter()
+        subject.store_prompt(states)
+        self._wait()
+        stored, stored_at = subject.resident_bytes(), time.perf_counter()
+        self._keep_calibration(read, states.num_tokens, subject)
+        subject.stop_timing()
+        steps: list[StepBytes] = []
+        last = states.hidden[-1:]
+        if mode == "hidden":
+            decoder = Decoder(subject)
+            question = torch.tensor([read.ids.question], device=self.model.device)
+            last = decoder.feed_text(question)[-1:]
+            steps += decoder.trace.steps
+        self._wait()
+        asked_at = time.perf_counter()
+        rule = SettledRule(self._end.end_ids, sample=read.sample, tokenizer=self.tokenizer)
+        said = decode_tokens(self.model, subject, last, max_new_tokens, rule, num_timed=0)
+        steps += said.trace.steps
+        return Answer(
+            self.tokenizer.decode(said.token_ids, skip_special_tokens=True),
+            len(said.token_ids),
+            _bytes(subject, stored, steps),
+            {
+                "prefill_s": read.prefill_s,
+                "store_s": stored_at - began,
+                "question_s": asked_at - stored_at,
+                "decode_s": time.perf_counter() - asked_at,
+            },
+        )
+
+    def go_on(
+        self, read: ReadSample, method: str, budget: str, count: int
+    ) -> tuple[tuple[int, ...], AnswerBytes]:
+        """Greedy tokens after a prompt that a method stores, up to the end token.
+
+        Args:
+            read: The prompt.
+            method: As ``answer``.
+            budget: Byte budget.
+            count: Most tokens.
+
+        Raises:
+            ValueError: The budget is too small for the method.
+        """
+        states = read.states
+        total = states.num_tokens + count
+        subject = self._subject(read, states.num_tokens, total, method, budget)
+        subject.store_prompt(states)
+        self._keep_calibration(read, states.num_tokens, subject)
+        stored = subject.resident_bytes()
+        subject.stop_timing()
+        last = states.hidden[-1:]
+        said = decode_tokens(self.model, subject, last, count, self._end, num_timed=0)
+        return said.token_ids, _bytes(subject, stored, said.trace.steps)
+
+    def _subject(
+        self, read: ReadSample, num_stored: int, total: int, method: str, budget: str
+    ) -> Subject:
+        if method == DENSE or method in OUR_METHODS:
+            cache = self.make_cache(method, budget, total, read.calibrations.get(num_stored))
+            return ProductSubject(self.model, cache, method)
+        base, mark, number = method.partition("@")
+        parsed, geometry = ByteBudget.parse(budget), self.layout.geometry
+        dense = geometry.dense_bytes_per_token * num_stored
+        cache_method = make_baseline(
+            base,
+            geometry,
+            self.layout.ropes,
+            parsed.resolve(geometry, num_stored) / dense,
+            num_tokens=num_stored,
+            num_new=total - num_stored,
+            settings=find(base).settings().trials()[int(number)] if mark else None,
+            backend=get_backend(self._config.baseline_backend, self.model.device),
+        )
+        return MethodSubject(self.model, cache_method, geometry, budget=parsed, name=method)
+
+    def make_cache(
+        self, method: str, budget: str, context: int, calibration: Calibration | None = None
+    ) -> SphericalCache:
+        """A cache as a user makes it.
+
+        Args:
+            method: ``dense`` or one of ours.
+            budget: Byte budget.
+            context: Tokens it will hold at most.
+            calibration: Codebooks; the config's, or fitted on the prompt, if None.
+        """
+        config = self._config
+        options = CacheOptions(backend=config.backend, cuda_graphs=config.cuda_graphs)
+        if method == DENSE:
+            return SphericalCache.for_model(self.model, tiers=_DENSE_TIER, options=options)
+        known = self._given or calibration
+        return SphericalCache.for_model(
+            self.model,
+            budget,
+            retention={UNIFORM: False, JOINT: True}.get(method),
+            context=context,
+            # a copy of its own counts only the codebooks that this cache needs
+            calibration=None if known is None else replace(known),
+            options=options,
+        )
+
+    def _keep_calibration(self, read: ReadSample, num_stored: int, subject: Subject) -> None:
+        """Codebooks fitted on these tokens serve every other cache of the same tokens."""
+        if isinstance(subject, ProductSubject) and subject.cache.calibration is not None:
+            read.calibrations.setdefault(num_stored, subject.cache.calibration)
+
+    def _wait(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+
+def read_in_parts(model: Any, input_ids: Tensor, part_tokens: int) -> PromptStates:
+    """As ``read_prompt``, a part at a time, each attending exactly to those before.
+
+    Args:
+        model: A model of full attention.
+        input_ids: ``[1, tokens]``.
+        part_tokens: Tokens of a part.
+    """
+    first = read_prompt(model, input_ids[:, :part_tokens])
+    rest = input_ids[:, part_tokens:]
+    if rest.shape[1] == 0:
+        return first
+    exact = DenseReference(first, capacity=rest.shape[1])
+    subject = MethodSubject(model, exact, first.geometry)
+    hidden = first.hidden
+    for part in rest.split(part_tokens, 1):
+        hidden = subject.feed(part).hidden
+    return exact.extended(first, rest, hidden)
+
+
+def _bytes(subject: Subject, stored: int, steps: Sequence[StepBytes]) -> AnswerBytes:
+    told = subject.describe()
+    count = subject.num_tokens()
+    dense, limit = subject.geometry.dense_bytes_per_token * count, subject.limit_bytes(count)
+    return {
+        "stored": stored,
+        "peak": max((step.peak for step in steps), default=stored),
+        "limit_share": max((step.peak / step.limit for step in steps), default=stored / limit),
+        "dense_share": max((step.peak / step.dense for step in steps), default=stored / dense),
+        "setting": told["setting"],
+        "residency": told["residency"],
+        "realisation": told["realisation"],
+        "tiers": told["tiers"],
+    }
+
+
+def counted_bytes(kept: Mapping[str, Any]) -> AnswerBytes:
+    """Bytes of a method that runs outside this package, from what it reports of itself."""
+    return {
+        "stored": int(kept["stored"]),
+        "peak": int(kept["peak"]),
+        "limit_share": float(kept["peak"]) / max(1, int(kept["limit"])),
+        "dense_share": float(kept["peak"]) / int(kept["dense"]),
+        "setting": str(kept["setting"]),
+        "residency": "counted",
+        "realisation": str(kept["realisation"]),
+        "tiers": {},
+    }
+
+
+def _file_id(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A board from a tiny random model: run, go on, show; acceptance; kvpress's columns."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sphkv.evaluation.harness.states import read_prompt
+from sphkv.evaluation.suites.acceptance import (
+    AcceptanceRunner,
+    acceptance_rows,
+    parse_columns,
+    speculate,
+)
+from sphkv.evaluation.suites.board import build_board, write_board
+from sphkv.evaluation.suites.columns import Bench, read_in_parts
+from sphkv.evaluation.suites.config import PRESETS, SuiteConfig, load_suite_config
+from sphkv.evaluation.suites.records import SuiteFile, load_acceptances, load_answers
+from sphkv.evaluation.suites.run import SuiteRunner
+from sphkv.evaluation.suites.samples import PromptSet, Sample, read_prompts
+
+WORDS = "one two three four five six seven eight nine ten " * 14
+
+
+def _prompts(model: Any, tokenizer: Any) -> PromptSet:
+    """Two prompts whose right answer is what the random model says, one it cannot answer."""
+    samples = []
+    for number in range(2):
+        context, question = f"{number} {WORDS}", "\nWhat now? It is"
+        ids = torch.tensor([tokenizer(context + question).input_ids])
+        with torch.no_grad():
+            said = model.generate(ids, max_new_tokens=3, do_sample=False)
+        answer = tokenizer.decode(said[0, ids.shape[1] :])
+        samples.append(_sample("known", number, context, question, answer))
+        samples.append(_sample("unknown", number, context, question, "no such words"))
+    return PromptSet(tuple(samples), "tiny")
+
+
+def _sample(task: str, number: int, context: str, question: str, answer: str) -> Sample:
+    return Sample(
+        suite="made",
+        task=task,
+        sample_id=f"{task}-{number}",
+        length=1024,
+        context=context,
+        question=question,
+        answers=(answer,),
+        metric="all",
+        max_new_tokens=4,
+    )
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SuiteConfig:
+    from sphkv.integrations.models import load_model
+
+    model, tokenizer = load_model(str(tiny_model_folder))
+    path = tmp_path_factory.mktemp("suite") / "prompts.jsonl"
+    _prompts(model, tokenizer).write(path)
+    return SuiteConfig(
+        str(tiny_model_folder),
+        ("dense", "spherical", "joint", "snapkv", "int2"),
+        ("50%",),
+        prompts=(path,),
+        num_threads=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def records(config: SuiteConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("records") / "answers.jsonl"
+    lines: list[str] = []
+    runner = SuiteRunner(config, keep=path.parent, tell=lines.append)
+    with SuiteFile(path) as file:
+        # no time at all: nothing is begun
+        none = runner.run(file, max_minutes=-1.0)
+        assert (none.num_measured, none.num_left) == (0, 36)
+        done = runner.run(file)
+    assert (done.num_measured, done.num_left, done.num_failed) == (36, 0, 0)
+    assert any("min left" in line for line in lines)
+    return path
+
+
+def test_every_column_is_measured_under_its_budget(records: Path) -> None:
+    answers = load_answers([records])
+    assert len(answers) == 4 * (1 + 4 * 2)
+    by_status = {row["method"]: row["status"] for row in answers}
+    assert by_status["dense"] == by_status["joint"] == by_status["snapkv"] == "measured"
+    for row in answers:
+        if row["status"] == "measured" and row["method"] != "dense":
+            assert row["bytes"]["limit_share"] <= 1.0
+            assert row["bytes"]["dense_share"] <= 0.5
+    dense = {row["sample"]: row["score"] for row in answers if row["method"] == "dense"}
+    assert dense == {"known-0": 1.0, "known-1": 1.0, "unknown-0": 0.0, "unknown-1": 0.0}
+
+
+def test_a_hidden_question_is_read_after_the_context(config: SuiteConfig, records: Path) -> None:
+    answers = [row for row in load_answers([records]) if row["method"] == "spherical"]
+    seconds = {row["mode"]: row["times"]["question_s"] for row in answers}
+    assert seconds["hidden"] > seconds["visible"]
+    bench, given = Bench(config), read_prompts(config.prompts[0])
+    ids = given.ids(bench.tokenizer, given.samples[0])
+    read = bench.read(given.samples[0], ids)
+    assert read.stored("visible").num_tokens == len(ids.prompt)
+    hidden = read.stored("hidden")
+    assert hidden.num_tokens == len(ids.context) == hidden.layers[0].keys.shape[1]
+
+
+def test_a_prompt_read_in_parts_has_the_same_states(config: SuiteConfig) -> None:
+    bench = Bench(config)
+    ids = torch.arange(1, 201).repeat(3)[None]
+    whole, parts = read_prompt(bench.model, ids), read_in_parts(bench.model, ids, 256)
+    assert torch.equal(parts.input_ids, ids)
+    for one, other in zip(whole.layers, parts.layers, strict=True):
+        for name in ("query", "keys", "values"):
+            torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=1e-4)
+    torch.testing.assert_close(whole.hidden, parts.hidden, rtol=0, atol=1e-4)
+
+
+def test_a_run_goes_on_where_it_stopped(config: SuiteConfig, records: Path) -> None:
+    whole = records.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    # killed in the middle of the last line
+    records.write_bytes(b"".join(lines[:-2]) + lines[-2][:20])
+    runner = SuiteRunner(config, keep=records.parent, tell=lambda _: None)
+    with SuiteFile(records) as file:
+        done = runner.run(file)
+        assert done.num_measured == 2
+    again = {row["id"]: (row["answer"], row["score"]) for row in load_answers([records])}
+    before = [row for row in map(_parsed, lines) if row["kind"] == "answer"]
+    assert again == {row["id"]: (row["answer"], row["score"]) for row in before}
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    import json
+
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def test_the_board_leaves_out_what_dense_cannot_do(records: Path, tmp_path: Path) -> None:
+    board = build_board([records])
+    assert [(task.task, task.is_counted) for task in board.tasks] == [
+        ("known", True),
+        ("unknown", False),
+    ]
+    assert all(set(cell.by_task) <= {"known"} for cell in board.cells)
+    dense = [cell for cell in board.cells if cell.method == "dense"]
+    assert {cell.mode for cell in dense} == {"visible", "hidden"}
+    assert all(cell.score is not None and cell.score.mean == 1.0 for cell in dense)
+    page, data = write_board(board, tmp_path)
+    text = page.read_text(encoding="utf-8")
+    assert "Best method by budget and length" in text
+    assert "| joint | 50% |" in text
+    assert data.stat().st_size > 0
+    with pytest.raises(ValueError, match="answers of dense"):
+        build_board([])
+
+
+def test_bad_records_are_named(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text('{"kind":"answer","run":"x"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 1, answer: is missing"):
+        load_answers([tmp_path / "r.jsonl"])
+
+
+def test_configs_are_checked() -> None:
+    with pytest.raises(ValueError, match="snapkvv"):
+        SuiteConfig("m", ("snapkvv",), ("10%",), prompts=(Path("p"),))
+    with pytest.raises(ValueError, match="prompts"):
+        SuiteConfig("m", ("dense",), ())
+    with pytest.raises(ValueError, match="quanto-3"):
+        SuiteConfig("m", ("quantized:quanto-3",), ("50%",), prompts=(Path("p"),))
+    for name in PRESETS:
+        assert load_suite_config(None, name, {}).max_minutes
+    changed = load_suite_config(None, "small-cpu", {"model": "other", "prompts": ["a"]})
+    assert changed.model == "other"
+
+
+def test_speculation_by_hand() -> None:
+    # proposals of two: 1 2 accepted and 3 comes along; 9 refused, 4 comes; 5 accepted, the end
+    found = speculate([1, 2, 3, 4, 5], [1, 2, 3, 9, 5], 2)
+    assert (found.num_matched, found.num_passes) == (4, 3)
+    assert speculate([1, 2, 3], [0, 0, 0], 4).num_passes == 3
+    assert speculate([], [], 4).num_passes == 0
+    with pytest.raises(ValueError, match="1 proposals for 2"):
+        speculate([1, 2], [1], 4)
+    assert parse_columns(["dense", "auto=10%"]) == [("dense", "100%"), ("auto", "10%")]
+    with pytest.raises(ValueError, match="give 'fp8' a budget"):
+        parse_columns(["fp8"])
+
+
+def test_a_model_accepts_its_own_draft(config: SuiteConfig, tmp_path: Path) -> None:
+    config = replace(config, num_samples=1)
+    runner = AcceptanceRunner(config, config.model, num_proposed=4, tell=lambda _: None)
+    columns = [("dense", "100%"), ("joint", "30%"), ("int2", "1%")]
+    with SuiteFile(tmp_path / "a.jsonl") as file:
+        assert runner.run(file, columns, max_new_tokens=20) == 6
+        assert runner.run(file, columns, max_new_tokens=20) == 0
+    found = load_acceptances([tmp_path / "a.jsonl"])
+    rows = {row["method"]: row for row in acceptance_rows(found)}
+    assert set(rows) == {"dense", "joint"}
+    # pages are bfloat16 and the draft's pass is float32, so a close call may differ
+    assert rows["dense"]["rate"].mean >= 0.9
+    assert rows["dense"]["per_pass"].mean >= 3.0
+    assert [row["status"] for row in found if row["method"] == "int2"] == ["refused"] * 2
+
+
+def _need_kvpress() -> None:
+    """Looked up and not imported: the import wraps attention functions that are registered."""
+    if importlib.util.find_spec("kvpress") is None:
+        pytest.skip("kvpress is not installed")
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "pyramidkv", "adakv-snapkv"])
+def test_kvpress_answers_under_the_same_budget(config: SuiteConfig, name: str) -> None:
+    _need_kvpress()
+    from sphkv.integrations.kvpress import OutsideCaches
+
+    bench = Bench(config)
+    outside = OutsideCaches(bench.model, bench.tokenizer)
+    context = tuple(range(1, 200)) * 3
+    said = outside.answer(
+        f"kvpress:{name}", "40%", context, (5, 6, 7), max_new_tokens=4, is_done=lambda _: False
+    )
+    assert said["num_tokens"] <= 4
+    assert said["bytes"]["stored"] < said["bytes"]["peak"] <= said["bytes"]["limit"] * 1.02
+    with pytest.raises(ValueError, match="stay dense"):
+        outside.answer(
+            f"kvpress:{name}", "1%", context, (5, 6), max_new_tokens=9, is_done=lambda _: False
+        )
+
+
+def test_a_quantised_cache_refuses_a_smaller_budget(config: SuiteConfig) -> None:
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    from sphkv.integrations.kvpress import OutsideCaches
+
+    bench = Bench(config)
+    outside = OutsideCaches(bench.model, bench.tokenizer)
+    context = tuple(range(1, 200)) * 3
+    given: Any = {"max_new_tokens": 3, "is_done": lambda _: False}
+    said = outside.answer("quantized:quanto-4", "60%", context, (5, 6), **given)
+    assert said["bytes"]["peak"] <= said["bytes"]["limit"]
+    with pytest.raises(ValueError, match="takes"):
+        outside.answer("quantized:quanto-4", "20%", context, (5, 6), **given)
+
+
+def test_our_baselines_choose_as_kvpress_does(config: SuiteConfig) -> None:
+    _need_kvpress()
+    from sphkv.evaluation.suites.crosscheck import cross_check
+
+    bench, given = Bench(config), read_prompts(config.prompts[0])
+    read = bench.read(given.samples[0], given.ids(bench.tokenizer, given.samples[0]))
+    found = {row.method: row for row in cross_check(bench, read, share=0.25)}
+    assert found["expected_attention"].mean > 0.99
+    assert found["streaming_llm"].mean > 0.99
+    # the others differ by one definition each, and by nothing else
+    assert all(row.aligned > 0.99 for row in found.values())
+    assert found["h2o"].mean < found["h2o"].aligned
