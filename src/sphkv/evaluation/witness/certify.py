@@ -160,7 +160,8 @@ def _diagnose_all(
     rows: list[FailureRow] = []
     if file is not None and file.is_file():
         rows = json.loads(file.read_text(encoding="utf-8"))
-    for failure in FAILURE_CLASSES[len(rows) :]:
+    known = {row["failure"] for row in rows}
+    for failure in (each for each in FAILURE_CLASSES if each.name not in known):
         rows += diagnose(
             session,
             prompts,
