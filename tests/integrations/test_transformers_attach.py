@@ -70,6 +70,23 @@ def test_attached_model_without_the_cache_computes_as_before(tiny_model, impleme
     model.set_attn_implementation("sdpa")
 
 
+def test_attention_takes_dropout_by_position(tiny_model, monkeypatch):
+    # what other libraries' wrappers of transformers' attention functions do
+    interface = hf.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    model, ids = tiny_model("qwen3"), make_tokens(20)
+    cache = SphericalCache.for_model(model)
+    with torch.no_grad():
+        plain = model(ids).logits
+        ours = interface["sphkv"]
+
+        def wrapped(module, query, key, value, mask, dropout=0.0, **options):
+            return ours(module, query, key, value, mask, dropout, **options)
+
+        monkeypatch.setitem(interface._global_mapping, "sphkv", wrapped)
+        assert torch.equal(model(ids).logits, plain)
+    cache.detach()
+
+
 def test_forgotten_cache_lets_go(tiny_model):
     model = tiny_model("qwen3")
     cache = SphericalCache.for_model(model)

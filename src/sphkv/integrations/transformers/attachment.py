@@ -243,8 +243,10 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
+    dropout: float = 0.0,  # wrappers of attention functions hand it on by position
     **options: Any,
 ) -> AttentionResult:
+    options["dropout"] = dropout
     attachment = _OWNERS.get(module)
     if attachment is None:
         raise RuntimeError(
