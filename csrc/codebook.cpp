@@ -26,19 +26,18 @@ size_t bytes_of(const std::vector<T>& part) {
 
 void add_entry(HeadCodebook& head, int slot, int plane, const float* xy, int stride) {
   float radius = 0.0f;
-  const size_t at = head.points.size();
-  head.points.resize(at + 2 * kSlotLevels);
+  const size_t at = head.scaled.size();
   head.scaled.resize(at + 2 * kSlotLevels);
   for (int code = 0; code < kSlotLevels; ++code) {
     const float x = xy[code * stride], y = xy[code * stride + 1];
-    head.points[at + code] = x;
-    head.points[at + kSlotLevels + code] = y;
+    head.scaled[at + code] = x;
+    head.scaled[at + kSlotLevels + code] = y;
     // not hypot: its newest version would bind the extension to glibc 2.35
     radius = std::max(radius, std::sqrt(x * x + y * y));
   }
   const float scale = radius > 0.0f ? kPointPeak / radius : 0.0f;
   for (int i = 0; i < 2 * kSlotLevels; ++i) {
-    head.scaled[at + i] = head.points[at + i] * scale;
+    head.scaled[at + i] *= scale;
   }
 #if defined(__aarch64__)
   for (int i = 0; i < 2 * kSlotLevels; ++i) {
@@ -51,7 +50,6 @@ void add_entry(HeadCodebook& head, int slot, int plane, const float* xy, int str
 // Vectors that grow by doubling would keep up to half of their bytes unused.
 void reserve_entries(HeadCodebook& head, int count) {
   head.entries.reserve(count);
-  head.points.reserve(static_cast<size_t>(count) * 2 * kSlotLevels);
   head.scaled.reserve(static_cast<size_t>(count) * 2 * kSlotLevels);
 #if defined(__aarch64__)
   head.halves.reserve(static_cast<size_t>(count) * 2 * kSlotLevels);
@@ -92,8 +90,10 @@ void guess_errors(HeadCodebook& head, int num_planes) {
   }
   for (const int32_t e : last) {
     if (e < 0) continue;
-    const float* x = head.points.data() + static_cast<size_t>(e) * 2 * kSlotLevels;
-    head.entries[e].plane_error = static_cast<float>(spacing_error(x, x + kSlotLevels));
+    const float* x = head.scaled.data() + static_cast<size_t>(e) * 2 * kSlotLevels;
+    const double unit = head.entries[e].unit();
+    head.entries[e].plane_error =
+        static_cast<float>(spacing_error(x, x + kSlotLevels) * unit * unit);
   }
 }
 
@@ -170,7 +170,7 @@ size_t Rotary::nbytes() const {
 size_t Codebook::nbytes() const {
   size_t total = 0;
   for (const HeadCodebook& head : heads) {
-    total += bytes_of(head.entries) + bytes_of(head.points) + bytes_of(head.scaled);
+    total += bytes_of(head.entries) + bytes_of(head.scaled);
 #if defined(__aarch64__)
     total += bytes_of(head.halves);
 #endif

@@ -72,12 +72,14 @@ struct Entry {
   float plane_error;   // squared error of the plane's code, at its last stage; 0 elsewhere
   bool is_pair_first;  // shares its slot with the next entry
   bool is_paired;      // is one of such two
+
+  // what one of the scaled points' units is
+  float unit() const { return radius / kPointPeak; }
 };
 
 struct HeadCodebook {
   std::vector<Entry> entries;   // single slots, pair slots (two entries each), constants
-  std::vector<float> points;    // [entries, 2, 16] x then y
-  std::vector<float> scaled;    // the same, scaled so that the radius is kPointPeak
+  std::vector<float> scaled;    // [entries, 2, 16] x then y, scaled so that the radius is kPointPeak
 #if defined(__aarch64__)
   std::vector<Point> halves;    // the same, scaled so that the radius is 127
 #endif

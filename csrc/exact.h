@@ -105,12 +105,13 @@ struct ExactKernel {
   static void turn(const Codebook& codebook, int head, int64_t base, Scratch& scratch) {
     const Rotary& rotary = *codebook.rotary;
     const HeadCodebook& points = codebook.heads[head];
-    scratch.turned.resize(points.points.size());
+    scratch.turned.resize(points.scaled.size());
     base_phases(rotary, base, scratch.phases);
     for (size_t e = 0; e < points.entries.size(); ++e) {
-      const float c = scratch.phases.cosine[points.entries[e].plane];
-      const float s = scratch.phases.sine[points.entries[e].plane];
-      const float* x = points.points.data() + e * 2 * kSlotLevels;
+      const Entry& entry = points.entries[e];
+      const float c = scratch.phases.cosine[entry.plane] * entry.unit();
+      const float s = scratch.phases.sine[entry.plane] * entry.unit();
+      const float* x = points.scaled.data() + e * 2 * kSlotLevels;
       const float* y = x + kSlotLevels;
       float* out = scratch.turned.data() + e * 2 * kSlotLevels;
       for (int i = 0; i < kSlotLevels; ++i) {

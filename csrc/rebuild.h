@@ -26,13 +26,13 @@ struct RebuildScratch {
   void forget_base() {}
 };
 
-// Adds to 16 floats the entries of a table of 16 that the codes of a group pick.
-inline void add_picked(const float* table, const uint8_t* codes, float* out) {
+// Adds to 16 floats the entries of a table of 16 that the codes of a group pick, times a unit.
+inline void add_picked(const float* table, const uint8_t* codes, float unit, float* out) {
 #if defined(__AVX512F__)
   const __m512i index =
       _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
   const __m512 picked = _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
-  _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), picked));
+  _mm512_storeu_ps(out, _mm512_fmadd_ps(picked, _mm512_set1_ps(unit), _mm512_loadu_ps(out)));
 #elif defined(__AVX2__)
   const __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
   for (int at = 0; at < kGroupTokens; at += 8) {
@@ -41,10 +41,11 @@ inline void add_picked(const float* table, const uint8_t* codes, float* out) {
     const __m256 is_high = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
     const __m256 picked = _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index),
                                            _mm256_permutevar8x32_ps(high, index), is_high);
-    _mm256_storeu_ps(out + at, _mm256_add_ps(_mm256_loadu_ps(out + at), picked));
+    _mm256_storeu_ps(out + at, _mm256_fmadd_ps(picked, _mm256_set1_ps(unit),
+                                               _mm256_loadu_ps(out + at)));
   }
 #else
-  for (int i = 0; i < kGroupTokens; ++i) out[i] += table[codes[i]];
+  for (int i = 0; i < kGroupTokens; ++i) out[i] += unit * table[codes[i]];
 #endif
 }
 
@@ -114,19 +115,19 @@ struct RebuildKernel {
     const uint8_t* codes = page + kind.layout.key_offset + first % half;
     std::fill(keys.begin(), keys.end(), 0.0f);
     uint8_t code[kGroupTokens];
-    const float* x = points.points.data();
+    const float* x = points.scaled.data();
     for (const Entry& entry : points.entries) {
       float* out = keys.data() + static_cast<size_t>(entry.plane) * 2 * kGroupTokens;
       if (entry.slot < 0) {
         for (int i = 0; i < kGroupTokens; ++i) {
-          out[i] += x[0];
-          out[kGroupTokens + i] += x[kSlotLevels];
+          out[i] += x[0] * entry.unit();
+          out[kGroupTokens + i] += x[kSlotLevels] * entry.unit();
         }
       } else {
         const uint8_t* at = codes + static_cast<size_t>(entry.slot) * half;
         for (int i = 0; i < kGroupTokens; ++i) code[i] = at[i] >> shift & 15;
-        add_picked(x, code, out);
-        add_picked(x + kSlotLevels, code, out + kGroupTokens);
+        add_picked(x, code, entry.unit(), out);
+        add_picked(x + kSlotLevels, code, entry.unit(), out + kGroupTokens);
       }
       x += 2 * kSlotLevels;
     }

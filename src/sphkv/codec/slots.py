@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -115,20 +117,68 @@ def order_slots(bits: Tensor) -> tuple[list[int], list[tuple[int, int]]]:
     return single, list(zip(halved[::2], halved[1::2], strict=True))
 
 
-def build_angle_codebook(
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotLayout:
+    """Which of a layer's fitted points every slot of a tier has: a codebook without its points.
+
+    Attributes:
+        plane_bits: ``[heads, planes]`` uint8 cell class of each plane.
+        slot_plane: ``[heads, slots, 2]`` uint8; as ``AngleCodebook.slot_plane``.
+        source: ``[heads, slots, 2]`` uint8 set of points of each half: of a single slot the 4-bit
+            cell, the first stage of the 6-bit cell or one of three stages, of a pair slot's
+            planes the 2-bit cell or the last stage of 6 or 10 bits.
+    """
+
+    plane_bits: Tensor
+    slot_plane: Tensor
+    source: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.plane_bits.nbytes + self.slot_plane.nbytes + self.source.nbytes
+
+    def codebook(self, planes: PlaneCodebooks) -> AngleCodebook:
+        """The slots with the points of the layer they were laid out for."""
+        heads, num_slots = self.slot_plane.shape[:2]
+        bits, slot_plane = self.plane_bits.long(), self.slot_plane.long()
+        source = self.source.long()
+        num_pairs = (bits % _SLOT_BITS > 0).sum(1) // 2
+        is_pair = (torch.arange(num_slots) >= num_slots - num_pairs[:, None])[..., None, None]
+        head, code = torch.arange(heads)[:, None], torch.arange(SLOT_LEVELS)
+        whole = torch.cat([planes.single[:, :, None], planes.joint[:, :, None], planes.stages], 2)
+        half = torch.cat([planes.pair[:, :, None], planes.halves], 2)
+        halves = half[head[..., None], slot_plane, source.clamp(max=half.shape[2] - 1)]
+        points = torch.zeros(heads, num_slots, 2, SLOT_LEVELS, 2)
+        points[:, :, 0] = torch.where(
+            is_pair,
+            halves[:, :, 0, code % PAIR_LEVELS],
+            whole[head, slot_plane[..., 0], source[..., 0]],
+        )
+        points[:, :, 1] = torch.where(is_pair, halves[:, :, 1, code // PAIR_LEVELS], 0.0)
+        return AngleCodebook(
+            plane_bits=bits,
+            num_pairs=num_pairs,
+            slot_plane=slot_plane,
+            points=points,
+            constant=torch.where(bits.unsqueeze(-1) == 0, planes.mean, torch.zeros(())),
+            metric_root=planes.metric_root,
+        )
+
+
+def lay_out_slots(
     planes: PlaneCodebooks, num_slots: int, *, pair_step: int = PAIR_STEP
-) -> AngleCodebook:
-    """Lay out the slots of one layer at one tier.
+) -> SlotLayout:
+    """Divide a layer's bits among its planes and lay out the slots of one tier.
 
     Args:
-        planes: Fitted points of every plane.
+        planes: Fitted points of every plane, on the CPU.
         num_slots: Nibbles per key of the tier.
         pair_step: Pair slots of a head are a multiple of this.
 
     Returns:
         The slots, in the order of ``order_slots``.
     """
-    device, planes = planes.mean.device, planes.to("cpu")
     num_planes = planes.mean.shape[1]
     bits = allocate_plane_bits(
         planes.distortion,
@@ -136,46 +186,34 @@ def build_angle_codebook(
         pair_step=pair_step,
         max_pairs=most_pairs(num_planes, num_slots),
     )
-    heads = bits.shape[0]
-    slot_plane = torch.zeros(heads, num_slots, 2, dtype=torch.int64)
-    points = torch.zeros(heads, num_slots, 2, SLOT_LEVELS, 2)
-    code = torch.arange(SLOT_LEVELS)
-    for head in range(heads):
-        single, paired = order_slots(bits[head])
-        for plane in dict.fromkeys(single):
-            at = single.index(plane)
-            stages = _stages_of(planes, head, plane, int(bits[head, plane]))
-            points[head, at : at + len(stages), 0] = stages
-        first_pair = len(single)
-        slot_plane[head, :first_pair] = torch.tensor(single, dtype=torch.int64)[:, None]
-        slot_plane[head, first_pair:] = torch.tensor(paired, dtype=torch.int64).reshape(-1, 2)
-        for at, (first, second) in enumerate(paired, first_pair):
-            low = _half_of(planes, head, first, int(bits[head, first]))
-            high = _half_of(planes, head, second, int(bits[head, second]))
-            points[head, at, 0] = low[code % PAIR_LEVELS]
-            points[head, at, 1] = high[code // PAIR_LEVELS]
-    constant = torch.where(bits.unsqueeze(-1) == 0, planes.mean, torch.zeros(()))
-    return AngleCodebook(
-        plane_bits=bits,
-        num_pairs=(bits % _SLOT_BITS > 0).sum(1) // 2,
-        slot_plane=slot_plane,
-        points=points,
-        constant=constant,
-        metric_root=planes.metric_root,
-    ).to(device)
+    slot_plane, source = [], []
+    for of_head in bits:
+        cells = of_head.tolist()
+        single, paired = order_slots(of_head)
+        starts = {plane: at for at, plane in reversed(list(enumerate(single)))}
+        whole = [_whole_source(cells[plane], at - starts[plane]) for at, plane in enumerate(single)]
+        slot_plane.append([(plane, plane) for plane in single] + paired)
+        source.append(
+            [(each, 0) for each in whole]
+            + [(cells[low] // _SLOT_BITS, cells[high] // _SLOT_BITS) for low, high in paired]
+        )
+    return SlotLayout(
+        bits.to(torch.uint8),
+        torch.tensor(slot_plane, dtype=torch.uint8),
+        torch.tensor(source, dtype=torch.uint8),
+    )
 
 
-def _stages_of(planes: PlaneCodebooks, head: int, plane: int, bits: int) -> Tensor:
-    """Points ``[slots, 16, 2]`` of the single slots of one plane."""
+def build_angle_codebook(
+    planes: PlaneCodebooks, num_slots: int, *, pair_step: int = PAIR_STEP
+) -> AngleCodebook:
+    """The slots of one layer at one tier with their points; see ``lay_out_slots``."""
+    device, planes = planes.mean.device, planes.to("cpu")
+    return lay_out_slots(planes, num_slots, pair_step=pair_step).codebook(planes).to(device)
+
+
+def _whole_source(bits: int, stage: int) -> int:
+    """Points of a single slot, in the order of ``SlotLayout.codebook``."""
     if bits == _SLOT_BITS:
-        return planes.single[head, plane, None]
-    if bits == _SLOT_BITS + _UNIT_BITS:
-        return planes.joint[head, plane, None]
-    return planes.stages[head, plane, : bits // _SLOT_BITS]
-
-
-def _half_of(planes: PlaneCodebooks, head: int, plane: int, bits: int) -> Tensor:
-    """Points ``[4, 2]`` that one plane has in a pair slot."""
-    if bits == _UNIT_BITS:
-        return planes.pair[head, plane]
-    return planes.halves[head, plane, bits // _SLOT_BITS - 1]
+        return 0
+    return 1 if bits == _SLOT_BITS + _UNIT_BITS else 2 + stage

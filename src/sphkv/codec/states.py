@@ -12,11 +12,15 @@ from sphkv.codec.affine import AffineCode, quantise_affine_u8
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.codebook import AngleCodebook
 from sphkv.codec.keys import SphericalCode, decode_keys, encode_keys
+from sphkv.codec.slots import SlotLayout, lay_out_slots
 from sphkv.codec.values import ValueCode, decode_values, encode_values, unbiased_scale
 from sphkv.core.contract import EncodedStates
 from sphkv.core.tiers import TierSpec
 
-# Codecs of one calibration share the codebooks that were made of it.
+# Codecs of one calibration share what was made of it: layouts of slots, and whole codebooks where a
+# device would have to wait for their points.
+_LAYOUTS: WeakKeyDictionary[Calibration, dict[tuple[int, int], SlotLayout]]
+_LAYOUTS = WeakKeyDictionary()
 _CODEBOOKS: WeakKeyDictionary[Calibration, dict[tuple[int, int, str], AngleCodebook]]
 _CODEBOOKS = WeakKeyDictionary()
 
@@ -26,27 +30,34 @@ class SphericalCodec:
 
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
+        self._layouts = _LAYOUTS.setdefault(calibration, {})
         self._codebooks = _CODEBOOKS.setdefault(calibration, {})
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the calibration, and of the codebooks made of it so far."""
-        books = sum(book.num_bytes for book in self._codebooks.values())
-        return self.calibration.planes.num_bytes + books
+        """Bytes of the calibration, and of the layouts and codebooks made of it so far."""
+        held = (*self._layouts.values(), *self._codebooks.values())
+        return self.calibration.planes.num_bytes + sum(each.num_bytes for each in held)
 
     def codebook(
         self, layer: int, tier: TierSpec, device: torch.device | str = "cpu"
     ) -> AngleCodebook:
-        """Slots of a layer at a tier, built once."""
+        """Slots of a layer at a tier. On the CPU the points are put together anew for each call."""
         slots = tier.key_nibbles(self.calibration.geometry.head_dim)
+        planes = self.calibration.planes
+        if str(device) == "cpu" and planes.mean.device.type == "cpu":
+            return self._layout(layer, slots).codebook(planes.layer(layer))
         key = (layer, slots, str(device))
         if key not in self._codebooks:
-            here = self._codebooks.get((layer, slots, "cpu"))
-            if here is None:
-                here = self.calibration.codebook(layer, slots).to("cpu")
-                self._codebooks[layer, slots, "cpu"] = here
-            self._codebooks[key] = here.to(device)
+            on_cpu = planes.layer(layer).to("cpu")
+            self._codebooks[key] = self._layout(layer, slots).codebook(on_cpu).to(device)
         return self._codebooks[key]
+
+    def _layout(self, layer: int, slots: int) -> SlotLayout:
+        if (layer, slots) not in self._layouts:
+            planes = self.calibration.planes.layer(layer).to("cpu")
+            self._layouts[layer, slots] = lay_out_slots(planes, slots)
+        return self._layouts[layer, slots]
 
     def encode(
         self,
