@@ -2,10 +2,13 @@
 """Every flag of every command with bad values: one line of explanation, no file left behind."""
 
 import argparse
+import gzip
+import json
 
 import pytest
 
 from sphkv.cli.main import build_parser, main
+from sphkv.evaluation.suites.samples import PromptSet, Sample
 
 # A command line that works for every command; PLACES are filled in from fixtures.
 COMMANDS = {
@@ -13,7 +16,7 @@ COMMANDS = {
     "eval needle": ["--model", "MODEL", "--method", "dense", "--context", "512", "--out", "OUT"],
     "eval qa": ["--model", "MODEL", "--method", "dense", "--context", "512", "--out", "OUT"],
     "eval tools": ["--model", "MODEL", "--method", "dense", "--tasks", "1", "--out", "OUT"],
-    "ablate": ["--model", "MODEL", "--data", "DATA", "--context", "256", "--out", "OUT"],
+    "ablate": ["a3", "--model", "MODEL", "--data", "DATA", "--length", "1024", "--out", "OUT"],
     "fit-policy": ["--model", "MODEL", "--data", "DATA", "--policy-out", "OUT"],
     "bench decode": ["--context", "512", "--repeats", "1", "--out", "OUT"],
     "bench llama": ["--gguf", "TEXT", "--out", "OUT"],
@@ -31,7 +34,18 @@ COMMANDS = {
     "ls": ["methods"],
     "plan": ["--model", "MODEL", "--prompt-file", "TEXT", "--budget", "50%", "--out", "OUT"],
     "report": ["TEXT", "--out", "OUT"],
+    "suite acceptance": [
+        *("--model", "MODEL", "--draft", "MODEL", "--prompts", "PROMPTS", "--columns", "dense"),
+        *("--max-new-tokens", "2", "--out", "OUT"),
+    ],
+    "suite board": ["TEXT", "--out", "OUT"],
+    "suite crosscheck": ["--model", "MODEL", "--prompts", "PROMPTS"],
+    "suite make": ["gsm8k", "--model", "MODEL", "--data", "PROBLEMS", "--out", "OUT"],
+    "suite run": [
+        *("--model", "MODEL", "--prompts", "PROMPTS", "--methods", "dense", "--out", "OUT"),
+    ],
     "sweep": ["TEXT", "--out", "OUT"],
+    "tune-policy": ["TEXT", "--policy-out", "OUT"],
     "validate": ["TEXT"],
 }
 JUNK = ("", "-1", "0", "nan", "inf", "1e99", "99999999999999999999", "k2", "%", "\0", "é\n", "DIR")
@@ -84,7 +98,14 @@ def fill(model_folder, text_file, tmp_path, monkeypatch):
     work.mkdir()
     monkeypatch.chdir(work)
     (tmp_path / "folder").mkdir()
+    sample = Sample("ruler", "one", "one-0", 0, "The word is blue.", "Word?", ("blue",), "all", 2)
+    PromptSet((sample,), "words").write(tmp_path / "prompts.jsonl")
+    doc = {"question": "How many are 2 and 3?", "answer": "2 + 3 = 5\n#### 5"}
+    rows = "\n".join(json.dumps({"doc": doc, "doc_id": at, "idx": 0}) for at in range(60))
+    (tmp_path / "problems.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
     places = {
+        "PROMPTS": str(tmp_path / "prompts.jsonl"),
+        "PROBLEMS": str(tmp_path / "problems.jsonl.gz"),
         "MODEL": str(model_folder),
         "TEXT": str(text_file),
         "OUT": str(work / "out"),

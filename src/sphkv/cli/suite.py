@@ -12,6 +12,16 @@ from typing import Any
 
 from sphkv.cli.output import check_writable
 
+_MOST = 2**20
+
+
+def _count(text: str) -> int:
+    """A whole number from 1 to 1,048,576, as no loop of these commands is longer."""
+    value = int(text)
+    if not 1 <= value <= _MOST:
+        raise argparse.ArgumentTypeError(f"must be 1 to {_MOST}, got {value}")
+    return value
+
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the flags."""
@@ -70,7 +80,7 @@ def _add_crosscheck(steps: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--model", required=True, help="smollm2, a local folder or a hub name")
     parser.add_argument("--prompts", required=True, help="file of prompts")
-    parser.add_argument("--samples", type=int, default=2, help="prompts to compare on")
+    parser.add_argument("--samples", type=_count, default=2, help="prompts to compare on")
     parser.add_argument("--share", type=float, default=0.25, help="share of the states kept")
     parser.add_argument("--device", default="cpu")
     parser.set_defaults(run=run_crosscheck)
@@ -89,10 +99,10 @@ def _add_acceptance(steps: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=["dense", "fp8=55%", "auto=25%", "auto=10%", "auto=5%"],
         help="methods with budgets; default: dense fp8=55%% auto=25%% auto=10%% auto=5%%",
     )
-    parser.add_argument("--proposed", type=int, default=4, help="tokens the draft proposes")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--max-prompt-tokens", type=int, help="longer prompts lose their middle")
-    parser.add_argument("--samples", type=int, help="most prompts of each task and length")
+    parser.add_argument("--proposed", type=_count, default=4, help="tokens the draft proposes")
+    parser.add_argument("--max-new-tokens", type=_count, default=256)
+    parser.add_argument("--max-prompt-tokens", type=_count, help="longer prompts lose their middle")
+    parser.add_argument("--samples", type=_count, help="most prompts of each task and length")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--out", required=True, help="record file to write or to go on with")
