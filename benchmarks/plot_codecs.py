@@ -16,6 +16,8 @@ STYLES = {
     "rotation-lloyd": ("random rotation, Lloyd-Max", "#4475b5", "s"),
     "hadamard-int": ("Hadamard, integers", "#6f97cb", "^"),
     "per-channel-int": ("integers per channel", "#7a8594", "D"),
+    "hyperspherical": ("the paper's angles", "#3f8f7b", "v"),
+    "polar_tree": ("polar tree", "#8fb8ad", "P"),
 }
 
 

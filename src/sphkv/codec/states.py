@@ -36,8 +36,9 @@ class SphericalCodec:
     @property
     def num_bytes(self) -> int:
         """Bytes of the calibration, and of the layouts and codebooks made of it so far."""
-        held = (*self._layouts.values(), *self._codebooks.values())
-        return self.calibration.planes.num_bytes + sum(each.num_bytes for each in held)
+        layouts = sum(layout.num_bytes for layout in self._layouts.values())
+        books = sum(book.num_bytes for book in self._codebooks.values())
+        return self.calibration.planes.num_bytes + layouts + books
 
     def codebook(
         self, layer: int, tier: TierSpec, device: torch.device | str = "cpu"
