@@ -51,7 +51,10 @@ COMMANDS = {
 JUNK = ("", "-1", "0", "nan", "inf", "1e99", "99999999999999999999", "k2", "%", "\0", "é\n", "DIR")
 # Enough for commands that load a model before they look at every flag.
 SOME_JUNK = ("", "-1", "nan", "\0")
-SLOW = ("eval needle", "eval qa", "eval tools", "ablate", "fit-policy", "certify", "plan")
+SLOW = (
+    *("eval needle", "eval qa", "eval tools", "ablate", "fit-policy", "certify", "plan"),
+    *("suite acceptance", "suite crosscheck", "suite run"),
+)
 # A file may have almost any name.
 BAD_OUTPUTS = ("", "\0", "DIR", "absent/out")
 OUTPUTS = ("--out", "--policy-out", "--report", "--map", "--save-cache", "--png", "--html")
