@@ -12,10 +12,11 @@ import fcntl
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from sphkv.evaluation.schema import FORMAT
 
@@ -32,15 +33,17 @@ def content_id(data: object) -> str:
     return hashlib.sha256(canonical_json(data).encode()).hexdigest()[:16]
 
 
-class RecordFile:
-    """Appends points to a file; one writer at a time.
+class LineFile(ABC):
+    """Appends records to a file, one JSON line each; one writer at a time.
 
     Use as a context manager.
 
     Attributes:
         path: The file.
-        done: Ids of the points it holds.
+        done: Ids of the records it holds.
     """
+
+    format: ClassVar[str]
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,7 +52,15 @@ class RecordFile:
         self._run = ""
         self._file: Any = None
 
-    def __enter__(self) -> RecordFile:
+    @abstractmethod
+    def read(self, text: str) -> Iterable[Mapping[str, Any]]:
+        """Lines of a file, checked."""
+
+    def counts(self, line: Mapping[str, Any]) -> bool:
+        """Whether a record need not be made again."""
+        return True
+
+    def __enter__(self) -> Self:
         """Lock the file, drop an unfinished last line, and learn what is there."""
         self._file = self.path.open("a+b")
         try:
@@ -62,10 +73,10 @@ class RecordFile:
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             self._file.truncate(whole)
-        for line in read_lines(data[:whole].decode(), self.path):
+        for line in self.read(data[:whole].decode()):
             if line["kind"] == "run":
                 self._runs.add(line["run"])
-            else:
+            elif self.counts(line):
                 self.done.add(line["id"])
         return self
 
@@ -79,12 +90,27 @@ class RecordFile:
         self._file.close()
 
     def begin_run(self, setup: Mapping[str, Any]) -> str:
-        """Say what the next points were measured with; written only if it is new."""
+        """Say what the next records were measured with; written only if it is new."""
         self._run = content_id(setup)
         if self._run not in self._runs:
             self._runs.add(self._run)
-            self._append({"kind": "run", "format": FORMAT, "run": self._run, "setup": setup})
+            self._append({"kind": "run", "format": self.format, "run": self._run, "setup": setup})
         return self._run
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        self._file.write(canonical_json(line).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+class RecordFile(LineFile):
+    """Points of a sweep."""
+
+    format = FORMAT
+
+    def read(self, text: str) -> Iterable[Mapping[str, Any]]:
+        """Lines of a file, checked."""
+        return read_lines(text, self.path)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a point.
@@ -98,11 +124,6 @@ class RecordFile:
             raise ValueError(f"point {record['id']} is in {self.path} already")
         self._append({"kind": "point", "run": self._run, **record})
         self.done.add(record["id"])
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        self._file.write(canonical_json(line).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
 
 def write_text(path: Path, text: str) -> None:

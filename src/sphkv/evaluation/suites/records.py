@@ -7,15 +7,12 @@ on disk, so a kill leaves at most one unfinished line, which the next start remo
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypedDict
 
-from sphkv.evaluation.records import canonical_json, content_id
+from sphkv.evaluation.records import LineFile
 from sphkv.evaluation.schema import check_value
 
 SUITE_FORMAT = "sphkv-suite-1"
@@ -206,56 +203,18 @@ class SuiteRun(TypedDict):
     setup: SuiteSetup
 
 
-class SuiteFile:
-    """Appends answers to a file; one writer at a time. Use as a context manager.
+class SuiteFile(LineFile):
+    """Answers of a suite."""
 
-    Attributes:
-        path: The file.
-        done: Ids of the answers it holds.
-    """
+    format = SUITE_FORMAT
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.done: set[str] = set()
-        self._runs: set[str] = set()
-        self._run = ""
-        self._file: Any = None
+    def read(self, text: str) -> Iterable[Mapping[str, Any]]:
+        """Lines of a file, checked."""
+        return _parse(text, self.path)
 
-    def __enter__(self) -> SuiteFile:
-        """Lock the file, drop an unfinished last line and failed answers' claims to be done."""
-        self._file = self.path.open("a+b")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            raise ValueError(f"{self.path} is being written by another process") from error
-        self._file.seek(0)
-        data = self._file.read()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            self._file.truncate(whole)
-        for line in _parse(data[:whole].decode(), self.path):
-            if line["kind"] == "run":
-                self._runs.add(line["run"])
-            elif line["status"] != "failed":
-                self.done.add(line["id"])
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Give the file back."""
-        self._file.close()
-
-    def begin_run(self, setup: SuiteSetup) -> None:
-        """Say what the next answers are measured with; written only if it is new."""
-        self._run = content_id(setup)
-        if self._run not in self._runs:
-            self._runs.add(self._run)
-            self._append({"kind": "run", "format": SUITE_FORMAT, "run": self._run, "setup": setup})
+    def counts(self, line: Mapping[str, Any]) -> bool:
+        """A failed answer is tried again."""
+        return bool(line["status"] != "failed")
 
     def append(
         self, record: Mapping[str, Any], kind: Literal["answer", "acceptance"] = "answer"
@@ -276,11 +235,6 @@ class SuiteFile:
         self._append({"kind": kind, "run": self._run, **record})
         if record["status"] != "failed":
             self.done.add(record["id"])
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        self._file.write(canonical_json(line).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
 
 def load_answers(paths: Iterable[Path]) -> list[dict[str, Any]]:
