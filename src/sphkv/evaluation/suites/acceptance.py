@@ -188,7 +188,7 @@ class AcceptanceRunner:
         except (BudgetError, ValueError) as error:
             record.update(status="refused", reason=str(error))
             return None
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             record.update(status="failed", reason=f"{type(error).__name__}: {error}")
             return None
         found = speculate(text, self._proposals(read.ids.prompt, text), self._num)
