@@ -112,7 +112,9 @@ def _code_cells(by_plane: Tensor, planes: PlaneCodebooks) -> Tensor:
         index = nearest_point(rest, seen)
         return take_points(points, index), rest - take_points(seen, index)
 
-    pair, single, joint = (part.flatten(0, 1) for part in (planes.pair, planes.single, planes.joint))
+    pair, single, joint = (
+        part.flatten(0, 1) for part in (planes.pair, planes.single, planes.joint)
+    )
     half, tail = planes.halves.flatten(0, 1).unbind(1)
     first, second, third = planes.stages.flatten(0, 1).unbind(1)
     mean = planes.mean.flatten(0, 1)[:, None].expand(-1, x.shape[1], -1)

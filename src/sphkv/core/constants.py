@@ -28,9 +28,7 @@ def constant(
 
 
 @functools.lru_cache(maxsize=1024)
-def _made(
-    values: Numbers, dtype: torch.dtype | None, device: torch.device, kind: type
-) -> Tensor:
+def _made(values: Numbers, dtype: torch.dtype | None, device: torch.device, kind: type) -> Tensor:
     # 1, 1.0 and True are equal keys but other tensors, hence the kind; and a tensor first made
     # under inference mode could never meet autograd again.
     del kind

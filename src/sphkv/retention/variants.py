@@ -66,9 +66,7 @@ class PromptBlocks:
         """``[heads, columns]`` bool: the blocks of each head's shape."""
         return (self.shape_ids == shape_of_head[:, None]) & self.is_block
 
-    def solver(
-        self, shape_of_head: Tensor, tiers: Sequence[int]
-    ) -> tuple[Tensor, BudgetSolver]:
+    def solver(self, shape_of_head: Tensor, tiers: Sequence[int]) -> tuple[Tensor, BudgetSolver]:
         """Places of the blocks of each head's shape, and what chooses among some tiers for them."""
         key = (tuple(tiers), shape_of_head.to(torch.uint8).cpu().numpy().tobytes())
         if key not in self._solvers:
@@ -203,9 +201,7 @@ def _uniform_heads(blocks: PromptBlocks, budget: int, options: ControlOptions) -
     return Decision(blocks, tier_id, found.price)
 
 
-def _quant(
-    blocks: PromptBlocks, budget: int, tiers: TierTable, keep: float | None
-) -> Decision:
+def _quant(blocks: PromptBlocks, budget: int, tiers: TierTable, keep: float | None) -> Decision:
     """One tier for all that is kept, the next higher one for the first heads while bytes last.
 
     Args:
