@@ -115,7 +115,7 @@ def make_states(config, layer, tokens, device):
 
 
 def run_prompt(config, states, calibration=None):
-    """An engine that has taken the prompt, and its contract; queries are those of its last tokens."""
+    """An engine that has taken the prompt, its contract and codebooks."""
     engine = CacheEngine(config, calibration=calibration)
     found = []
     engine.on_contract = found.append
@@ -157,7 +157,7 @@ def check_devices(args):
 
 
 def compile_kernels(config, device):
-    """Seconds to compile the kernels that encode the cache's tiers, those that are not there yet."""
+    """Seconds to compile the kernels that encode the cache's tiers, where they are missing."""
     if device.type != "cuda":
         return 0.0
     from sphkv.attention.cuda.build import prepare, tier_builds

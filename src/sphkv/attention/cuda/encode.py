@@ -156,7 +156,7 @@ class CudaEncoder:
 
 
 def encode_builds(layout: PageLayout) -> list[tuple[str, tuple[str, ...]]]:
-    """Entry point and definitions of the kernels that encode such pages: of keys, then of values."""
+    """Entry point and definitions of what encodes such pages: keys, then values."""
     return [
         (
             name,
