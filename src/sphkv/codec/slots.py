@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,7 @@ from sphkv.codec.codebook import (
     AngleCodebook,
     PlaneCodebooks,
 )
+from sphkv.core.constants import constant
 
 PAIR_STEP = 2
 """Pair slots of a head come in multiples of this, so that kernels see few shapes."""
@@ -57,64 +60,85 @@ def allocate_plane_bits(
     Returns:
         ``[heads, planes]`` int64 bits per plane.
     """
+    return _allocate(distortion, (num_slots,), pair_step=pair_step, max_pairs=max_pairs)[0]
+
+
+def _allocate(
+    distortion: Tensor, slots: tuple[int, ...], *, pair_step: int, max_pairs: int | None
+) -> Tensor:
+    """``allocate_plane_bits`` of several numbers of slots, ``[len(slots), heads, planes]``.
+
+    The table of the most slots has the optima of all fewer ones in it.
+    """
     heads, planes, _ = distortion.shape
     most = planes * CELL_BITS[-1] // _SLOT_BITS
-    if not 0 <= num_slots <= most:
-        raise ValueError(f"num_slots must be in [0, {most}] for {planes} planes, got {num_slots}")
-    units = num_slots * _SLOT_BITS // _UNIT_BITS
-    period = 2 * pair_step
-    counts = period if max_pairs is None else 2 * max_pairs + 1
-    cost = distortion.double().cpu()
-    best = torch.full((heads, units + 1, counts), torch.inf, dtype=torch.float64)
-    best[:, 0, 0] = 0.0
-    choices = torch.zeros(planes, heads, units + 1, counts, dtype=torch.uint8)
+    for num_slots in slots:
+        if not 0 <= num_slots <= most:
+            raise ValueError(
+                f"num_slots must be in [0, {most}] for {planes} planes, got {num_slots}"
+            )
+    period, device = 2 * pair_step, distortion.device
+    units, counts = max(slots) * _SLOT_BITS // _UNIT_BITS, 2 * (max_pairs or 0) + 1
+    if max_pairs is None:
+        counts = period
+    before = _states_before(units, counts, max_pairs is None, device)  # [cells, states]
+    num_states = before.shape[1]
+    cost = distortion.double().unbind(1)
+    # the state behind the last cannot be reached
+    best = torch.full((heads, num_states + 1), torch.inf, dtype=torch.float64, device=device)
+    best[:, 0] = 0.0
+    choices = torch.empty(planes, heads, num_states, dtype=torch.uint8, device=device)
     for plane in range(planes):
-        best, choices[plane] = _relax(best, cost[:, plane], wraps=max_pairs is None)
-    least, pairs = best[:, units, ::period].min(1)
-    if bool(torch.isinf(least).any()):
-        raise ValueError(f"{num_slots} slots cannot be spread over {planes} planes")
-    bits = torch.zeros(heads, planes, dtype=torch.int64)
-    row = torch.arange(heads)
-    spent, halves = torch.full((heads,), units), period * pairs
+        candidates = best[:, before.flatten()].view(heads, *before.shape)
+        value, choice = (candidates + cost[plane][..., None]).min(1)
+        best[:, :num_states], choices[plane] = value, choice
+    bits_of = constant(slots, device=device) * _SLOT_BITS // _UNIT_BITS
+    ends = best[:, :num_states].view(heads, -1, counts)[:, bits_of, ::period]
+    least, pairs = ends.min(2)  # [heads, slots]
+    if device.type == "cpu" and bool(torch.isinf(least).any()):
+        raise ValueError(f"{slots} slots cannot be spread over {planes} planes")
+    state, cells = bits_of * counts + period * pairs, []
     for plane in reversed(range(planes)):
-        cell = choices[plane][row, spent, halves].long()
-        bits[:, plane] = torch.tensor(CELL_BITS)[cell]
-        spent = spent - torch.tensor(_CELL_UNITS)[cell]
-        halves = (halves - torch.tensor(_HAS_HALF)[cell].long()) % counts
-    return bits
+        cell = choices[plane].gather(1, state).long()
+        cells.append(cell)
+        state = before.flatten()[cell * num_states + state]
+    bits: Tensor = constant(CELL_BITS, device=device)[torch.stack(cells[::-1])]
+    return bits.permute(2, 1, 0)
 
 
-def _relax(best: Tensor, cost: Tensor, *, wraps: bool) -> tuple[Tensor, Tensor]:
-    """Add one plane. ``best [heads, units + 1, counts]``, ``cost [heads, 7]``."""
-    candidates = []
-    for cell, units in enumerate(_CELL_UNITS):
-        moved = torch.full_like(best, torch.inf)
-        if units <= best.shape[1] - 1:
-            moved[:, units:] = best[:, : best.shape[1] - units]
-        if _HAS_HALF[cell]:
-            moved = moved.roll(1, dims=2)
-            if not wraps:
-                moved[:, :, 0] = torch.inf
-        candidates.append(moved + cost[:, cell, None, None])
-    value, choice = torch.stack(candidates).min(0)
-    return value, choice.to(torch.uint8)
+@functools.lru_cache(maxsize=32)
+def _states_before(units: int, counts: int, wraps: bool, device: torch.device) -> Tensor:
+    """``[cells, states]`` int64: the state from which a plane's cell leads to each state.
+
+    A state is bits spent times ``counts`` plus planes with half a slot; one past the last stands
+    for none.
+    """
+    unit, count = torch.arange(units + 1)[:, None], torch.arange(counts)
+    found = []
+    for cell_units, has_half in zip(_CELL_UNITS, _HAS_HALF, strict=True):
+        old_unit, old_count = unit - cell_units, count - int(has_half)
+        if wraps:
+            old_count = old_count % counts
+        is_state = (old_unit >= 0) & (old_count >= 0)
+        found.append(torch.where(is_state, old_unit * counts + old_count, (units + 1) * counts))
+    with torch.inference_mode(False):
+        return torch.stack(found).flatten(1).to(device)
 
 
-def order_slots(bits: Tensor) -> tuple[list[int], list[tuple[int, int]]]:
-    """Plane of each single slot and planes of each pair slot of a head.
+def order_planes(bits: Tensor) -> Tensor:
+    """Planes in the order of their slots.
 
     Planes of whole slots come first, by falling bits; then those that share one, likewise, so that
     the single slots of a pair's two planes follow each other in the order of the pairs.
 
     Args:
-        bits: ``[planes]`` bits of each plane.
+        bits: ``[heads, planes]`` int64 bits of each plane.
+
+    Returns:
+        ``[heads, planes]`` int64.
     """
-    falling = torch.argsort(bits, descending=True, stable=True).tolist()
-    of_plane = bits.tolist()
-    halved = [plane for plane in falling if of_plane[plane] % _SLOT_BITS]
-    whole = [plane for plane in falling if not of_plane[plane] % _SLOT_BITS]
-    single = [plane for plane in whole + halved for _ in range(of_plane[plane] // _SLOT_BITS)]
-    return single, list(zip(halved[::2], halved[1::2], strict=True))
+    is_halved = bits % _SLOT_BITS > 0
+    return (is_halved * (CELL_BITS[-1] + 1) - bits).argsort(dim=1, stable=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,18 +162,27 @@ class SlotLayout:
         """Bytes of all tensors."""
         return self.plane_bits.nbytes + self.slot_plane.nbytes + self.source.nbytes
 
+    def split(self, num_heads: int) -> list[SlotLayout]:
+        """Layouts of so many heads each."""
+        parts = (each.split(num_heads) for each in (self.plane_bits, self.slot_plane, self.source))
+        return [SlotLayout(*part) for part in zip(*parts, strict=True)]
+
     def codebook(self, planes: PlaneCodebooks) -> AngleCodebook:
-        """The slots with the points of the layer they were laid out for."""
+        """The slots with the points of the layer they were laid out for, where those are."""
         heads, num_slots = self.slot_plane.shape[:2]
-        bits, slot_plane = self.plane_bits.long(), self.slot_plane.long()
-        source = self.source.long()
+        device = planes.mean.device
+        bits, slot_plane, source = (
+            part.to(device).long() for part in (self.plane_bits, self.slot_plane, self.source)
+        )
         num_pairs = (bits % _SLOT_BITS > 0).sum(1) // 2
-        is_pair = (torch.arange(num_slots) >= num_slots - num_pairs[:, None])[..., None, None]
-        head, code = torch.arange(heads)[:, None], torch.arange(SLOT_LEVELS)
+        slot = torch.arange(num_slots, device=device)
+        is_pair = (slot >= num_slots - num_pairs[:, None])[..., None, None]
+        head = torch.arange(heads, device=device)[:, None]
+        code = torch.arange(SLOT_LEVELS, device=device)
         whole = torch.cat([planes.single[:, :, None], planes.joint[:, :, None], planes.stages], 2)
         half = torch.cat([planes.pair[:, :, None], planes.halves], 2)
         halves = half[head[..., None], slot_plane, source.clamp(max=half.shape[2] - 1)]
-        points = torch.zeros(heads, num_slots, 2, SLOT_LEVELS, 2)
+        points = torch.zeros(heads, num_slots, 2, SLOT_LEVELS, 2, device=device)
         points[:, :, 0] = torch.where(
             is_pair,
             halves[:, :, 0, code % PAIR_LEVELS],
@@ -161,7 +194,7 @@ class SlotLayout:
             num_pairs=num_pairs,
             slot_plane=slot_plane,
             points=points,
-            constant=torch.where(bits.unsqueeze(-1) == 0, planes.mean, torch.zeros(())),
+            constant=torch.where(bits.unsqueeze(-1) == 0, planes.mean, 0.0),
             metric_root=planes.metric_root,
         )
 
@@ -172,48 +205,68 @@ def lay_out_slots(
     """Divide a layer's bits among its planes and lay out the slots of one tier.
 
     Args:
-        planes: Fitted points of every plane, on the CPU.
+        planes: Fitted points of every plane.
         num_slots: Nibbles per key of the tier.
         pair_step: Pair slots of a head are a multiple of this.
 
     Returns:
-        The slots, in the order of ``order_slots``.
+        The slots, in the order of ``order_planes``.
     """
-    num_planes = planes.mean.shape[1]
-    bits = allocate_plane_bits(
-        planes.distortion,
-        num_slots,
-        pair_step=pair_step,
-        max_pairs=most_pairs(num_planes, num_slots),
-    )
-    slot_plane, source = [], []
-    for of_head in bits:
-        cells = of_head.tolist()
-        single, paired = order_slots(of_head)
-        starts = {plane: at for at, plane in reversed(list(enumerate(single)))}
-        whole = [_whole_source(cells[plane], at - starts[plane]) for at, plane in enumerate(single)]
-        slot_plane.append([(plane, plane) for plane in single] + paired)
-        source.append(
-            [(each, 0) for each in whole]
-            + [(cells[low] // _SLOT_BITS, cells[high] // _SLOT_BITS) for low, high in paired]
-        )
-    return SlotLayout(
-        bits.to(torch.uint8),
-        torch.tensor(slot_plane, dtype=torch.uint8),
-        torch.tensor(source, dtype=torch.uint8),
-    )
+    return lay_out_tiers(planes.distortion, (num_slots,), pair_step=pair_step)[num_slots]
+
+
+def lay_out_tiers(
+    distortion: Tensor, slots: Sequence[int], *, pair_step: int = PAIR_STEP
+) -> dict[int, SlotLayout]:
+    """``lay_out_slots`` of several tiers at once; waits for no device.
+
+    Args:
+        distortion: ``[heads, planes, 7]`` error of every plane by cell class; heads may be those
+            of several layers.
+        slots: Nibbles per key of each tier.
+        pair_step: Pair slots of a head are a multiple of this.
+
+    Returns:
+        The slots of each tier by number.
+    """
+    num_planes, found = distortion.shape[1], {}
+    limits = {num_slots: most_pairs(num_planes, num_slots) for num_slots in slots}
+    for limit in dict.fromkeys(limits.values()):
+        alike = tuple(num_slots for num_slots in limits if limits[num_slots] == limit)
+        bits = _allocate(distortion, alike, pair_step=pair_step, max_pairs=limit)
+        found |= {each: _lay_out(of_tier, each) for each, of_tier in zip(alike, bits, strict=True)}
+    return found
+
+
+def _lay_out(bits: Tensor, num_slots: int) -> SlotLayout:
+    """Slots of planes with ``bits [heads, planes]``."""
+    num_planes, device = bits.shape[1], bits.device
+    order = order_planes(bits)
+    own = bits.gather(1, order)
+    singles = own // _SLOT_BITS
+    ends = singles.cumsum(1)
+    num_pairs = (bits % _SLOT_BITS > 0).sum(1, keepdim=True) // 2
+    slot = torch.arange(num_slots, device=device).expand(len(bits), -1).contiguous()
+    pair = slot - (num_slots - num_pairs)
+    is_pair = pair >= 0
+    # planes that share slots are the last ones, two to a slot
+    alone = torch.searchsorted(ends, slot, right=True).clamp(max=num_planes - 1)
+    shared = (num_planes - 2 * num_pairs + 2 * pair).clamp(min=0)
+    low, high = torch.where(is_pair, shared, alone), torch.where(is_pair, shared + 1, alone)
+    cell_low, cell_high = own.gather(1, low), own.gather(1, high)
+    stage = slot - (ends - singles).gather(1, alone)
+    # in the order of ``SlotLayout.codebook``
+    whole = torch.where(cell_low == _SLOT_BITS + _UNIT_BITS, 1, 2 + stage)
+    whole = torch.where(cell_low == _SLOT_BITS, 0, whole)
+    first = torch.where(is_pair, cell_low // _SLOT_BITS, whole)
+    second = torch.where(is_pair, cell_high // _SLOT_BITS, 0)
+    plane = torch.stack([order.gather(1, low), order.gather(1, high)], -1)
+    source = torch.stack([first, second], -1)
+    return SlotLayout(*(part.to(torch.uint8) for part in (bits, plane, source)))
 
 
 def build_angle_codebook(
     planes: PlaneCodebooks, num_slots: int, *, pair_step: int = PAIR_STEP
 ) -> AngleCodebook:
     """The slots of one layer at one tier with their points; see ``lay_out_slots``."""
-    device, planes = planes.mean.device, planes.to("cpu")
-    return lay_out_slots(planes, num_slots, pair_step=pair_step).codebook(planes).to(device)
-
-
-def _whole_source(bits: int, stage: int) -> int:
-    """Points of a single slot, in the order of ``SlotLayout.codebook``."""
-    if bits == _SLOT_BITS:
-        return 0
-    return 1 if bits == _SLOT_BITS + _UNIT_BITS else 2 + stage
+    return lay_out_slots(planes, num_slots, pair_step=pair_step).codebook(planes)

@@ -13,7 +13,7 @@ from sphkv.codec.affine import AffineCode, quantise_affine_u8
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.codebook import CELL_BITS, AngleCodebook, PlaneCodebooks
 from sphkv.codec.keys import SphericalCode, decode_keys, encode_keys, recode_keys
-from sphkv.codec.slots import SlotLayout, lay_out_slots
+from sphkv.codec.slots import SlotLayout, lay_out_tiers
 from sphkv.codec.values import (
     ValueCode,
     decode_values,
@@ -64,15 +64,30 @@ class SphericalCodec:
             return self._layout(layer, slots).codebook(planes.layer(layer))
         key = (layer, slots, str(device))
         if key not in self._codebooks:
-            on_cpu = planes.layer(layer).to("cpu")
-            self._codebooks[key] = self._layout(layer, slots).codebook(on_cpu).to(device)
+            own = self._planes(layer, torch.device(device))
+            self._codebooks[key] = self._layout(layer, slots, own.mean.device).codebook(own)
         return self._codebooks[key]
 
-    def _layout(self, layer: int, slots: int) -> SlotLayout:
-        if (layer, slots) not in self._layouts:
-            planes = self.calibration.planes.layer(layer).to("cpu")
-            self._layouts[layer, slots] = lay_out_slots(planes, slots)
+    def _layout(
+        self, layer: int, slots: int, device: torch.device | str = "cpu"
+    ) -> SlotLayout:
+        self._lay_out(layer, (slots,), torch.device(device))
         return self._layouts[layer, slots]
+
+    def _lay_out(self, layer: int, slots: tuple[int, ...], device: torch.device) -> None:
+        """Lay out slots that are missing, on a device; those of all layers where they are fitted.
+
+        A calibration on the prompt has its layers one after the other.
+        """
+        missing = [each for each in dict.fromkeys(slots) if (layer, each) not in self._layouts]
+        if not missing:
+            return
+        geometry = self.calibration.geometry
+        layers = [layer] if self.calibration.source == "prompt" else range(geometry.num_layers)
+        distortion = torch.cat([self._planes(each, device).distortion for each in layers])
+        for number, layout in lay_out_tiers(distortion, missing).items():
+            for each, part in zip(layers, layout.split(geometry.num_kv_heads), strict=True):
+                self._layouts[each, number] = part
 
     def encode(
         self,
@@ -185,7 +200,8 @@ class SphericalCodec:
         held = _CELLS.setdefault(self.calibration, {})
         key = (layer, slots, str(device))
         if key not in held:
-            bits = torch.stack([self._layout(layer, each).plane_bits for each in slots])
+            self._lay_out(layer, slots, device)
+            bits = torch.stack([self._layouts[layer, each].plane_bits for each in slots])
             # classes are two bits apart
             held[key] = (bits // CELL_BITS[1]).to(device)
         return held[key].long()
