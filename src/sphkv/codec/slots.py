@@ -141,6 +141,18 @@ def order_planes(bits: Tensor) -> Tensor:
     return (is_halved * (CELL_BITS[-1] + 1) - bits).argsort(dim=1, stable=True)
 
 
+def order_slots(bits: Tensor) -> tuple[list[int], list[tuple[int, int]]]:
+    """Plane of each single slot and planes of each pair slot of a head; see ``order_planes``.
+
+    Args:
+        bits: ``[planes]`` bits of each plane.
+    """
+    order, of_plane = order_planes(bits[None])[0].tolist(), bits.tolist()
+    halved = [plane for plane in order if of_plane[plane] % _SLOT_BITS]
+    single = [plane for plane in order for _ in range(of_plane[plane] // _SLOT_BITS)]
+    return single, list(zip(halved[::2], halved[1::2], strict=True))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotLayout:
     """Which of a layer's fitted points every slot of a tier has: a codebook without its points.
