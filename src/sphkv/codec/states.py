@@ -68,9 +68,7 @@ class SphericalCodec:
             self._codebooks[key] = self._layout(layer, slots, own.mean.device).codebook(own)
         return self._codebooks[key]
 
-    def _layout(
-        self, layer: int, slots: int, device: torch.device | str = "cpu"
-    ) -> SlotLayout:
+    def _layout(self, layer: int, slots: int, device: torch.device | str = "cpu") -> SlotLayout:
         self._lay_out(layer, (slots,), torch.device(device))
         return self._layouts[layer, slots]
 

@@ -42,88 +42,116 @@ class SearchGrid:
     boxes: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class JointPlane:
-    """A plane whose first two stages are searched together.
+@dataclass(frozen=True, slots=True, eq=False)
+class JointPlanes:
+    """Planes whose first two stages are searched together.
+
+    Planes of two slots and more, and those of pair slots that have single slots as well.
 
     Attributes:
-        plane: Its row in ``SearchTable.planes``.
-        first: Its first slot.
-        second: The slot of its second stage.
-        half: Which half of that slot, or None for all of it.
+        is_joint: ``[heads, planes]`` bool, in the order of ``SearchTable.planes``.
+        number: ``[heads, planes]`` int64 number of the plane's grid; 0 without one.
+        first: ``[heads, planes]`` int64 first single slot of every plane.
+        second: ``[heads, planes]`` int64 slot of its second stage.
+        half: ``[heads, planes]`` int64: which half of that slot, or -1 for all of it.
     """
 
-    plane: int
-    first: int
-    second: int
-    half: int | None
+    is_joint: Tensor
+    number: Tensor
+    first: Tensor
+    second: Tensor
+    half: Tensor
 
 
-def joint_planes(table: SearchTable, head: int) -> list[JointPlane]:
-    """Planes of two slots and more, then those of pair slots that have single slots as well."""
-    num_12, num_8, num_4, pairs, _ = table.counts[head].tolist()
-    slot, found = 0, []
-    for plane in range(num_12 + num_8):
-        found.append(JointPlane(plane, slot, slot + 1, None))
-        slot += 3 if plane < num_12 else 2
-    slot, first_half = slot + num_4, num_12 + num_8 + num_4
-    singles = table.planes[head, first_half : first_half + 2 * pairs, 3].tolist()
-    for k, count in enumerate(singles):
-        if count == 1:
-            shared = table.seen.shape[1] - pairs + k // 2
-            found.append(JointPlane(first_half + k, slot, shared, k % 2))
-        elif count == 2:
-            found.append(JointPlane(first_half + k, slot, slot + 1, None))
-        slot += count
-    return found
-
-
-def build_search_grid(table: SearchTable) -> SearchGrid:
-    """Grids of all heads."""
-    of_head = [joint_planes(table, head) for head in range(len(table.seen))]
-    most, device = max(1, *map(len, of_head)), table.seen.device
-    candidates = torch.zeros(
-        len(of_head), most, CELLS * CELLS, CANDIDATES, dtype=torch.uint8, device=device
+def joint_planes(table: SearchTable) -> JointPlanes:
+    """Which planes of a table need a grid, and what their stages are."""
+    singles, counts = table.planes[..., 3].long(), table.counts.long()
+    first, num_slots = singles.cumsum(1) - singles, table.seen.shape[1]
+    pairs, first_half = counts[:, 3:4], counts[:, :3].sum(1, keepdim=True)
+    k = torch.arange(singles.shape[1], device=singles.device) - first_half
+    is_paired = (k >= 0) & (k < 2 * pairs)
+    is_joint = singles >= torch.where(is_paired, 1, 2)
+    has_half = is_paired & (singles == 1)
+    second = torch.where(has_half, num_slots - pairs + k // 2, first + 1)
+    return JointPlanes(
+        is_joint,
+        (is_joint.cumsum(1) - 1).clamp(min=0).masked_fill(~is_joint, 0),
+        first,
+        second.clamp(max=num_slots - 1),
+        torch.where(has_half, k % 2, -1),
     )
-    boxes = torch.zeros(len(of_head), most, 4, device=device)
-    for head, planes in enumerate(of_head):
-        for levels in (SLOT_LEVELS, PAIR_LEVELS):
-            at = [i for i, p in enumerate(planes) if (p.half is None) == (levels == SLOT_LEVELS)]
-            if not at:
-                continue
-            one = table.seen[head, [planes[i].first for i in at], 0]
-            two = torch.stack([_second_stage(table, head, planes[i]) for i in at])
-            sums = (one[:, :, None] + two[:, None, :]).flatten(1, 2)  # [planes, 16 * levels, 2]
-            found, box = _plane_grids(sums)
-            candidates[head, at] = (found // levels * SLOT_LEVELS + found % levels).to(torch.uint8)
-            boxes[head, at] = box
-    return SearchGrid(candidates, boxes)
 
 
-def _second_stage(table: SearchTable, head: int, plane: JointPlane) -> Tensor:
-    """Points ``[levels, 2]``; the second plane of a pair steps its code by four."""
-    points = table.seen[head, plane.second, plane.half or 0]
-    return points if plane.half is None else points[:: 1 + 3 * plane.half][:PAIR_LEVELS]
+def build_search_grid(table: SearchTable, joint: JointPlanes | None = None) -> SearchGrid:
+    """Grids of all heads."""
+    joint = joint or joint_planes(table)
+    heads, num_joint = len(table.seen), joint.is_joint.sum(1)
+    most = max(1, int(num_joint.max()))
+    # planes that have a grid come first, in order
+    plane = (~joint.is_joint).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+    is_grid = torch.arange(most, device=plane.device) < num_joint[:, None]
+    first, second, half = (
+        part.gather(1, plane).clamp(min=0) for part in (joint.first, joint.second, joint.half)
+    )
+    is_half = joint.half.gather(1, plane) >= 0
+    head = torch.arange(heads, device=plane.device)[:, None]
+    one = table.seen[head, first.clamp(max=table.seen.shape[1] - 1), 0]
+    two = table.seen[head, second, half]
+    level = torch.arange(SLOT_LEVELS, device=plane.device)
+    # the second plane of a pair steps its code by four
+    step = torch.where(is_half, 1 + 3 * half, 1)[..., None]
+    two = two.gather(2, (level * step % SLOT_LEVELS)[..., None].expand_as(two))
+    is_point = ~is_half[..., None] | (level < PAIR_LEVELS)
+    sums = (one[:, :, :, None] + two[:, :, None]).flatten(0, 1).flatten(1, 2)
+    is_sum = is_point[:, :, None].expand(-1, -1, SLOT_LEVELS, -1).flatten(0, 1).flatten(1)
+    candidates, boxes = find_candidates(sums.contiguous(), is_sum & is_grid.flatten()[:, None])
+    return SearchGrid(
+        candidates.view(heads, most, CELLS * CELLS, CANDIDATES),
+        boxes.view(heads, most, 4).masked_fill(~is_grid[..., None], 0.0),
+    )
 
 
-def _plane_grids(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Candidates ``[planes, cells, 8]`` and boxes ``[planes, 4]`` of sums ``[planes, n, 2]``."""
-    low, high = sums.amin(1), sums.amax(1)
+def find_candidates(sums: Tensor, is_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """Candidates of the cells of grids.
+
+    Args:
+        sums: ``[grids, 256, 2]`` float32.
+        is_sum: ``[grids, 256]`` bool: the sums there are; a grid without any names the first.
+
+    Returns:
+        ``[grids, cells, 8]`` uint8, see ``SearchGrid``, and boxes ``[grids, 4]``.
+    """
+    far = torch.finfo(torch.float32).max
+    low = torch.where(is_sum[..., None], sums, far).amin(1)
+    high = torch.where(is_sum[..., None], sums, -far).amax(1)
+    is_empty = ~is_sum.any(1, keepdim=True)
+    low, high = low.masked_fill(is_empty, 0.0), high.masked_fill(is_empty, 0.0)
     width = (high - low).clamp(min=1e-12)
     low, width = low - _MARGIN * width, (1 + 2 * _MARGIN) * width
     edge = torch.arange(CELLS + 1, device=sums.device) / CELLS
-    lines = low[:, None] + width[:, None] * edge[:, None]  # [planes, lines, 2]
+    lines = low[:, None] + width[:, None] * edge[:, None]  # [grids, lines, 2]
     middle = (lines[:, 1:] + lines[:, :-1]) / 2
     lines[:, 0] -= _REACH * width
     lines[:, -1] += _REACH * width
-    centre = _cross(middle[..., 0], middle[..., 1])
+    boxes = torch.cat([low, CELLS / width], -1)
+    if sums.is_cuda:
+        from sphkv.attention.triton.grid import candidates_of_cells
+
+        return candidates_of_cells(sums, is_sum, lines, middle, CANDIDATES), boxes
+    found = [_cell_candidates(*part) for part in zip(sums, is_sum, lines, middle, strict=True)]
+    return torch.stack(found), boxes
+
+
+def _cell_candidates(sums: Tensor, is_sum: Tensor, lines: Tensor, middle: Tensor) -> Tensor:
+    """Candidates ``[cells, 8]`` uint8 of one grid; see ``find_candidates``."""
     corners = [
-        _cross(lines[:, i : CELLS + i, 0], lines[:, j : CELLS + j, 1])
-        for i in range(2)
-        for j in range(2)
+        _cross(lines[i : CELLS + i, 0], lines[j : CELLS + j, 1]) for i in range(2) for j in range(2)
     ]
-    at_corner = [_squares(point, sums) for point in corners]  # [planes, cells, n] each
-    at_centre = _squares(centre, sums)
+    chosen = is_sum.nonzero()[:, 0]
+    if len(chosen) == 0:
+        return torch.zeros(CELLS * CELLS, CANDIDATES, dtype=torch.uint8)
+    at_corner = [_squares(point, sums[chosen]) for point in corners]  # [cells, n] each
+    at_centre = _squares(_cross(middle[:, 0], middle[:, 1]), sums[chosen])
     is_kept = torch.ones_like(at_centre, dtype=torch.bool)
     for distance in (*at_corner, at_centre):
         rival = distance.argmin(-1, keepdim=True)
@@ -136,16 +164,16 @@ def _plane_grids(sums: Tensor) -> tuple[Tensor, Tensor]:
     found = torch.where(distance.isinf(), found[..., :1], found)
     is_long = is_kept.sum(-1) > CANDIDATES
     found[..., 1] = torch.where(is_long, found[..., 0], found[..., 1])
-    return found, torch.cat([low, CELLS / width], -1)
+    return chosen[found].to(torch.uint8)
 
 
 def _cross(u: Tensor, v: Tensor) -> Tensor:
-    """Points ``[planes, cells, 2]`` of all pairs of ``u`` and ``v``, both ``[planes, 48]``."""
-    wide = torch.broadcast_tensors(u[:, :, None], v[:, None, :])
-    return torch.stack(wide, -1).flatten(1, 2)
+    """Points ``[cells, 2]`` of all pairs of ``u`` and ``v``, both ``[48]``."""
+    wide = torch.broadcast_tensors(u[:, None], v[None, :])
+    return torch.stack(wide, -1).flatten(0, 1)
 
 
 def _squares(points: Tensor, sums: Tensor) -> Tensor:
-    """Squared distances ``[planes, cells, n]``."""
-    gap = points[:, :, None] - sums[:, None]
+    """Squared distances ``[cells, n]``."""
+    gap = points[:, None] - sums[None]
     return gap.square().sum(-1)

@@ -41,35 +41,67 @@ class EncodeTables:
 
 def build_encode_tables(table: SearchTable) -> EncodeTables:
     """Records of all heads."""
-    grid = build_search_grid(table)
-    heads, num_slots = table.seen.shape[:2]
-    device, num_planes = table.seen.device, table.planes.shape[1]
-    planes = torch.zeros(heads, num_planes, PLANE_WORDS, dtype=torch.int32, device=device)
+    joint = joint_planes(table)
+    grid = build_search_grid(table, joint)
+    heads, num_planes, _ = table.planes.shape
+    planes = torch.zeros(
+        heads, num_planes, PLANE_WORDS, dtype=torch.int32, device=table.planes.device
+    )
     rows = _shared_rows(table.planes[..., 1:3])
     planes[..., 0] = rows[..., 0] | rows[..., 1] << 16
+    singles = table.planes[..., 3].long()
+    planes[..., 1] = (joint.first | singles << 16 | joint.number << 24).to(torch.int32)
     turn = table.turns[table.planes[..., 0].long()]
     planes[..., 2:4] = turn[..., None].view(torch.int32)
     planes[..., 4:8] = table.roots.view(torch.int32)
-    slots = torch.zeros(heads, num_slots * SLOT_WORDS, device=device)
-    boxes = torch.zeros(heads, num_planes, 4, device=device)
-    places = []
-    for head in range(heads):
-        joint = [plane.plane for plane in joint_planes(table, head)]
-        boxes[head, joint] = grid.boxes[head, : len(joint)]
-        first, singles = _first_slots(table, head)
-        number = torch.zeros_like(first)
-        number[joint] = torch.arange(len(joint), device=device)
-        planes[head, :, 1] = (first | singles << 16 | number << 24).to(torch.int32)
-        _fill_head(table, head, boxes[head], slots[head])
-        places.append(_code_places(table.counts[head].tolist(), first, singles, rows[head]))
+    boxes = grid.boxes.gather(1, joint.number[..., None].expand(-1, -1, 4))
+    boxes = boxes.masked_fill(~joint.is_joint[..., None], 0.0)
+    # a plane without bits has its constant there
+    rank = torch.arange(num_planes, device=rows.device)[:, None]
+    is_bare = rank >= num_planes - table.counts[:, None, 4:]
+    boxes[..., :2] = torch.where(is_bare, table.constants, boxes[..., :2])
     planes[..., 8:] = boxes.view(torch.int32)
-    return EncodeTables(table.counts, planes, slots, torch.stack(places), grid.candidates)
+    slots = _SlotKinds.of(table)
+    places = _code_places(slots, joint.first, singles, rows)
+    words = _slot_words(table, slots, joint.first, singles)
+    return EncodeTables(table.counts, planes, words, places, grid.candidates)
 
 
-def _first_slots(table: SearchTable, head: int) -> tuple[Tensor, Tensor]:
-    """First single slot of each plane of a head and how many it has, int64."""
-    singles = table.planes[head, :, 3].long()
-    return singles.cumsum(0) - singles, singles
+@dataclass(frozen=True, slots=True, eq=False)
+class _SlotKinds:
+    """What every slot of every head is, all ``[heads, slots]``.
+
+    Attributes:
+        plane: int64 place of its plane in ``SearchTable.planes``; the first one's of a pair slot.
+        is_lead: bool, the first slot of a plane of 12 bits.
+        is_last: bool, the last slot of such a plane.
+        is_alone: bool, the slot of a plane of 4 bits.
+        is_pair: bool.
+    """
+
+    plane: Tensor
+    is_lead: Tensor
+    is_last: Tensor
+    is_alone: Tensor
+    is_pair: Tensor
+
+    @classmethod
+    def of(cls, table: SearchTable) -> _SlotKinds:
+        heads, num_slots = table.seen.shape[:2]
+        num_12, num_8, num_4, pairs, _ = table.counts.long().split(1, 1)
+        slot = torch.arange(num_slots, device=table.seen.device).expand(heads, -1).contiguous()
+        ends = table.planes[..., 3].long().cumsum(1)
+        alone = torch.searchsorted(ends, slot, right=True).clamp(max=ends.shape[1] - 1)
+        pair = slot - (num_slots - pairs)
+        shared = (num_12 + num_8 + num_4 + 2 * pair).clamp(0, ends.shape[1] - 1)
+        first_4 = 3 * num_12 + 2 * num_8
+        return cls(
+            torch.where(pair >= 0, shared, alone),
+            (slot < 3 * num_12) & (slot % 3 == 0),
+            (slot < 3 * num_12) & (slot % 3 == 2),
+            (slot >= first_4) & (slot < first_4 + num_4),
+            pair >= 0,
+        )
 
 
 def _shared_rows(channel: Tensor) -> Tensor:
@@ -81,7 +113,7 @@ def _shared_rows(channel: Tensor) -> Tensor:
     return row * _ROW_BYTES + row % 8 * 16
 
 
-def _code_places(kinds: list[int], first: Tensor, singles: Tensor, rows: Tensor) -> Tensor:
+def _code_places(slots: _SlotKinds, first: Tensor, singles: Tensor, rows: Tensor) -> Tensor:
     """Where slots leave their codes: in the rows of their own plane, which has been read by then.
 
     A pair slot is kept behind the single slots of its first plane. A word lies at its own offset in
@@ -89,73 +121,79 @@ def _code_places(kinds: list[int], first: Tensor, singles: Tensor, rows: Tensor)
     them in different banks.
 
     Args:
-        kinds: Planes of 12, 8 and 4 bits, pair slots, bare planes.
-        first: ``[planes]`` first single slot of each plane.
-        singles: ``[planes]`` single slots of each plane.
-        rows: ``[planes, 2]`` where the channels of each plane begin.
+        slots: What slots are.
+        first: ``[heads, planes]`` first single slot of each plane.
+        singles: ``[heads, planes]`` single slots of each plane.
+        rows: ``[heads, planes, 2]`` where the channels of each plane begin.
 
     Returns:
-        ``[slots]`` int16, in bytes.
+        ``[heads, slots]`` int16, in bytes.
     """
-    device = first.device
-    plane = torch.arange(len(first), device=device).repeat_interleave(singles)
-    k = torch.arange(len(plane), device=device) - first[plane]
-    paired = sum(kinds[:3]) + 2 * torch.arange(kinds[3], device=device)
-    plane, k = torch.cat([plane, paired]), torch.cat([k, singles[paired]])
-    slot = torch.arange(len(plane), device=device)
-    row = rows[plane, k // 2] // _ROW_BYTES * _ROW_BYTES
+    slot = torch.arange(slots.plane.shape[1], device=rows.device)
+    k = slot - first.gather(1, slots.plane)
+    k = torch.where(slots.is_pair, singles.gather(1, slots.plane), k)
+    head = torch.arange(len(rows), device=rows.device)[:, None]
+    row = rows[head, slots.plane, k // 2] // _ROW_BYTES * _ROW_BYTES
     place = row + k % 2 * (_ROW_BYTES // 2) + slot % 4 * 8 + slot // 16 % 4 * 32
     return place.to(torch.int16)
 
 
-def _fill_head(table: SearchTable, head: int, boxes: Tensor, slots: Tensor) -> None:
-    """Write constants of bare planes ``[planes, 4]`` and slots ``[80 * slots]`` of a head."""
-    num_12, num_8, num_4, pairs, _ = table.counts[head].tolist()
-    seen, points, roots = table.seen[head], table.points[head], table.roots[head].view(-1, 2, 2)
-    sizes = [words * SLOT_LEVELS * len(seen) for words in (2, 1, 2)]
-    found, bias, stored = (part.view(len(seen), -1) for part in slots.split(sizes))
-    joint, first_4, first_pair = num_12 + num_8, 3 * num_12 + 2 * num_8, len(seen) - pairs
-    bare = joint + num_4 + 2 * pairs
-    boxes[bare:, :2] = table.constants[head, bare:]
-    # sums of points are searched as they are, points alone by their scores
-    found[:first_pair] = seen[:first_pair, 0].flatten(1)
-    stored[:first_pair] = points[:first_pair, 0].flatten(1)
-    last = 3 * torch.arange(num_12, device=seen.device) + 2
-    factors, biases, centre = _scores(seen[last, 0])
-    found[last], bias[last] = factors.flatten(1), biases
-    bias[last - 2, :2] = centre
-    end_4 = first_4 + num_4
-    factors, biases = _scores_of_keys(seen[first_4:end_4, 0], roots[joint : joint + num_4])
-    found[first_4:end_4], bias[first_4:end_4] = factors.flatten(1), biases
-    first, singles = (part[joint + num_4 : bare] for part in _first_slots(table, head))
+def _slot_words(table: SearchTable, slots: _SlotKinds, first: Tensor, singles: Tensor) -> Tensor:
+    """``Slots`` of the kernel, ``[heads, 80 * slots]``: what is searched, biases, stored points.
+
+    Sums of points are searched as they are, points alone by their scores.
+    """
+    heads, num_slots = slots.plane.shape
+    seen, points = table.seen[:, :, 0], table.points[:, :, 0]
+    roots = table.roots.view(heads, -1, 2, 2)
+    head = torch.arange(heads, device=seen.device)[:, None]
+    factors, biases, centre = _scores(seen)
+    of_keys, key_biases = _scores_of_keys(seen, roots[head, slots.plane])
+    is_last, is_alone = slots.is_last[..., None], slots.is_alone[..., None]
+    found = torch.where(is_alone, of_keys.flatten(2), seen.flatten(2))
+    found = torch.where(is_last, factors.flatten(2), found)
+    bias = torch.where(is_last, biases, torch.where(is_alone, key_biases, 0.0))
+    # the first slot of three knows the centre of the last
+    centre = centre.roll(-2, 1)
+    bias[..., :2] = torch.where(slots.is_lead[..., None], centre, bias[..., :2])
+    paired, stored = torch.zeros_like(found), torch.zeros_like(found)
     for half in range(2):
+        plane = (slots.plane + half).clamp(max=singles.shape[1] - 1)
+        own = singles.gather(1, plane)
         level = torch.arange(PAIR_LEVELS, device=seen.device) * (1 + 3 * half)
-        four, root = seen[first_pair:, half][:, level], roots[joint + num_4 + half : bare : 2]
-        words, centre = _half_words(four, root, singles[half::2])
-        found[first_pair:, half * SLOT_LEVELS : half * SLOT_LEVELS + words.shape[1]] = words
-        is_last = singles[half::2] == 2
-        bias[first[half::2][is_last], :2] = centre[is_last]
-        at, words = half * 2 * PAIR_LEVELS, points[first_pair:, half][:, level].flatten(1)
-        stored[first_pair:, at : at + 2 * PAIR_LEVELS] = words
+        words, centre = _half_words(table.seen[:, :, half, level], roots[head, plane], own)
+        paired[..., half * SLOT_LEVELS : half * SLOT_LEVELS + words.shape[2]] = words
+        at = half * 2 * PAIR_LEVELS
+        stored[..., at : at + 2 * PAIR_LEVELS] = table.points[:, :, half, level].flatten(2)
+        # behind two slots the first of them knows the centre; others write past the last slot
+        target = torch.where(slots.is_pair & (own == 2), first.gather(1, plane), num_slots)
+        padded = torch.nn.functional.pad(bias[..., :2], (0, 0, 0, 1))
+        padded.scatter_(1, target[..., None].expand(-1, -1, 2), centre)
+        bias[..., :2] = padded[:, :-1]
+    is_pair = slots.is_pair[..., None]
+    found = torch.where(is_pair, paired, found)
+    stored = torch.where(is_pair, stored, points.flatten(2))
+    return torch.cat([part.flatten(1) for part in (found, bias, stored)], 1)
 
 
 def _half_words(points: Tensor, roots: Tensor, singles: Tensor) -> tuple[Tensor, Tensor]:
-    """What is searched of four points of half a slot, ``[slots, 12]``, and their centres.
+    """What is searched of four points of half a slot, ``[..., 12]``, and their centres.
 
     Alone they are ranked by their scores of keys, behind one slot they are summed as they are, and
     behind two slots they are ranked by the scores of what those leave over.
 
     Args:
-        points: ``[slots, 4, 2]`` as queries see them.
-        roots: ``[slots, 2, 2]`` of their planes.
-        singles: ``[slots]`` single slots of their planes.
+        points: ``[..., 4, 2]`` as queries see them.
+        roots: ``[..., 2, 2]`` of their planes.
+        singles: ``[...]`` single slots of their planes.
     """
-    of_keys = torch.cat([part.flatten(1) for part in _scores_of_keys(points, roots)], 1)
+    key_factors, key_biases = _scores_of_keys(points, roots)
+    of_keys = torch.cat([key_factors.flatten(-2), key_biases], -1)
     factors, biases, centre = _scores(points)
-    of_rest = torch.cat([factors.flatten(1), biases], 1)
-    as_they_are = torch.cat([points.flatten(1), torch.zeros_like(biases)], 1)
-    kinds = torch.stack([of_keys, as_they_are, of_rest], 1)  # [slots, 3, 12]
-    return kinds[torch.arange(len(points), device=points.device), singles], centre
+    of_rest = torch.cat([factors.flatten(-2), biases], -1)
+    as_they_are = torch.cat([points.flatten(-2), torch.zeros_like(biases)], -1)
+    own = singles[..., None]
+    return torch.where(own == 0, of_keys, torch.where(own == 1, as_they_are, of_rest)), centre
 
 
 def _scores(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,16 +204,16 @@ def _scores(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ``s . w >= 0``.
 
     Args:
-        points: ``[slots, levels, 2]``.
+        points: ``[..., levels, 2]``.
 
     Returns:
-        x and y of all levels ``[slots, 2, levels]``, biases ``[slots, levels]`` and the centres
-        ``[slots, 2]``.
+        x and y of all levels ``[..., 2, levels]``, biases ``[..., levels]`` and the centres
+        ``[..., 2]``.
     """
-    centre = points.mean(1)
-    around = points - centre[:, None]
+    centre = points.mean(-2)
+    around = points - centre[..., None, :]
     half_square = around.square().sum(-1) / 2
-    return around.mT, half_square.amax(1, keepdim=True) - half_square, centre
+    return around.mT, half_square.amax(-1, keepdim=True) - half_square, centre
 
 
 def _scores_of_keys(points: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,14 +222,14 @@ def _scores_of_keys(points: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
     ``s . (R x - c) + bias`` is ``(R^T s) . x + (bias - s . c)``.
 
     Args:
-        points: ``[slots, levels, 2]`` as queries see them.
-        roots: ``[slots, 2, 2]``, ``R`` of each.
+        points: ``[..., levels, 2]`` as queries see them.
+        roots: ``[..., 2, 2]``, ``R`` of each.
 
     Returns:
-        Factors ``[slots, 2, levels]`` and biases ``[slots, levels]``.
+        Factors ``[..., 2, levels]`` and biases ``[..., levels]``.
     """
     factors, biases, centre = _scores(points.double())
-    folded = biases - (factors * centre[:, :, None]).sum(1)
+    folded = biases - (factors * centre[..., None]).sum(-2)
     return (roots.double().mT @ factors).float(), folded.float()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.triton.tables import turn_steps
+from sphkv.codec.calibration import Calibration
 from sphkv.codec.codebook import AngleCodebook
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.rope import RopeSpec
@@ -49,17 +51,16 @@ class SearchTable:
 def build_search_table(
     codebook: AngleCodebook, rope: RopeSpec, device: torch.device | str
 ) -> SearchTable:
-    """Order the planes of every head as its slots are."""
-    book = codebook.to("cpu")
-    heads = range(book.slot_plane.shape[0])
-    order = torch.stack([_plane_order(book, head) for head in heads])
+    """Order the planes of every head as its slots are; waits for no device but for the codebook's."""
+    book = codebook.to(device)
+    order = _plane_order(book.plane_bits)
     bits = book.plane_bits.gather(1, order)
     counts = [(bits == 12).sum(1), (bits == 8).sum(1), (bits == 4).sum(1), book.num_pairs]
     counts.append((bits == 0).sum(1))
-    channels = rope.plane_channels()[order]
+    channels = rope.plane_channels(order.device)[order]
     root = book.metric_root.gather(1, order[..., None, None].expand(-1, -1, 2, 2))
-    by_slot = book.metric_root[torch.arange(len(order))[:, None, None], book.slot_plane]
-    seen = book.points @ by_slot.transpose(-1, -2)  # [heads, slots, 2, 16, 2]
+    head = torch.arange(len(order), device=order.device)[:, None, None]
+    seen = book.points @ book.metric_root[head, book.slot_plane].mT  # [heads, slots, 2, 16, 2]
     parts = (
         torch.stack(counts, 1).to(torch.int32),
         torch.cat([order[..., None], channels, bits[..., None] // 4], -1).to(torch.int32),
@@ -67,36 +68,38 @@ def build_search_table(
         seen,
         book.points,
         book.constant.gather(1, order[..., None].expand(-1, -1, 2)),
-        turn_steps(rope),
     )
-    return SearchTable(*(part.contiguous().to(device) for part in parts))
+    return SearchTable(*(part.contiguous() for part in parts), _turns(rope, order.device))
 
 
-def _plane_order(book: AngleCodebook, head: int) -> Tensor:
-    """Planes of one head: those of whole slots, of pair slots, and those without bits."""
-    singles = book.num_slots - int(book.num_pairs[head])
-    paired = book.slot_plane[head, singles:].flatten().tolist()
-    owners = dict.fromkeys(book.slot_plane[head, :singles, 0].tolist())
-    whole = [plane for plane in owners if plane not in paired]
-    bare = torch.nonzero(book.plane_bits[head] == 0)[:, 0].tolist()
-    return torch.tensor([*whole, *paired, *bare])
+def _plane_order(bits: Tensor) -> Tensor:
+    """Planes ``[heads, planes]``: those of whole slots, of pair slots, and those without bits."""
+    is_halved, is_bare = bits % 4 > 0, bits == 0
+    return (100 * is_halved + 1000 * is_bare - bits).argsort(dim=1, stable=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _turns(rope: RopeSpec, device: torch.device) -> Tensor:
+    """``turn_steps`` on a device."""
+    with torch.inference_mode(False):
+        return turn_steps(rope).to(device)
 
 
 class SearchTables:
-    """Search tables by codec, layer and slots, built once."""
-
-    def __init__(self) -> None:
-        self._held: WeakKeyDictionary[SphericalCodec, dict[tuple[int, int, str], SearchTable]]
-        self._held = WeakKeyDictionary()
+    """Search tables by calibration, layer and slots, built once in a process."""
 
     def get(
         self, codec: SphericalCodec, layer: int, tier: TierSpec, device: torch.device
     ) -> SearchTable:
         """The table of a layer at a tier."""
-        held = self._held.setdefault(codec, {})
+        held = _HELD.setdefault(codec.calibration, {})
         slots = tier.key_nibbles(codec.calibration.geometry.head_dim)
         key = (layer, slots, str(device))
         if key not in held:
-            book, rope = codec.codebook(layer, tier), codec.calibration.ropes[layer]
+            book, rope = codec.codebook(layer, tier, device), codec.calibration.ropes[layer]
             held[key] = build_search_table(book, rope, device)
         return held[key]
+
+
+_HELD: WeakKeyDictionary[Calibration, dict[tuple[int, int, str], SearchTable]]
+_HELD = WeakKeyDictionary()
