@@ -67,6 +67,7 @@ class _Params(ctypes.Structure):
                 "group",
                 "blocks",
                 "ctas",
+                "uneven",
                 "turn_rows",
                 "turn_shift",
                 "window",
@@ -145,12 +146,10 @@ class CudaDecode:
         self._codebook, self._rope, self._turns = codebook, rope, turns
         self._builds: dict[PositionMode, _Build] = {}
         self.prepare(PositionMode.CONTIGUOUS)
-        columns, blocks = self.shape.columns, ceil_div(group, self.shape.columns)
-        heads = self.kv_heads * blocks
+        columns, passes = self.shape.columns, ceil_div(group, self.shape.columns)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        ctas = max(1, processors // heads)
-        self._grid = (self.kv_heads, blocks, ctas)
-        parts = heads * (max_batch + ctas) * columns
+        self._passes, self._most_blocks = passes, max(self.kv_heads, processors // passes)
+        parts = passes * (self.kv_heads * max_batch + self._most_blocks) * columns
         # a word of a part is there when it is not minus one; a launch leaves all of them so again
         words = torch.full((parts, self.shape.head_dim), -1, dtype=torch.int32, device=device)
         self._part_out, self._part_lse = words, words[:, : self.shape.head_dim // 64].clone()
@@ -160,8 +159,7 @@ class CudaDecode:
             part_lse=self._part_lse.data_ptr(),
             kv_heads=self.kv_heads,
             group=group,
-            blocks=blocks,
-            ctas=ctas,
+            blocks=passes,
             turn_rows=turns.rows.shape[1],
             turn_shift=turns.step.bit_length() - 1,
         )
@@ -171,7 +169,13 @@ class CudaDecode:
     def spare_processors(self) -> int:
         """Multiprocessors that a launch leaves free."""
         properties = torch.cuda.get_device_properties(self._part_out.device)
-        return properties.multi_processor_count - math.prod(self._grid)
+        return properties.multi_processor_count - self._passes * self._blocks_of(None)
+
+    def _blocks_of(self, asked: int | None) -> int:
+        """Thread blocks of a pass: as many for every head, or so many shared by its pages."""
+        if asked is None:
+            return self._most_blocks // self.kv_heads * self.kv_heads
+        return min(max(asked, self.kv_heads), self._most_blocks)
 
     @property
     def table_bytes(self) -> int:
@@ -253,6 +257,7 @@ class CudaDecode:
         params.page_list = lists.entries.data_ptr()
         params.row_start = lists.row_start.data_ptr()
         params.batch = batch
+        params.ctas, params.uneven = self._blocks_of(lists.blocks), int(lists.blocks is not None)
         params.query = query.data_ptr()
         params.query_is_bf16 = int(query.dtype == torch.bfloat16)
         params.query_positions = None if query_positions is None else query_positions.data_ptr()
@@ -265,7 +270,8 @@ class CudaDecode:
         params.softcap = (options.softcap or 0.0) * _LOG2E
         params.unrotate = int(self.shape.value_bits != 16)
         params.out_is_bf16 = int(result.output.dtype == torch.bfloat16)
-        build.kernel.launch(self._grid, self._arguments, overlaps=self.overlaps)
+        grid = (params.ctas, self._passes, 1)
+        build.kernel.launch(grid, self._arguments, overlaps=self.overlaps)
         return result
 
     def _check(

@@ -78,11 +78,14 @@ class PageLists:
             base, which the kernel needs before the page arrives; see :func:`list_entries`.
         row_start: ``[kv_heads * batch + 1]`` int32 into ``entries``.
         batch: Sequences.
+        blocks: Thread blocks that the heads share by their numbers of pages; None gives all of a
+            GPU to them, as many to each.
     """
 
     entries: Tensor
     row_start: Tensor
     batch: int
+    blocks: int | None = None
 
     @property
     def page_ids(self) -> Tensor:
