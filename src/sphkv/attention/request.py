@@ -178,8 +178,16 @@ class StepGraph(Protocol):
     positions: Tensor
     max_tokens: int
 
-    def prepare(self) -> None:
-        """Make room in the tails for one token more of every row, and list what was sealed."""
+    def prepare(self, make_room: Callable[[], bool]) -> bool:
+        """Make room in the tails for one token more of every row, and list what changed.
+
+        Args:
+            make_room: Seals full tails; whether that added pages of the seal tier and nothing
+                else was demoted, dropped or moved.
+
+        Returns:
+            False if the pages of now need another capture.
+        """
         ...
 
     def advance(self) -> None:

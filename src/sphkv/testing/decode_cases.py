@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.cuda.decode import CudaDecode, TurnTable
-from sphkv.attention.cuda.geometry import PAGE_TOKENS
+from sphkv.attention.cuda.geometry import PAGE_TOKENS, KernelShape
 from sphkv.attention.cuda.pages import PageLists, PagePool
 from sphkv.attention.cuda.synthetic import (
     Oracle,
@@ -168,8 +168,11 @@ def run_case(case: Case, device: torch.device) -> float:
     book = case.codebook(device)
     pages, table, last = build_pages(case, layout, num, device)
     turns = TurnTable.build(rope, max_positions=last, device=device)
+    shape = KernelShape.of_codebook(
+        book, value_bits=case.value_bits, group=group, positions=case.mode
+    )
     decoder = CudaDecode(
-        book, rope, turns, value_bits=case.value_bits, group=group, max_batch=batch
+        book, rope, turns, value_bits=case.value_bits, group=group, max_batch=batch, shape=shape
     )
     query = torch.randn(batch, HEADS * group, case.head_dim, device=device)
     sinks = 3 * torch.randn(HEADS * group, device=device) if case.sinks else None

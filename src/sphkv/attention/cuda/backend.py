@@ -29,6 +29,7 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.errors import CudaUnavailableError
 from sphkv.store.layout import PageLayout
 from sphkv.store.order import PageCodec, PageOrder
+from sphkv.store.paging import PositionMode
 from sphkv.store.store import PageStore
 
 # Queries of one sequence that a launch takes, each as a row of its own.
@@ -141,7 +142,8 @@ class CudaBackend:
             query = query.float()
         positions = request.positions.to(torch.int32).to(query.device, non_blocking=True)
         for pages in served:
-            self._kernels.get(codec, request.layer, pages.layout.tier).attend(
+            tier, mode = pages.layout.tier, pages.layout.position_mode
+            self._kernels.get(codec, request.layer, tier, mode).attend(
                 query,
                 pages.pool,
                 pages.lists,
@@ -181,7 +183,12 @@ class CudaBackend:
 def _list_sequence(
     store: PageStore, sequences: tuple[int, ...], layer: int
 ) -> dict[PageLayout, ListedPages]:
-    return list_pages(store, sequences[0], layer, has_positions=is_served)
+    return list_pages(store, sequences[0], layer, has_positions=_tells_no_positions)
+
+
+def _tells_no_positions(layout: PageLayout) -> bool:
+    """Whether the kernel must be told where a page begins before the page arrives."""
+    return is_served(layout) and layout.position_mode is not PositionMode.RUNS
 
 
 def _hide_later_keys(request: BatchRequest) -> tuple[AttentionOptions, int]:
