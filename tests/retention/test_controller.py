@@ -66,11 +66,13 @@ def test_no_block_is_free_to_drop_in_a_head_that_surprises():
     scale = 1 / float(features.output_energy.sum())
     assert features.surprise is not None
     for shape in BOTH:
-        assert torch.equal(found.heads[0][shape].distortion, plain.heads[0][shape].distortion)
-        blocks = found.heads[1][shape]
-        for tokens, loss in zip(blocks.tokens, blocks.distortion[:, 0], strict=True):
-            least = scale * features.surprise[1, tokens[tokens >= 0]].sum()
-            assert float(loss) >= float(least) * (1 - 1e-5) > 0
+        blocks = found.blocks[shape]
+        assert torch.equal(blocks.distortion[0], plain.blocks[shape].distortion[0])
+        of_run = features.surprise[1].view(-1, 16).sum(1)
+        for runs, loss in zip(blocks.units[1], blocks.distortion[1, :, 0], strict=True):
+            least = scale * of_run[runs[runs >= 0]].sum()
+            assert float(loss) >= float(least) * (1 - 1e-5)
+        assert bool((blocks.distortion[1, :, 0] > 0).equal(blocks.states[1] > 0))
 
 
 def used_bytes(contract: WriteContract) -> int:
@@ -105,7 +107,7 @@ def predicted_loss(contract: WriteContract) -> float:
     for layer in range(LAYERS):
         part = make_layer(layer)
         for head in range(HEADS):
-            each = state_distortion(part.features, part.errors, RetentionPolicy(), head=head)
+            each = state_distortion(part.features, part.errors, RetentionPolicy())[head]
             tier = contract.tier_id[layer, head].long()
             coded = each.gather(1, tier[:, None])[:, 0]
             scale = 1 / float(part.features.output_energy.sum())

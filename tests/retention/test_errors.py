@@ -122,5 +122,5 @@ def test_errors_predict_the_move_of_the_output():
         coded = (SCALE * grouped @ coded_keys.transpose(1, 2)).softmax(-1)
         moved = (coded @ coded_values - weight @ values).square().sum(-1).mean(1)
         for head in range(heads):
-            loss = state_distortion(features, errors, RetentionPolicy(), head=head)
+            loss = state_distortion(features, errors, RetentionPolicy())[head]
             assert float(loss[:, tier_id].sum()) == pytest.approx(float(moved[head]), rel=0.4)

@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import ladder
 from sphkv.retention.errors import TierErrors
 from sphkv.retention.features import (
@@ -19,8 +20,14 @@ from sphkv.retention.features import (
     window_rows,
 )
 from sphkv.retention.policy import BlockShape, RetentionPolicy
-from sphkv.retention.pricing import PageCosts, rank_units
-from sphkv.retention.scores import convex_steps, state_distortion, sum_blocks, unit_tokens
+from sphkv.retention.pricing import NO_TIER, LayerBlocks, PageCosts, rank_units
+from sphkv.retention.scores import (
+    _slope_steps,
+    convex_steps,
+    count_states,
+    state_distortion,
+    sum_blocks,
+)
 
 HEADS, TOKENS, DIM = 2, 96, 16
 
@@ -74,24 +81,40 @@ def test_dropping_is_measured_with_renormalised_weights():
     _, _, values = make_layer()
     rows = make_rows()
     rows = AttentionRows(rows.weight, rows.share, torch.ones_like(rows.is_valid))
-    blocks = torch.arange(64).reshape(8, 8)
-    losses = drop_losses(rows, values, blocks, 0)
+    blocks = torch.arange(64).reshape(1, 8, 8).expand(HEADS, -1, -1)
+    losses = drop_losses(rows, values, blocks)[0]
     assert float(losses[0]) == 0
     kept = torch.ones(TOKENS, dtype=torch.bool)
-    kept[blocks[-3:].flatten()] = False
+    kept[blocks[0, -3:].flatten()] = False
     left = rows.weight[0][:, kept]
     left = left / left.sum(1, keepdim=True)
     move = left @ values[0, kept] - rows.weight[0] @ values[0]
     assert float(losses[3]) == pytest.approx(float(move.square().sum(1).mean()), rel=1e-4)
 
 
+def test_dropping_runs_is_dropping_their_tokens():
+    _, _, values = make_layer()
+    rows, values = make_rows(), values[:, :90]
+    rows = AttentionRows(rows.weight[..., :90], rows.share, rows.is_valid[:, :90])
+    # the last run has ten tokens, and a head without a last block drops nothing first
+    runs = torch.tensor([[[0, 5], [3, -1], [1, 2]], [[4, 0], [2, -1], [-1, -1]]])
+    every = runs[..., None] * 16 + torch.arange(16)
+    tokens = torch.where((runs[..., None] >= 0) & (every < 90), every, -1).flatten(2)
+    found = drop_losses(rows, values, runs, granularity=16)
+    torch.testing.assert_close(found, drop_losses(rows, values, tokens))
+    assert found[1, :2].tolist() == [0, 0]
+    assert count_states(runs, 16, 90).tolist() == [[26, 16, 32], [32, 16, 0]]
+
+
 def test_expected_attention_is_exact_for_queries_without_spread():
     generator = torch.Generator().manual_seed(2)
     planes = DIM // 2
-    frequencies = torch.tensor([1.0 / 3**at for at in range(planes)])
+    rope = RopeSpec.from_config({"rope_theta": 3.0**planes}, DIM)
+    frequencies = rope.frequencies().float()
     one = torch.randn(2 * HEADS, 1, planes, 2, generator=generator)
     keys = torch.randn(HEADS, TOKENS, planes, 2, generator=generator)
-    rows = expected_rows(one.expand(-1, 5, -1, -1), keys, frequencies, scale=0.3, horizon=(10,))
+    cached = rope.from_planes(rope.rotate(keys, torch.arange(TOKENS)))
+    rows = expected_rows(one.expand(-1, 5, -1, -1), cached, rope, scale=0.3, horizon=(10,))
 
     def turned(z: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         phase = torch.polar(torch.ones(()), position[:, None] * frequencies)
@@ -108,7 +131,8 @@ def test_spread_of_queries_favours_long_keys():
     keys = torch.randn(1, TOKENS, planes, 2, generator=generator)
     keys[0, 5] *= 3
     query = torch.randn(1, 4000, planes, 2, generator=generator)
-    rows = expected_rows(query, keys, torch.zeros(planes), scale=0.5, horizon=(1,))
+    rope = RopeSpec.unrotated(DIM)
+    rows = expected_rows(query, rope.from_planes(keys), rope, scale=0.5, horizon=(1,))
     exact = (0.5 * query[0].flatten(1) @ keys[0].flatten(1).T).exp().mean(0)
     assert int(rows.weight[0, 0].argmax()) == int(exact.argmax()) == 5
 
@@ -121,19 +145,23 @@ def test_mixed_rows_keep_the_total_importance():
 
 
 def test_blocks_hold_like_states_and_every_free_one_once():
-    score = torch.rand(96, generator=torch.Generator().manual_seed(0))
-    free = torch.ones(96, dtype=torch.bool)
-    free[:16] = False
+    score = torch.rand(2, 96, generator=torch.Generator().manual_seed(0))
+    free = torch.ones(2, 96, dtype=torch.bool)
+    free[0, :16] = free[1, 30:] = False
     blocks = rank_units(score, free, block_units=32)
-    live = blocks[blocks >= 0]
-    assert sorted(live.tolist()) == list(range(16, 96))
-    assert float(score[blocks[0]].min()) >= float(score[blocks[1]].max())
+    assert blocks.shape == (2, 3, 32)
+    assert sorted(blocks[0][blocks[0] >= 0].tolist()) == list(range(16, 96))
+    assert sorted(blocks[1, 0, :30].tolist()) == list(range(30))
+    assert bool((blocks[1].flatten()[30:] == -1).all())
+    assert float(score[0, blocks[0, 0]].min()) >= float(score[0, blocks[0, 1]].max())
 
 
 def test_blocks_of_runs_name_their_tokens():
-    tokens = unit_tokens(torch.tensor([[2, 0], [1, -1]]), 16, 40)
-    assert tokens[0].tolist() == [*range(32, 40), *[-1] * 8, *range(16)]
-    assert tokens[1].tolist() == [*range(16, 32), *[-1] * 16]
+    units, none = torch.tensor([[[2, 0], [1, -1]]]), torch.zeros(1, 2, 1)
+    blocks = LayerBlocks(BlockShape.RUNS, units, count_states(units, 16, 40), none, none.long())
+    tiers = blocks.spread(torch.tensor([[3, NO_TIER]], dtype=torch.uint8), 40)
+    assert tiers[0].tolist() == [3] * 16 + [NO_TIER] * 16 + [3] * 8
+    assert blocks.states.tolist() == [[24, 16]]
 
 
 def test_a_surprise_asks_for_tokens_of_every_age_alike():
@@ -160,24 +188,31 @@ def test_pooled_runs_lose_what_their_tokens_lose():
     features = measure_features(make_rows(), keys, values, sinks=4, recent=8)
     errors = TierErrors(*(torch.full((HEADS, 3), 1e-4) for _ in range(4)))
     policy = RetentionPolicy()
-    each = state_distortion(features, errors, policy, head=1)
-    runs = state_distortion(pool_runs(features, 16), errors, policy, head=1)
-    assert torch.allclose(runs, each.reshape(-1, 16, 3).sum(1), rtol=1e-3)
+    each = state_distortion(features, errors, policy)
+    runs = state_distortion(pool_runs(features, 16), errors, policy)
+    assert torch.allclose(runs, each.reshape(HEADS, -1, 16, 3).sum(2), rtol=1e-3)
     heavier = weigh_tokens(features, torch.full((TOKENS,), 3.0))
-    assert torch.allclose(state_distortion(heavier, errors, policy, head=1), 3 * each)
+    assert torch.allclose(state_distortion(heavier, errors, policy), 3 * each)
 
 
 def test_sums_leave_padding_out():
-    blocks = torch.tensor([[0, 2], [1, -1]])
-    assert sum_blocks(torch.tensor([[1.0], [2.0], [4.0]]), blocks).tolist() == [[5.0], [2.0]]
+    blocks = torch.tensor([[[0, 2], [1, -1]]])
+    assert sum_blocks(torch.tensor([[[1.0], [2.0], [4.0]]]), blocks).tolist() == [[[5.0], [2.0]]]
 
 
 def test_convex_steps_rise_and_keep_the_total():
     losses = torch.tensor([0.0, 1.0, 1.5, 1.6, 5.0, 6.0])
-    steps = convex_steps(losses)
+    steps = convex_steps(losses[None])[0]
     assert bool((steps.diff() >= -1e-6).all())
     assert float(steps.sum()) == pytest.approx(6.0)
     assert float(steps[0]) == pytest.approx(1.6 / 3)
+
+
+@pytest.mark.parametrize("points", [1, 2, 3, 40])
+def test_steps_found_at_once_are_those_found_one_by_one(points):
+    curves = torch.rand(5, points, generator=torch.Generator().manual_seed(points)).cumsum(1) ** 1.5
+    curves[:, 0] = curves[0, :3] = 0
+    torch.testing.assert_close(_slope_steps(curves.double()), convex_steps(curves))
 
 
 def test_costs_round_up_to_pages():

@@ -6,7 +6,7 @@ import torch
 
 from sphkv.retention.notes import AGE_EDGES, RunNotes
 from sphkv.retention.policy import BlockShape
-from sphkv.retention.pricing import HeadBlocks, PricedLayer
+from sphkv.retention.pricing import LayerBlocks, PricedLayer
 
 TIERS = 4
 INF = float("inf")
@@ -17,28 +17,25 @@ CENTRES = [
 ]
 
 
-def runs_of(*numbers: int) -> list[int]:
-    return [token for run in numbers for token in range(16 * run, 16 * run + 16)]
-
-
-def make_blocks(runs: list[list[int]], drops: list[float]) -> HeadBlocks:
-    widest = 16 * max(len(each) for each in runs)
-    tokens = torch.full((len(runs), widest), -1)
-    for at, each in enumerate(runs):
-        tokens[at, : 16 * len(each)] = torch.tensor(runs_of(*each))
-    loss = torch.zeros(len(runs), TIERS)
-    loss[:, 0] = torch.tensor(drops)
-    return HeadBlocks(BlockShape.RUNS, tokens, loss, torch.zeros(len(runs), TIERS).long())
+def make_blocks(*heads: tuple[list[list[int]], list[float]]) -> dict[BlockShape, LayerBlocks]:
+    """Runs of the blocks of every head, and what dropping each block loses."""
+    most = max(len(runs) for runs, _ in heads)
+    widest = max(len(each) for runs, _ in heads for each in runs)
+    units = torch.full((len(heads), most, widest), -1)
+    loss = torch.zeros(len(heads), most, TIERS)
+    for head, (runs, drops) in enumerate(heads):
+        for at, each in enumerate(runs):
+            units[head, at, : len(each)] = torch.tensor(each, dtype=torch.int64)
+        loss[head, : len(drops), 0] = torch.tensor(drops)
+    states = 16 * (units >= 0).sum(2)
+    return {BlockShape.RUNS: LayerBlocks(BlockShape.RUNS, units, states, loss, loss.long())}
 
 
 def make_notes() -> RunNotes:
     """Six runs of 100 tokens; run 0 is protected, the other head has nothing free."""
     priced = PricedLayer(
         torch.zeros(2, 100, dtype=torch.bool),
-        (
-            {BlockShape.RUNS: make_blocks([[2, 3], [5, 1], [4]], [8.0, 4.0, 1.0])},
-            {BlockShape.RUNS: make_blocks([[]], [0.0])},
-        ),
+        make_blocks(([[2, 3], [5, 1], [4]], [8.0, 4.0, 1.0]), ([[]], [0.0])),
     )
     loss = torch.zeros(2, 7, TIERS)
     loss[0, :, 0] = torch.tensor([100.0, 1.0, 2.0, 3.0, 0.5, 0.25, 7.0])
@@ -65,11 +62,12 @@ def test_a_run_gets_its_part_of_its_block():
 
 
 def test_single_tokens_share_their_block_by_state():
-    tokens = torch.tensor([[0, 1, 17, 18], [31, 16, -1, -1]])
-    loss = torch.zeros(2, TIERS)
-    loss[:, 0] = torch.tensor([8.0, 3.0])
-    blocks = HeadBlocks(BlockShape.TOKENS, tokens, loss, torch.zeros(2, TIERS).long())
-    priced = PricedLayer(torch.zeros(1, 48, dtype=torch.bool), ({BlockShape.TOKENS: blocks},))
+    tokens = torch.tensor([[[0, 1, 17, 18], [31, 16, -1, -1]]])
+    loss = torch.zeros(1, 2, TIERS)
+    loss[0, :, 0] = torch.tensor([8.0, 3.0])
+    states = (tokens >= 0).sum(2)
+    blocks = LayerBlocks(BlockShape.TOKENS, tokens, states, loss, loss.long())
+    priced = PricedLayer(torch.zeros(1, 48, dtype=torch.bool), {BlockShape.TOKENS: blocks})
     notes = RunNotes.of_prompt(torch.ones(1, 3, TIERS), priced, BOUND, num_tokens=48)
     assert notes.log_drop[0].float().exp().tolist() == pytest.approx([4.0, 7.0, INF], rel=1e-3)
 
@@ -85,8 +83,8 @@ def test_the_profile_is_the_mean_of_free_runs_by_age():
 
 
 def test_empty_bins_take_the_next_older():
-    blocks = {BlockShape.RUNS: make_blocks([[0], [10]], [6.0, 2.0])}
-    priced = PricedLayer(torch.zeros(1, 640, dtype=torch.bool), (blocks,))
+    blocks = make_blocks(([[0], [10]], [6.0, 2.0]))
+    priced = PricedLayer(torch.zeros(1, 640, dtype=torch.bool), blocks)
     notes = RunNotes.of_prompt(torch.ones(1, 40, TIERS), priced, BOUND, num_tokens=640)
     # ages 632 (bin 6) and 472 (bin 5)
     found = notes.profile[0, :, 1].float().exp().tolist()
@@ -188,7 +186,7 @@ def test_joined_heads_are_those_of_the_layers():
 
 
 def test_only_whole_runs_are_noted():
-    blocks = {BlockShape.RUNS: make_blocks([[0]], [6.0])}
-    priced = PricedLayer(torch.zeros(1, 40, dtype=torch.bool), (blocks,))
+    blocks = make_blocks(([[0]], [6.0]))
+    priced = PricedLayer(torch.zeros(1, 40, dtype=torch.bool), blocks)
     with pytest.raises(ValueError, match="got 40"):
         RunNotes.of_prompt(torch.ones(1, 3, TIERS), priced, BOUND, num_tokens=40)

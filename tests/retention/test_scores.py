@@ -60,20 +60,22 @@ def test_attention_blocks_add_coding_errors_and_nest_drops():
     layer = make_layer()
     found = AttentionScore(POLICY).losses(layer, granularity=1)
     scale = 1 / float(layer.features.output_energy.sum())
-    each = scale * state_distortion(layer.features, layer.errors, POLICY, head=1)
+    each = scale * state_distortion(layer.features, layer.errors, POLICY)[1]
     torch.testing.assert_close(found.loss[1], each)
-    blocks = torch.tensor([[3, 9, 11], [20, 40, -1]])
-    loss = found.of_blocks(1, blocks)
+    blocks = torch.tensor([[3, 9, 11], [20, 40, -1]]).expand(HEADS, -1, -1)
+    loss, together = (part[1] for part in found.of_blocks(blocks))
     torch.testing.assert_close(loss[0, 1:], each[[3, 9, 11], 1:].sum(0))
     torch.testing.assert_close(loss[1, 1:], each[[20, 40], 1:].sum(0))
     # the second block goes first; what the first one adds to it is its own loss
-    drops = drop_losses(layer.rows, layer.values, blocks, 1) * POLICY.alpha_drop * scale
+    drops = drop_losses(layer.rows, layer.values, blocks)[1] * POLICY.alpha_drop * scale
     assert float(drops[2] - drops[1]) > float(drops[1])
     weight = 1 / layer.rows.coverage()[1]
     assert float(loss[1, 0]) == pytest.approx(float(drops[1] * weight[[20, 40]].mean()))
     assert float(loss[0, 0]) == pytest.approx(
         float((drops[2] - drops[1]) * weight[[3, 9, 11]].mean())
     )
+    whole = found.of_blocks(torch.tensor([[[3, 9, 11, 20, 40]]]).expand(HEADS, -1, -1)).each[1, 0]
+    torch.testing.assert_close(together, whole)
 
 
 def test_surprise_adds_to_the_drop_of_a_block():
@@ -81,8 +83,9 @@ def test_surprise_adds_to_the_drop_of_a_block():
     features = expect_surprise(layer.features, layer.rows, layer.values, torch.tensor([0.0, 0.4]))
     surprised = replace(layer, features=features)
     blocks = torch.tensor([[3, 9], [20, 40]])
+    every = blocks.expand(HEADS, -1, -1)
     before, after = (
-        AttentionScore(POLICY).losses(each, granularity=1).of_blocks(1, blocks)[:, 0]
+        AttentionScore(POLICY).losses(each, granularity=1).of_blocks(every).each[1, :, 0]
         for each in (layer, surprised)
     )
     scale = POLICY.alpha_drop / float(features.output_energy.sum())
@@ -113,12 +116,12 @@ def test_votes_are_the_attention_and_add_up():
     layer = make_layer()
     found = VoteScore(POLICY).losses(layer, granularity=1)
     torch.testing.assert_close(found.loss[..., 0], layer.features.mass)
-    each = state_distortion(layer.features, layer.errors, POLICY, head=0)
+    each = state_distortion(layer.features, layer.errors, POLICY)[0]
     ratio = each.sum(0) / each[:, 0].sum()
     torch.testing.assert_close(found.loss[0], layer.features.mass[0, :, None] * ratio)
-    blocks = torch.tensor([[3, 9], [20, -1]])
+    blocks = torch.tensor([[3, 9], [20, -1]]).expand(HEADS, -1, -1)
     expected = torch.stack([found.loss[0, [3, 9]].sum(0), found.loss[0, 20]])
-    torch.testing.assert_close(found.of_blocks(0, blocks), expected)
+    torch.testing.assert_close(found.of_blocks(blocks).each[0], expected)
     # a policy's weights of heads are none of the votes' business
     rows = replace(layer.rows, share=3 * layer.rows.share)
     features = replace(layer.features, mass=3 * layer.features.mass)

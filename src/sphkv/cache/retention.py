@@ -140,13 +140,13 @@ class RetentionResidency:
             self._write(tokens)
 
     def _price(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Measure a layer where its states are, and price it; decisions are made on the CPU."""
+        """Measure, price and note a layer where its states are, without waiting for them."""
         codec, config = self._codec(), self._measure_config()
         found = self._once(
             ("measured", layer), lambda: measure_layer(config, codec, layer, (query, keys, values))
         )
         pricer = self._pricer = self._pricer or self._start(keys.shape[1])
-        priced = self._once(("priced", pricer.key, layer), lambda: pricer.price(found).to("cpu"))
+        priced = self._once(("priced", pricer.key, layer), lambda: pricer.price(found))
 
         def note() -> RunNotes:
             features = found.features
@@ -157,12 +157,12 @@ class RetentionResidency:
                 found.errors,
                 scale=self._config.geometry.head_dim**-0.5,
             )
-            losses = pricer.run_losses(found).to("cpu")
+            losses = pricer.run_losses(found) if priced.run_loss is None else priced.run_loss
             paged = paged_tokens(keys.shape[1])
-            return RunNotes.of_prompt(losses, priced, bound.to("cpu"), num_tokens=paged)
+            return RunNotes.of_prompt(losses, priced, bound, num_tokens=paged)
 
-        self.notes.append(self._once(("notes", pricer.key, layer), note).copy())
-        self._controller.add_layer(priced)
+        self.notes.append(self._once(("notes", pricer.key, layer), note))
+        self._controller.add_layer(replace(priced, run_loss=None))
 
     def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
         return find() if self._work is None else self._work.once(key, find)
@@ -229,28 +229,30 @@ class RetentionResidency:
 
         contract = self._controller.decide(limit, exact_bytes)
         runs = contract.tier_id[..., :paged].unflatten(-1, (-1, RUN_TOKENS))
-        self.drift = self._drift_of(runs.amin(-1), tokens)
+        joined = RunNotes.join(self.notes)
+        self.drift = self._drift_of(joined, runs.amin(-1), tokens)
+        # from here on notes are read beside lists of pages, which are on the CPU
+        self.notes = joined.to("cpu").split(self._config.geometry.num_kv_heads)
         return self._with_windows(contract)
 
-    def _drift_of(self, tier_id: Tensor, num_tokens: int) -> float:
+    def _drift_of(self, notes: RunNotes, tier_id: Tensor, num_tokens: int) -> float:
         """Predicted move of the model's logits.
 
         Args:
+            notes: Those of all layers, joined.
             tier_id: ``[layers with full attention, heads, runs]``.
             num_tokens: Length of the sequence.
         """
-        squares = sum(
-            float(notes.squared_drift(own, num_tokens).sum())
-            for notes, own in zip(self.notes, tier_id, strict=True)
-        )
-        return self._retention.policy.drift_scale * math.sqrt(2 * squares)
+        squares = notes.squared_drift(tier_id.flatten(0, 1), num_tokens).double().sum()
+        return self._retention.policy.drift_scale * math.sqrt(2 * float(squares))
 
     def predict_drift(self) -> float:
         """How far what is coded and gone may move the model's logits, by the pages as they are."""
         if self._is_decided and any(notes.num_runs for notes in self.notes):
             pages = self._store.page_list(self._sequence)
             tokens = self._store.num_tokens(self._sequence)
-            self.drift = self._drift_of(self._run_tiers(pages), tokens)
+            notes = RunNotes.join(self.notes)
+            self.drift = self._drift_of(notes, self._run_tiers(pages), tokens)
             self._store.forget_page_list(self._sequence)
         return self.drift
 
@@ -311,6 +313,7 @@ class RetentionResidency:
             tokens,
             tier_id=tiers.id_of(self._plan.tier),
             granularity=contract.granularity,
+            device=contract.tier_id.device,
         )
         for layer in range(config.geometry.num_layers):
             start = window_start(config, self._plan, layer, tokens) // RUN_TOKENS * RUN_TOKENS

@@ -11,6 +11,8 @@ import functools
 import torch
 from torch import Tensor
 
+from sphkv.core.constants import constant
+
 NUM_CELLS = 128
 NUM_RATIOS = 16
 CELLS_PER_UNIT = NUM_CELLS - 0.5
@@ -68,10 +70,22 @@ def clipped_start(unit: Tensor, bits: int) -> Tensor:
     Returns:
         ``[..., tokens, 1]`` float32, relative to the peak.
     """
+    return clipped_starts(unit, (bits,))[0]
+
+
+def clipped_starts(unit: Tensor, widths: tuple[int, ...]) -> Tensor:
+    """``clipped_start`` of several widths, ``[len(widths), ..., tokens, 1]``."""
     cell = (unit.abs().double() * CELLS_PER_UNIT).floor().long().clamp_(max=NUM_CELLS - 1)
     counts = torch.zeros(*unit.shape[:-1], NUM_CELLS, dtype=torch.float64, device=unit.device)
     counts.scatter_add_(-1, cell, torch.ones_like(cell, dtype=torch.float64))
-    along, square = ((counts @ part.to(counts).mT).float() for part in clip_weights(bits))
+    weights = [clip_weights(bits) for bits in widths]
+    sums = []
+    for part in range(2):
+        flat = torch.stack([pair[part] for pair in weights]).flatten().tolist()
+        table = constant(tuple(flat), device=unit.device, dtype=torch.float64)
+        found = counts @ table.view(-1, NUM_CELLS).mT  # [..., tokens, widths * ratios]
+        sums.append(found.float().unflatten(-1, (len(widths), NUM_RATIOS)).movedim(-2, 0))
+    along, square = sums
     step = along / square
     best = (along * step).argmax(dim=-1, keepdim=True)
     return step.gather(-1, best) / CELLS_PER_UNIT

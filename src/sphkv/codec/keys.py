@@ -15,6 +15,7 @@ from sphkv.codec.codebook import (
     PAIR_LEVELS,
     SLOT_LEVELS,
     AngleCodebook,
+    PlaneCodebooks,
     nearest_point,
     sum_points,
     take_points,
@@ -66,12 +67,77 @@ def encode_keys(
     if found is None:
         codes, coded = snap_to_slots(unit, codebook)
         cosine = (unit * coded).sum((-1, -2))
-        length = coded.square().sum((-1, -2)).sqrt()
+        length = _length(coded)
     else:
         codes, cosine, length = found
-    # fall back to preserving the norm where the code points away from the key
-    gain = torch.where(cosine > _LEAST_COSINE * length, 1 / cosine, 1 / length.clamp(min=1e-6))
-    return SphericalCode(codes, radius * gain)
+    return SphericalCode(codes, radius * _radius_gain(cosine, length))
+
+
+def recode_keys(
+    keys: Tensor, positions: Tensor, planes: PlaneCodebooks, cells: Tensor, rope: RopeSpec
+) -> tuple[Tensor, Tensor]:
+    """What tiers make of the same keys, up to the rounding of radii; waits for no device.
+
+    Every plane is searched once per cell class, whichever tiers use it: the points of a class are
+    the same in all of them.
+
+    Args:
+        keys: ``[heads, tokens, head_dim]`` float32 after RoPE, finite.
+        positions: ``[heads, tokens]`` integers.
+        planes: Fitted points of the layer.
+        cells: ``[tiers, heads, planes]`` int64 cell class of each plane, an index of ``CELL_BITS``.
+        rope: The layer's rotary embedding.
+
+    Returns:
+        Coded directions ``[tiers, heads, tokens, planes, 2]`` before RoPE and radii
+        ``[tiers, heads, tokens]``, as ``encode_keys`` finds them.
+    """
+    radius = keys.norm(dim=-1)
+    unit = rope.unrotate(rope.to_planes(keys), positions)
+    unit = unit / radius.clamp(min=torch.finfo(torch.float32).tiny)[..., None, None]
+    by_class = _code_cells(unit.transpose(1, 2), planes)  # [classes, heads, planes, tokens, 2]
+    wanted = cells[..., None, None].expand(-1, -1, -1, *by_class.shape[3:])
+    coded = by_class.gather(0, wanted).transpose(2, 3)
+    return coded, radius * _radius_gain((unit * coded).sum((-1, -2)), _length(coded))
+
+
+def _code_cells(by_plane: Tensor, planes: PlaneCodebooks) -> Tensor:
+    """Coded points ``[classes, heads, planes, tokens, 2]`` of ``[heads, planes, tokens, 2]``."""
+    root = planes.metric_root.flatten(0, 1).mT
+    x = torch.bmm(by_plane.flatten(0, 1), root)
+
+    def nearest(rest: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+        """The nearest of points ``[n, levels, 2]``, and what it leaves over in the metric."""
+        seen = torch.bmm(points, root)
+        index = nearest_point(rest, seen)
+        return take_points(points, index), rest - take_points(seen, index)
+
+    pair, single, joint = (
+        part.flatten(0, 1) for part in (planes.pair, planes.single, planes.joint)
+    )
+    half, tail = planes.halves.flatten(0, 1).unbind(1)
+    first, second, third = planes.stages.flatten(0, 1).unbind(1)
+    mean = planes.mean.flatten(0, 1)[:, None].expand(-1, x.shape[1], -1)
+    coarse, rest = nearest(x, sum_points(first, second))
+    found = [
+        mean,
+        nearest(x, pair)[0],
+        nearest(x, single)[0],
+        nearest(x, sum_points(joint, half))[0],
+        coarse,
+        coarse + nearest(rest, tail)[0],
+        coarse + nearest(rest, third)[0],
+    ]
+    return torch.stack(found).view(len(found), *by_plane.shape)
+
+
+def _radius_gain(cosine: Tensor, length: Tensor) -> Tensor:
+    """What a key's norm is multiplied with; preserves the norm where the code points away."""
+    return torch.where(cosine > _LEAST_COSINE * length, 1 / cosine, 1 / length.clamp(min=1e-6))
+
+
+def _length(coded: Tensor) -> Tensor:
+    return coded.square().sum((-1, -2)).sqrt()
 
 
 def snap_to_slots(unit: Tensor, codebook: AngleCodebook) -> tuple[Tensor, Tensor]:

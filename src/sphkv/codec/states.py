@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,12 +11,18 @@ from torch import Tensor
 
 from sphkv.codec.affine import AffineCode, quantise_affine_u8
 from sphkv.codec.calibration import Calibration
-from sphkv.codec.codebook import AngleCodebook
-from sphkv.codec.keys import SphericalCode, decode_keys, encode_keys
+from sphkv.codec.codebook import CELL_BITS, AngleCodebook, PlaneCodebooks
+from sphkv.codec.keys import SphericalCode, decode_keys, encode_keys, recode_keys
 from sphkv.codec.slots import SlotLayout, lay_out_slots
-from sphkv.codec.values import ValueCode, decode_values, encode_values, unbiased_scale
+from sphkv.codec.values import (
+    ValueCode,
+    decode_values,
+    encode_values,
+    recode_values,
+    unbiased_scale,
+)
 from sphkv.core.contract import EncodedStates
-from sphkv.core.tiers import TierSpec
+from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierSpec
 
 # Codecs of one calibration share what was made of it: layouts of slots, and whole codebooks where a
 # device would have to wait for their points.
@@ -23,6 +30,11 @@ _LAYOUTS: WeakKeyDictionary[Calibration, dict[tuple[int, int], SlotLayout]]
 _LAYOUTS = WeakKeyDictionary()
 _CODEBOOKS: WeakKeyDictionary[Calibration, dict[tuple[int, int, str], AngleCodebook]]
 _CODEBOOKS = WeakKeyDictionary()
+# What measuring errors on a device needs of it there.
+_PLANES: WeakKeyDictionary[Calibration, dict[str, PlaneCodebooks]]
+_PLANES = WeakKeyDictionary()
+_CELLS: WeakKeyDictionary[Calibration, dict[tuple[int, tuple[int, ...], str], Tensor]]
+_CELLS = WeakKeyDictionary()
 
 
 class SphericalCodec:
@@ -38,7 +50,9 @@ class SphericalCodec:
         """Bytes of the calibration, and of the layouts and codebooks made of it so far."""
         layouts = sum(layout.num_bytes for layout in self._layouts.values())
         books = sum(book.num_bytes for book in self._codebooks.values())
-        return self.calibration.planes.num_bytes + layouts + books
+        cells = sum(each.nbytes for each in _CELLS.get(self.calibration, {}).values())
+        planes = sum(each.num_bytes for each in _PLANES.get(self.calibration, {}).values())
+        return self.calibration.planes.num_bytes + layouts + books + cells + planes
 
     def codebook(
         self, layer: int, tier: TierSpec, device: torch.device | str = "cpu"
@@ -106,6 +120,75 @@ class SphericalCodec:
             return keys, encoded.value_codes.float()
         scale = AffineCode(encoded.scale_code, encoded.scale_lo, encoded.scale_step)
         return keys, decode_values(ValueCode(encoded.value_codes, scale, tier.value_bits))
+
+    def recode(
+        self, layer: int, tiers: Sequence[TierSpec], keys: Tensor, values: Tensor, index: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What tiers make of the same states; see ``RecodingCodec.recode``."""
+        if keys.device.type == "cpu":
+            # kernels of the CPU code one tier faster than tensors all of them
+            found = (self._recode_pages(layer, tier, keys, values, index) for tier in tiers)
+            coded_keys, coded_values, step = (
+                torch.stack(parts) for parts in zip(*found, strict=True)
+            )
+            return coded_keys, coded_values, step
+        return self._recode_together(layer, tiers, keys, values, index)
+
+    def _recode_pages(
+        self, layer: int, tier: TierSpec, keys: Tensor, values: Tensor, index: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of one tier as its encoder and decoder give them, and radius steps."""
+        heads, count, _ = keys.shape
+        pages = index.reshape(-1, CODED_PAGE_MULTIPLE)
+        head_ids = torch.arange(heads, device=pages.device).repeat_interleave(len(pages) // heads)
+        states = (x.reshape(-1, CODED_PAGE_MULTIPLE, x.shape[2]) for x in (keys, values))
+        encoded = self.encode(layer, tier, *states, pages, head_ids=head_ids)
+        coded = self.decode(layer, tier, encoded, pages, head_ids=head_ids)
+        step = encoded.radius_step.reshape(heads, -1).repeat_interleave(CODED_PAGE_MULTIPLE, 1)
+        return coded[0].reshape(heads, count, -1), coded[1].reshape(heads, count, -1), step
+
+    def _recode_together(
+        self, layer: int, tiers: Sequence[TierSpec], keys: Tensor, values: Tensor, index: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of all tiers at once, with few operations and no wait for the device."""
+        rope, device = self.calibration.ropes[layer], keys.device
+        planes = self._planes(layer, device)
+        cells = self._cells(layer, tiers, device)
+        direction, radius = recode_keys(keys, index, planes, cells, rope)
+        paged = quantise_affine_u8(radius.unflatten(2, (-1, CODED_PAGE_MULTIPLE)), is_checked=True)
+        radius = paged.dequantise().flatten(2)
+        coded_keys = rope.from_planes(rope.rotate(direction * radius[..., None, None], index))
+        step = paged.step.repeat_interleave(CODED_PAGE_MULTIPLE, 2)
+        widths = tuple(dict.fromkeys(tier.value_bits for tier in tiers if tier.has_value_codes))
+        by_width = {}
+        if widths:
+            found = recode_values(values.unflatten(1, (-1, CODED_PAGE_MULTIPLE)), widths)
+            by_width = dict(zip(widths, found.flatten(2, 3), strict=True))
+        plain = values.to(torch.bfloat16).float()
+        coded_values = torch.stack([by_width.get(tier.value_bits, plain) for tier in tiers])
+        return coded_keys, coded_values, step
+
+    def _planes(self, layer: int, device: torch.device) -> PlaneCodebooks:
+        """Fitted points of a layer on a device, copied there once for all layers."""
+        planes = self.calibration.planes
+        if planes.mean.device == device:
+            return planes.layer(layer)
+        held = _PLANES.setdefault(self.calibration, {})
+        if str(device) not in held:
+            held[str(device)] = planes.to(device)
+        return held[str(device)].layer(layer)
+
+    def _cells(self, layer: int, tiers: Sequence[TierSpec], device: torch.device) -> Tensor:
+        """Cell classes ``[tiers, heads, planes]`` int64 of a layer's planes."""
+        head_dim = self.calibration.geometry.head_dim
+        slots = tuple(tier.key_nibbles(head_dim) for tier in tiers)
+        held = _CELLS.setdefault(self.calibration, {})
+        key = (layer, slots, str(device))
+        if key not in held:
+            bits = torch.stack([self._layout(layer, each).plane_bits for each in slots])
+            # classes are two bits apart
+            held[key] = (bits // CELL_BITS[1]).to(device)
+        return held[key].long()
 
     def _rows(
         self,

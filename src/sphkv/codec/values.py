@@ -13,9 +13,10 @@ from torch import Tensor
 
 from sphkv.codec import native
 from sphkv.codec.affine import AffineCode, check_finite, live_mask, quantise_affine_u8
-from sphkv.codec.clipping import CLIP_RANGE, clipped_start
+from sphkv.codec.clipping import CLIP_RANGE, clipped_start, clipped_starts
 from sphkv.codec.hadamard import rotate, unrotate
 from sphkv.codec.packing import VALUE_BITS
+from sphkv.core.constants import constant
 
 NUM_REFINEMENTS = 1
 
@@ -101,11 +102,51 @@ def _encode_steps(
     unit: Tensor, inverse_peak: Tensor, scale: AffineCode, live: Tensor, *, bits: int
 ) -> ValueCode:
     """Codes at the step of each scale code, or a neighbour's; as ``native.encode_steps`` does."""
-    scale = _choose_neighbour(unit, inverse_peak, scale, bits=bits)
-    centred = _snap(unit, scale.dequantise()[..., None] * inverse_peak, bits=bits)
+    half = float(1 << (bits - 1))
+    is_coarse = _is_coarse(scale, COARSE_STEP[bits])
+    if bool(is_coarse.any()):
+        scale = _choose_neighbour(unit, inverse_peak, scale, is_coarse, half)
+    centred = _snap(unit, scale.dequantise()[..., None] * inverse_peak, half)
     codes = (centred + _midpoint(bits)).masked_fill(~live[..., None], 0.0).to(torch.uint8)
     scale_code = scale.code.masked_fill(~live, 0)
     return ValueCode(codes, AffineCode(scale_code, scale.lo, scale.step), bits)
+
+
+def recode_values(values: Tensor, widths: tuple[int, ...]) -> Tensor:
+    """Values as readers of several widths would see them, without codes; waits for no device.
+
+    Args:
+        values: ``[..., tokens, head_dim]`` float32, finite, one page per leading index.
+        widths: Widths of a code, in any order.
+
+    Returns:
+        ``[len(widths), ..., tokens, head_dim]`` float32: what ``encode_values`` with
+        ``unbiased_scale`` and ``decode_values`` give.
+    """
+    rotated = rotate(values)
+    peak = torch.linalg.vector_norm(rotated, ord=float("inf"), dim=-1, keepdim=True)
+    inverse_peak = _inverse(peak)
+    unit = rotated * inverse_peak
+
+    def spread(numbers: list[float]) -> Tensor:
+        return constant(tuple(numbers), device=values.device).view(-1, *(1,) * values.dim())
+
+    half = spread([float(1 << (bits - 1)) for bits in widths])
+    clipped = tuple(bits for bits in widths if bits in CLIP_RANGE)
+    starts = iter(clipped_starts(unit, clipped)) if clipped else iter(())
+    whole = torch.ones_like(unit[..., :1])
+    step = torch.stack(
+        [next(starts) if bits in CLIP_RANGE else whole / _midpoint(bits) for bits in widths]
+    )
+    for _ in range(NUM_REFINEMENTS):
+        step = _least_squares(unit, step, half)
+    scale = quantise_affine_u8((step * peak).squeeze(-1), is_checked=True)
+    coarse = spread([COARSE_STEP[bits] for bits in widths])[..., 0]
+    scale = _choose_neighbour(unit, inverse_peak, scale, _is_coarse(scale, coarse), half)
+    steps = scale.dequantise()[..., None]
+    centred = _snap(unit, steps * inverse_peak, half)
+    gain = spread([READ_GAIN[bits] for bits in widths])
+    return unrotate(centred * (gain * steps))
 
 
 def unbiased_scale(scale: AffineCode, bits: int) -> AffineCode:
@@ -154,9 +195,14 @@ def _inverse(x: Tensor) -> Tensor:
     return torch.where(reciprocal.isfinite(), reciprocal, 0.0)
 
 
-def _snap(unit: Tensor, step: Tensor, *, bits: int) -> Tensor:
-    """Nearest centred levels: ``code - midpoint`` as float, ``[..., tokens, head_dim]``."""
-    half = 1 << (bits - 1)
+def _snap(unit: Tensor, step: Tensor, half: float | Tensor) -> Tensor:
+    """Nearest centred levels: ``code - midpoint`` as float, ``[..., tokens, head_dim]``.
+
+    Args:
+        unit: ``[..., tokens, head_dim]``.
+        step: ``[..., tokens, 1]``; may have a leading dimension more, one entry per width.
+        half: Half the number of levels, or one per width.
+    """
     ratio = unit * _inverse(step)
     return ratio.floor_().clamp_(-half, half - 1).add_(0.5)
 
@@ -176,34 +222,36 @@ def _fit_step(unit: Tensor, *, bits: int) -> Tensor:
     else:
         step = torch.full_like(unit[..., :1], 1 / _midpoint(bits))
     for _ in range(NUM_REFINEMENTS):
-        step = _least_squares(unit, step, bits)
+        step = _least_squares(unit, step, float(1 << (bits - 1)))
     return step
 
 
-def _least_squares(unit: Tensor, step: Tensor, bits: int) -> Tensor:
+def _least_squares(unit: Tensor, step: Tensor, half: float | Tensor) -> Tensor:
     """Best step for the levels ``c`` that ``step`` selects: ``<x, c> / <c, c>``."""
-    centred = _snap(unit, step, bits=bits)
+    centred = _snap(unit, step, half)
     refined: Tensor = torch.linalg.vecdot(unit, centred) / torch.linalg.vecdot(centred, centred)
     return refined[..., None]
 
 
+def _is_coarse(scale: AffineCode, coarse: float | Tensor) -> Tensor:
+    """``[..., tokens]`` bool: where a page's scale step is coarse against a token's own step."""
+    return scale.step[..., None] > coarse * scale.dequantise()
+
+
 def _choose_neighbour(
-    unit: Tensor, inverse_peak: Tensor, scale: AffineCode, *, bits: int
+    unit: Tensor, inverse_peak: Tensor, scale: AffineCode, is_coarse: Tensor, half: float | Tensor
 ) -> AffineCode:
     """Move scale codes that are coarse by at most one where that lowers the error after snapping.
 
     The nearest step is best for fixed codes only: where the page's step is coarse against a
     token's own, clipping costs more than granularity and the next code up can win.
     """
-    is_coarse = scale.step[..., None] > COARSE_STEP[bits] * scale.dequantise()
-    if not bool(is_coarse.any()):
-        return scale
     best_code = scale.code
     best_error = torch.full(best_code.shape, float("inf"), device=unit.device)
     for offset in (0, -1, 1):
         code = (scale.code.to(torch.int16) + offset).clamp_(0, 255).to(torch.uint8)
         step = AffineCode(code, scale.lo, scale.step).dequantise()[..., None] * inverse_peak
-        residual = _snap(unit, step, bits=bits).mul_(step).sub_(unit)
+        residual = _snap(unit, step, half).mul_(step).sub_(unit)
         error = torch.linalg.vecdot(residual, residual)
         is_better = error < best_error
         best_code = torch.where(is_better, code, best_code)

@@ -56,13 +56,19 @@ class WriteContract:
 
     @classmethod
     def uniform(
-        cls, geometry: KVGeometry, num_tokens: int, *, tier_id: int, granularity: int = 1
+        cls,
+        geometry: KVGeometry,
+        num_tokens: int,
+        *,
+        tier_id: int,
+        granularity: int = 1,
+        device: torch.device | str = "cpu",
     ) -> "WriteContract":
         """Every state at one tier, none protected."""
         shape = (geometry.num_layers, geometry.num_kv_heads, num_tokens)
         return cls(
-            torch.full(shape, tier_id, dtype=torch.uint8),
-            torch.zeros(shape, dtype=torch.bool),
+            torch.full(shape, tier_id, dtype=torch.uint8, device=device),
+            torch.zeros(shape, dtype=torch.bool, device=device),
             granularity,
         )
 
@@ -84,7 +90,8 @@ class WriteContract:
 
     def state_counts(self, num_tiers: int) -> Tensor:
         """States of each tier: ``[layers, heads, num_tiers]`` int64."""
-        one_hot = torch.zeros((*self.tier_id.shape[:2], num_tiers), dtype=torch.int64)
+        shape, device = (*self.tier_id.shape[:2], num_tiers), self.tier_id.device
+        one_hot = torch.zeros(shape, dtype=torch.int64, device=device)
         index = self.tier_id.to(torch.int64)
         return one_hot.scatter_add_(2, index, torch.ones_like(index))
 

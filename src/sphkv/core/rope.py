@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from sphkv.core.constants import constant
+
 LAYOUTS = ("half", "interleaved")
 _DEFAULT_THETA = 10_000.0
 
@@ -166,9 +168,9 @@ class RopeSpec:
         return self.head_dim // 2
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
-        """Radians per position, ``[planes]`` float64, zero where nothing rotates."""
-        rest = [0.0] * (self.num_planes - len(self.inv_freq))
-        return torch.tensor([*self.inv_freq, *rest], dtype=torch.float64, device=device)
+        """Radians per position, ``[planes]`` float64, zero where nothing rotates; shared."""
+        rest = (0.0,) * (self.num_planes - len(self.inv_freq))
+        return constant((*self.inv_freq, *rest), device=device or "cpu", dtype=torch.float64)
 
     def plane_channels(self, device: torch.device | str | None = None) -> Tensor:
         """The two channels of each plane, ``[planes, 2]`` int64."""

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sphkv.core.contract import WriteContract
 from sphkv.errors import BudgetError
-from sphkv.retention.policy import BlockShape, ControlOptions
-from sphkv.retention.pricing import HeadBlocks, PageCosts, PricedLayer
-from sphkv.retention.variants import decide_blocks
+from sphkv.retention.policy import ControlOptions
+from sphkv.retention.pricing import NO_TIER, PageCosts, PricedLayer
+from sphkv.retention.variants import Decision, PromptBlocks, decide_blocks
 
 _ROUNDS = 16
 # A contract that leaves less than this part of the budget is not improved further.
@@ -37,13 +37,11 @@ class RetentionController:
         self.options = options or ControlOptions()
         self.price = 0.0
         self.loss = 0.0
-        self._heads: list[dict[BlockShape, HeadBlocks]] = []
-        self._protected: list[Tensor] = []
+        self._layers: list[PricedLayer] = []
 
     def add_layer(self, layer: PricedLayer) -> None:
         """Take the next layer, priced with the same costs and options."""
-        self._protected.append(layer.protected)
-        self._heads.extend(layer.heads)
+        self._layers.append(layer)
 
     def decide(self, budget: int, exact_bytes: Callable[[WriteContract], int]) -> WriteContract:
         """Choose the tier of every state.
@@ -55,19 +53,19 @@ class RetentionController:
         Raises:
             BudgetError: Protected states and fixed parts alone exceed the budget.
         """
-        empty = self._contract(None)
+        protected = torch.stack([layer.protected for layer in self._layers])
+        empty = self._contract(protected, None)
         fixed = exact_bytes(empty)
         if fixed > budget:
             raise BudgetError(fixed, budget, budget, "what must be kept")
-        best: WriteContract | None = None
+        blocks = PromptBlocks(self._layers)
+        best: tuple[WriteContract, Decision] | None = None
         best_bytes = -1
         bracket = _Bracket(budget - fixed)
         too_small: BudgetError | None = None
         for _ in range(_ROUNDS):
             try:
-                decision, price = decide_blocks(
-                    self._heads, bracket.room, self.costs.tiers, self.options
-                )
+                decision = decide_blocks(blocks, bracket.room, self.costs.tiers, self.options)
             except BudgetError as error:
                 if bracket.is_first:
                     raise
@@ -75,26 +73,28 @@ class RetentionController:
                 if not bracket.widen():
                     break
                 continue
-            contract = self._contract(decision)
+            contract = self._contract(protected, decision)
             used = exact_bytes(contract)
             if best_bytes < used <= budget:
-                best, best_bytes, self.price = contract, used, price
-                self.loss = _loss_of(decision)
+                best, best_bytes = (contract, decision), used
             is_near = 0 <= budget - used < budget // _SLACK_PART
             if is_near or not bracket.correct(budget - used):
                 break
         if best is None and too_small is not None:
             raise too_small
-        return empty if best is None else best
+        if best is None:
+            return empty
+        contract, decision = best
+        self.price, self.loss = decision.price, decision.loss()
+        return contract
 
-    def _contract(self, decision: list[tuple[HeadBlocks, Tensor]] | None) -> WriteContract:
-        protected = torch.stack(self._protected)
-        dense = self.costs.tiers.dense_id
-        tier_id = torch.where(protected, dense, self.costs.tiers.drop_id).to(torch.uint8)
+    def _contract(self, protected: Tensor, decision: Decision | None) -> WriteContract:
+        """The contract of a decision about what is not protected; None drops all of that."""
+        dense, drop = self.costs.tiers.dense_id, self.costs.tiers.drop_id
+        tier_id = torch.where(protected, dense, drop).to(torch.uint8)
         if decision is not None:
-            flat = tier_id.flatten(0, 1)
-            for head, (blocks, chosen) in enumerate(decision):
-                blocks.spread(chosen, flat[head])
+            chosen = decision.spread(protected.shape[2]).view_as(tier_id)
+            tier_id = torch.where(chosen == NO_TIER, tier_id, chosen)
         return WriteContract(tier_id, protected, self.options.granularity)
 
 
@@ -139,8 +139,3 @@ class _Bracket:
             corrected = (self._low + self._high) // 2
         self.room = max(0, corrected)
         return True
-
-
-def _loss_of(decision: list[tuple[HeadBlocks, Tensor]]) -> float:
-    """Predicted loss of a decision."""
-    return sum(float(blocks.distortion.gather(1, tier[:, None]).sum()) for blocks, tier in decision)

@@ -9,12 +9,13 @@ so states are weighed by the attention they get. Derivation: docs/math/retention
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sphkv.core.contract import StateCodec
 from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierSpec, TierTable
 from sphkv.retention.features import AttentionRows
 
@@ -24,6 +25,28 @@ DRIFT_QUANTILE = 0.95
 
 # A logit error beyond this leaves a weight of one or none.
 _MOST_LOGIT_ERROR = 8.0
+
+
+class RecodingCodec(Protocol):
+    """A codec that says what several tiers make of the same states."""
+
+    def recode(
+        self, layer: int, tiers: Sequence[TierSpec], keys: Tensor, values: Tensor, index: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """States after coding at every tier, in pages of 32.
+
+        Args:
+            layer: Layer of the states.
+            tiers: Coded tiers.
+            keys: ``[heads, states, head_dim]`` float32 after RoPE, whole pages.
+            values: ``[heads, states, head_dim]`` float32.
+            index: ``[heads, states]`` int64 positions.
+
+        Returns:
+            Keys and values ``[tiers, heads, states, head_dim]`` float32, and the radius step of
+            each state's page, ``[tiers, heads, states]``.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,14 +73,19 @@ class TierErrors:
     length: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Reject shapes that differ and errors that are negative or not finite."""
+        """Reject shapes that differ and errors that are negative or not finite.
+
+        Errors on another device than the CPU are not looked at, which would wait for them; the
+        solver refuses losses that are not finite.
+        """
         for name in ("angle", "radius", "value", "common", "direction", "length"):
             tensor = getattr(self, name)
             if tensor is None:
                 continue
             if tensor.shape != self.angle.shape or tensor.dim() != 2:
                 raise ValueError(f"{name} must be [heads, tiers], got {tuple(tensor.shape)}")
-            if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
+            is_here = tensor.device.type == "cpu"
+            if is_here and not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
                 raise ValueError(f"{name} errors must be finite and not negative")
 
 
@@ -74,37 +102,41 @@ class StateSample:
     weight: Tensor
 
 
-def sample_states(importance: Tensor, is_free: Tensor, count: int) -> StateSample:
+def sample_states(
+    importance: Tensor, is_free: Tensor, count: int, *, least_free: int = 0
+) -> StateSample:
     """The most important half of a sample, and evenly spaced ranks below.
 
     Args:
         importance: ``[heads, tokens]``.
         is_free: ``[heads, tokens]`` bool: states that may be coded.
         count: States of each head, a multiple of a coded page's.
+        least_free: States that every head has free in any case. If these are more than ``count``,
+            nothing waits for the device to tell how many there are.
     """
     if count < 1 or count % (2 * CODED_PAGE_MULTIPLE):
         raise ValueError(
             f"count must be a positive multiple of {2 * CODED_PAGE_MULTIPLE}, got {count}"
         )
     order = importance.masked_fill(~is_free, -1.0).argsort(dim=1, descending=True, stable=True)
-    free = int(is_free.sum(1).min())
-    top = count // 2
-    if free <= count:
-        pages = -(-free // CODED_PAGE_MULTIPLE)
-        rank = torch.arange(pages * CODED_PAGE_MULTIPLE)
-        weight = (rank < free).float()
-        rank = rank.clamp(max=max(0, free - 1))
+    free, top = is_free.sum(1).min(), count // 2
+    device = order.device
+    if least_free <= count and int(free) <= count:
+        num_free = int(free)
+        pages = -(-num_free // CODED_PAGE_MULTIPLE)
+        rank = torch.arange(pages * CODED_PAGE_MULTIPLE, device=device)
+        weight = (rank < num_free).float()
+        rank = rank.clamp(max=max(0, num_free - 1))
     else:
-        gap = (free - top) / top
-        below = top + ((torch.arange(top) + 0.5) * gap).long()
-        rank = torch.cat([torch.arange(top), below])
-        weight = torch.cat([torch.ones(top), torch.full((top,), gap)])
-    rank, weight = rank.to(order.device), weight.to(order.device)
+        gap = ((free - top).double() / top).float()
+        first = torch.arange(top, device=device)
+        rank = torch.cat([first, top + ((first + 0.5) * gap).long()])
+        weight = torch.cat([torch.ones(top, device=device), gap.expand(top)])
     return StateSample(order[:, rank], weight.expand(order.shape[0], -1))
 
 
 def measure_tier_errors(
-    codec: StateCodec,
+    codec: RecodingCodec,
     layer: int,
     tiers: TierTable,
     states: tuple[Tensor, Tensor, Tensor],
@@ -112,6 +144,7 @@ def measure_tier_errors(
     sample: StateSample,
     *,
     scale: float,
+    output: Tensor | None = None,
 ) -> TierErrors:
     """Code sampled states at every tier and see how the output of each query would move.
 
@@ -124,36 +157,41 @@ def measure_tier_errors(
         votes: What the window's queries gave to every token.
         sample: States to code.
         scale: Factor on the dot product.
+        output: ``[heads, rows, head_dim]`` what the votes give; found out if None.
 
     Returns:
         Errors of every head and tier; nothing at the drop and dense tiers.
     """
     query, keys, values = states
     heads, _, dim = keys.shape
+    coded = [tier for tier in tiers if tier.is_coded]
+    if not coded or sample.index.shape[1] == 0:
+        return TierErrors(*torch.zeros(6, heads, len(tiers), device=keys.device))
     index = sample.index[..., None].expand(-1, -1, dim)
-    seen = _look(votes, sample, keys.gather(1, index).float(), values)
+    seen = _look(votes, sample, keys.gather(1, index).float(), values, output)
     grouped = scale * query.float().reshape(heads, -1, dim)
     logits = grouped @ seen.keys.transpose(1, 2)
     length = seen.keys.square().sum(-1)
     energy = (seen.pull * length[:, None]).sum((1, 2)).clamp(min=_TINY)
     along = (seen.pull * logits.square()).sum(1) / length.clamp(min=_TINY)
     norm = (seen.square * seen.values.square().sum(-1)).sum(1).clamp(min=_TINY)
-    errors = tuple(torch.zeros(heads, len(tiers), device=keys.device) for _ in range(6))
-    for tier_id, tier in enumerate(tiers):
-        if not tier.is_coded or index.shape[1] == 0:
-            continue
-        coded_keys, coded_values, step = _recode(codec, layer, tier, sample, seen)
-        wrong = grouped @ coded_keys.transpose(1, 2) - logits
-        moved = (seen.pull * weight_move(wrong, seen.weight)).sum((1, 2))
-        # rounding of an 8-bit radius is uniform over its step and scales the logit
-        rounding = (step.square() / 12 * along).sum(1)
-        missed = coded_values - seen.values
-        errors[0][:, tier_id] = (moved - rounding).clamp(min=0) / energy
-        errors[1][:, tier_id] = rounding / energy
-        errors[2][:, tier_id] = (seen.square * missed.square().sum(-1)).sum(1) / norm
-        errors[3][:, tier_id] = seen.part * common_error(missed, seen.mass)
-        errors[4][:, tier_id], errors[5][:, tier_id] = key_bounds(seen.keys, coded_keys)
-    return TierErrors(*errors)
+    coded_keys, coded_values, step = codec.recode(
+        layer, coded, seen.keys, seen.values, sample.index
+    )
+    wrong = grouped @ coded_keys.transpose(2, 3) - logits
+    moved = (seen.pull * weight_move(wrong, seen.weight)).sum((2, 3))  # [tiers, heads]
+    # rounding of an 8-bit radius is uniform over its step and scales the logit
+    rounding = (step.square() / 12 * along).sum(2)
+    missed = coded_values - seen.values
+    errors = (
+        (moved - rounding).clamp(min=0) / energy,
+        rounding / energy,
+        (seen.square * missed.square().sum(-1)).sum(2) / norm,
+        seen.part * common_error(missed, seen.mass),
+        *key_bounds(seen.keys, coded_keys),
+    )
+    # the drop tier before the coded ones, the dense one behind them
+    return TierErrors(*torch.nn.functional.pad(torch.stack(errors).transpose(1, 2), (1, 1)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,14 +212,21 @@ class _Seen:
     part: Tensor
 
 
-def _look(votes: AttentionRows, sample: StateSample, keys: Tensor, values: Tensor) -> _Seen:
+def _look(
+    votes: AttentionRows,
+    sample: StateSample,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor | None,
+) -> _Seen:
     heads, rows = votes.share.shape
     index = sample.index[:, None].expand(-1, rows, -1)
     weight = votes.weight.gather(2, index)
     is_valid = votes.is_valid.expand(heads, -1, -1).gather(2, index)
     coverage = votes.coverage().gather(1, sample.index)
     share = votes.share[..., None] * is_valid * (sample.weight / coverage)[:, None]
-    output = votes.weight @ values.float()
+    if output is None:
+        output = votes.weight @ values.float()
     values = values.gather(1, sample.index[..., None].expand_as(keys)).float()
     apart = output.square().sum(-1, keepdim=True) + values.square().sum(-1)[:, None]
     apart = (apart - 2 * output @ values.transpose(1, 2)).clamp(min=0)
@@ -190,30 +235,15 @@ def _look(votes: AttentionRows, sample: StateSample, keys: Tensor, values: Tenso
     return _Seen(keys, values, weight, square * apart, square.sum(1), mass, part)
 
 
-def _recode(
-    codec: StateCodec, layer: int, tier: TierSpec, sample: StateSample, seen: _Seen
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values after coding, and each state's radius step."""
-    heads, count = sample.index.shape
-    pages = sample.index.reshape(-1, CODED_PAGE_MULTIPLE)
-    head_ids = torch.arange(heads, device=pages.device).repeat_interleave(len(pages) // heads)
-    keys, values = (x.unflatten(1, (-1, CODED_PAGE_MULTIPLE)).flatten(0, 1)
-                    for x in (seen.keys, seen.values))  # fmt: skip
-    encoded = codec.encode(layer, tier, keys, values, pages, head_ids=head_ids)
-    coded = codec.decode(layer, tier, encoded, pages, head_ids=head_ids)
-    step = encoded.radius_step.reshape(heads, -1).repeat_interleave(CODED_PAGE_MULTIPLE, 1)
-    return coded[0].reshape(heads, count, -1), coded[1].reshape(heads, count, -1), step
-
-
 def key_bounds(keys: Tensor, coded: Tensor) -> tuple[Tensor, Tensor]:
     """Errors of direction and length that most coded keys keep.
 
     Args:
         keys: ``[heads, samples, head_dim]``.
-        coded: The same after coding.
+        coded: ``[..., heads, samples, head_dim]`` the same after coding.
 
     Returns:
-        ``[heads]`` distance of the unit vectors and difference of the norms, each the
+        ``[..., heads]`` distance of the unit vectors and difference of the norms, each the
         ``drift_quantile`` of the samples.
     """
     norm, coded_norm = (x.norm(dim=-1).clamp(min=_TINY) for x in (keys, coded))
@@ -222,9 +252,9 @@ def key_bounds(keys: Tensor, coded: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def drift_quantile(each: Tensor) -> Tensor:
-    """``[heads]`` least value that at least ``DRIFT_QUANTILE`` of ``[heads, n]`` do not exceed."""
-    rank = math.ceil(DRIFT_QUANTILE * each.shape[1])
-    return each.sort(dim=1).values[:, rank - 1]
+    """``[...]`` least value that at least ``DRIFT_QUANTILE`` of ``[..., n]`` do not exceed."""
+    rank = math.ceil(DRIFT_QUANTILE * each.shape[-1])
+    return each.sort(dim=-1).values[..., rank - 1]
 
 
 def weight_move(logit_error: Tensor, weight: Tensor) -> Tensor:
@@ -237,13 +267,13 @@ def weight_move(logit_error: Tensor, weight: Tensor) -> Tensor:
 
 
 def common_error(missed: Tensor, mass: Tensor) -> Tensor:
-    """Squared norm ``[heads]`` of the mean error, less what independent errors would leave of it.
+    """Squared norm ``[..., heads]`` of the mean error, less what independent ones would leave.
 
     Args:
-        missed: ``[heads, samples, head_dim]`` errors of values.
+        missed: ``[..., heads, samples, head_dim]`` errors of values.
         mass: ``[heads, samples]`` attention of the states each stands for.
     """
     part = mass / mass.sum(1, keepdim=True).clamp(min=_TINY)
-    mean = (part[..., None] * missed).sum(1).square().sum(-1)
-    noise = (part.square() * missed.square().sum(-1)).sum(1)
+    mean = (part[..., None] * missed).sum(-2).square().sum(-1)
+    noise = (part.square() * missed.square().sum(-1)).sum(-1)
     return (mean - noise).clamp(min=0)

@@ -13,11 +13,17 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from sphkv.core.constants import constant
+from sphkv.core.rope import RopeSpec
 from sphkv.retention.protection import Segment
 
 _TINY = torch.finfo(torch.float32).tiny
 # Sums of weights in float32 are no better than this.
 _LEAST_MASS = 1e-6
+# Tokens among which the largest weight is found first; two of these then hold the largest two.
+_PEAK_TOKENS = 64
+# Elements of moved outputs that exist at once: bounds the memory of many blocks.
+_MOVED_ELEMENTS = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,8 +159,8 @@ def _row_share(share: Tensor | None, weight: Tensor, repeats: int) -> Tensor:
 
 def expected_rows(
     query_planes: Tensor,
-    key_planes: Tensor,
-    frequencies: Tensor,
+    keys: Tensor,
+    rope: RopeSpec,
     *,
     scale: float,
     horizon: tuple[int, ...],
@@ -162,37 +168,30 @@ def expected_rows(
 ) -> AttentionRows:
     """Weights that queries like those seen would give ``horizon`` tokens after the prompt.
 
-    In angle coordinates a query ``D`` tokens after a key meets it turned by ``w D``. With queries
-    of mean ``m`` and covariance ``S`` before rotation the expected exponential of a logit is that
-    of its mean plus half its variance. The softmax divides by a sum that rises with it, so half
-    of that is taken.
+    With queries of mean ``m`` and covariance ``S`` before rotation the expected exponential of a
+    logit is that of its mean, the product of a key with ``m`` at the query's position, plus half
+    its variance. The softmax divides by a sum that rises with it, so half of that is taken.
 
     Args:
         query_planes: ``[query_heads, samples, planes, 2]`` queries before RoPE.
-        key_planes: ``[heads, tokens, planes, 2]`` keys before RoPE.
-        frequencies: ``[planes]`` radians per position.
+        keys: ``[heads, tokens, head_dim]`` after RoPE, at positions 0, 1, ...
+        rope: Rotary embedding of the layer.
         scale: Factor on the dot product.
         horizon: Tokens after the prompt's last at which to look.
         share: ``[query_heads]`` importance of each query head; equal if None.
     """
-    heads, tokens, planes, _ = key_planes.shape
-    mean = query_planes.float().mean(1).reshape(heads, -1, planes, 2)
+    heads, tokens, _ = keys.shape
+    keys, ahead = keys.float(), constant(horizon, device=keys.device)
+    mean = rope.rotate(query_planes.float().mean(1)[:, None], tokens - 1 + ahead)
+    mean = rope.from_planes(mean).reshape(heads, -1, keys.shape[2])  # [heads, group * horizon, dim]
     # the isotropic part of the spread, which no rotation changes
     spread = query_planes.float().var(1, unbiased=False).sum(-1) / 2
-    spread = spread.reshape(heads, -1, planes)
-    energy = key_planes.float().square().sum(-1)  # [heads, tokens, planes]
+    spread = spread.reshape(heads, -1, spread.shape[-1])
+    energy = rope.to_planes(keys).square().sum(-1)  # [heads, tokens, planes]
     variance = scale**2 * spread @ energy.transpose(1, 2)  # [heads, group, tokens]
-    last = torch.arange(tokens, device=key_planes.device)
-    x, y = key_planes.float().unbind(-1)
-    rows = []
-    for ahead in horizon:
-        angle = (tokens - 1 + ahead - last)[:, None] * frequencies.to(x)
-        cos, sin = angle.cos(), angle.sin()
-        # the key turned back by the distance, seen by the query before its rotation
-        turned = torch.stack([x * cos + y * sin, y * cos - x * sin], -1).flatten(2)
-        logits = scale * mean.flatten(2) @ turned.transpose(1, 2) + variance / 4
-        rows.append(logits.softmax(-1))
-    weight = torch.stack(rows, 2).flatten(1, 2)  # [heads, group * horizon, tokens]
+    logits = scale * mean @ keys.transpose(1, 2)
+    logits += (variance / 4).repeat_interleave(len(horizon), 1)
+    weight = logits.softmax(-1)
     is_valid = torch.ones(weight.shape[1:], dtype=torch.bool, device=weight.device)
     return AttentionRows(weight, _row_share(share, weight, len(horizon)), is_valid)
 
@@ -209,7 +208,13 @@ def mix_rows(votes: AttentionRows, expected: AttentionRows | None, mix: float) -
 
 
 def measure_features(
-    rows: AttentionRows, keys: Tensor, values: Tensor, *, sinks: int, recent: int
+    rows: AttentionRows,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    sinks: int,
+    recent: int,
+    output: Tensor | None = None,
 ) -> TokenFeatures:
     """Features of every state of a layer.
 
@@ -219,25 +224,27 @@ def measure_features(
         values: ``[heads, tokens, head_dim]``.
         sinks: First tokens that do not count as reuse.
         recent: Newest tokens that do not count as reuse.
+        output: ``[heads, rows, head_dim]`` what the rows give; found out if None.
     """
     values = values.float()
-    output = rows.weight @ values  # [heads, rows, dim]
+    if output is None:
+        output = rows.weight @ values
     norm = values.square().sum(-1)
-    apart = output.square().sum(-1, keepdim=True) + norm[:, None]
-    apart = (apart - 2 * output @ values.transpose(1, 2)).clamp_(min=0)
-    coverage = rows.coverage()
-    share = rows.share[..., None] * rows.is_valid
-    mass = (share * rows.weight).sum(1) / coverage
-    square = rows.weight.square().mul_(share)
     tokens = keys.shape[1]
     far = rows.weight[..., sinks : max(sinks, tokens - recent)].sum(-1)
-    total = rows.share.sum(1).clamp(min=_TINY)
-    top = rows.weight.topk(min(2, tokens), dim=-1).values
+    top = _top_two(rows.weight)
     margin = (top[..., 0] / top[..., -1].clamp(min=_TINY)).log()
+    coverage, total = rows.coverage(), rows.share.sum(1).clamp(min=_TINY)
+    share = rows.share[:, None]  # [heads, 1, rows]
+    weight = rows.weight * rows.is_valid
+    mass = (share @ weight)[:, 0] / coverage
+    square = weight.square_()
+    energy = (share @ square)[:, 0] / coverage
+    pull = square.mul_(_squared_gaps(output, values, norm))
     return TokenFeatures(
         mass=mass,
-        energy=square.sum(1) / coverage,
-        shift=(square * apart).sum(1) / coverage,
+        energy=energy,
+        shift=(share @ pull)[:, 0] / coverage,
         radius=keys.float().norm(dim=-1),
         value_norm=norm.sqrt(),
         reuse=(rows.share * far).sum(1) / total,
@@ -246,9 +253,29 @@ def measure_features(
     )
 
 
+def _top_two(weight: Tensor) -> Tensor:
+    """``[..., 2]`` largest two weights of ``[..., tokens]``, in falling order; one of one token."""
+    tokens = weight.shape[-1]
+    whole = tokens // _PEAK_TOKENS * _PEAK_TOKENS
+    if whole < 2 * _PEAK_TOKENS:
+        return weight.topk(min(2, tokens), dim=-1).values
+    parts = weight[..., :whole].unflatten(-1, (-1, _PEAK_TOKENS))
+    best = parts.amax(-1).topk(2, dim=-1).indices[..., None]
+    near = parts.gather(-2, best.expand(*best.shape[:-1], _PEAK_TOKENS)).flatten(-2)
+    return torch.cat([near, weight[..., whole:]], -1).topk(2, dim=-1).values
+
+
+def _squared_gaps(output: Tensor, values: Tensor, norm: Tensor) -> Tensor:
+    """Squared distances ``[heads, rows, tokens]`` of outputs and values with squared norms."""
+    one, own = torch.ones_like(norm[..., None]), output.square().sum(-1, keepdim=True)
+    left = torch.cat([-2 * output, own, torch.ones_like(own)], -1)
+    right = torch.cat([values, one, norm[..., None]], -1)
+    return torch.bmm(left, right.transpose(1, 2)).clamp_(min=0)
+
+
 def mean_output(rows: AttentionRows, values: Tensor) -> Tensor:
     """``[heads, head_dim]`` float32 output of a head, averaged over its rows."""
-    weight = (rows.share[..., None] * rows.weight).sum(1) / rows.share.sum(1)[:, None]
+    weight = (rows.share[:, None] @ rows.weight)[:, 0] / rows.share.sum(1)[:, None]
     return (weight[:, None] @ values.float())[:, 0]
 
 
@@ -301,8 +328,15 @@ def expect_surprise(
     )
 
 
-def drop_losses(rows: AttentionRows, values: Tensor, blocks: Tensor, head: int) -> Tensor:
-    """Loss of dropping ever more blocks of one head, measured on the rows.
+def drop_losses(
+    rows: AttentionRows,
+    values: Tensor,
+    units: Tensor,
+    *,
+    granularity: int = 1,
+    output: Tensor | None = None,
+) -> Tensor:
+    """Loss of dropping ever more blocks of every head, measured on the rows.
 
     The last block goes first. What is left is renormalised, as softmax does. A row takes no notice
     of tokens it is not valid for.
@@ -310,27 +344,61 @@ def drop_losses(rows: AttentionRows, values: Tensor, blocks: Tensor, head: int) 
     Args:
         rows: Predicted attention.
         values: ``[heads, tokens, head_dim]``.
-        blocks: ``[blocks, states]`` int64 tokens of each block, padded with -1.
-        head: The head.
+        units: ``[heads, blocks, units]`` int64 units of each block, padded with -1.
+        granularity: Tokens of a unit, aligned to the first token.
+        output: ``[heads, rows, head_dim]`` what the rows give; found out if None.
 
     Returns:
-        ``[blocks + 1]`` float32 expected squared move of the output when the last 0, 1, ...
+        ``[heads, blocks + 1]`` float32 expected squared move of the output when the last 0, 1, ...
         blocks are gone.
     """
-    weight, value = rows.weight[head], values[head].float()
-    output = weight @ value
-    # one row per token, so that a block's weights are gathered as whole rows
-    by_token = (weight * rows.is_valid).T.contiguous()
-    first_gone = blocks.flip(0)
-    index, live = first_gone.clamp(min=0), first_gone >= 0
-    part = by_token[index] * live[..., None]  # [blocks, states, rows]
-    gone = part.sum(1).cumsum(0)  # [blocks, rows]
-    moved = torch.bmm(part.transpose(1, 2), value[index]).cumsum(0)  # [blocks, rows, dim]
-    moved -= gone[..., None] * output
-    # a head that keeps next to nothing shows what is left at full weight
-    move = moved.square_().sum(-1) / (1 - gone).clamp(min=_LEAST_MASS).square()
-    loss = move @ rows.share[head]
-    return torch.cat([loss.new_zeros(1), loss])
+    values = values.float()
+    if output is None:
+        output = rows.weight @ values
+    pad = -values.shape[1] % granularity
+    weight = rows.weight * rows.is_valid
+    if pad:
+        weight, values = (
+            torch.nn.functional.pad(weight, (0, pad)),
+            torch.nn.functional.pad(values, (0, 0, 0, pad)),
+        )
+    # one more column counts the weight that is gone
+    counted = torch.cat([values, torch.ones_like(values[..., :1])], -1)
+    first_gone = units.flip(1)
+    size = units.shape[1] * output.shape[1] * counted.shape[2]
+    step = max(1, _MOVED_ELEMENTS // max(1, size))
+    losses = []
+    for at in range(0, units.shape[0], step):
+        part = slice(at, at + step)
+        moved = _moved_outputs(weight[part], counted[part], first_gone[part], granularity)
+        gone = moved[..., -1:]
+        moved = moved[..., :-1] - gone * output[part, None]
+        # a head that keeps next to nothing shows what is left at full weight
+        move = moved.square_().sum(-1) / (1 - gone[..., 0]).clamp(min=_LEAST_MASS).square()
+        losses.append((move * rows.share[part, None]).sum(-1))
+    loss = losses[0] if len(losses) == 1 else torch.cat(losses)
+    return torch.nn.functional.pad(loss, (1, 0))
+
+
+def _moved_outputs(weight: Tensor, values: Tensor, units: Tensor, granularity: int) -> Tensor:
+    """Weighted sums over the first 1, 2, ... blocks, ``[heads, blocks, rows, dim]``.
+
+    Args:
+        weight: ``[heads, rows, tokens]``.
+        values: ``[heads, tokens, dim]``.
+        units: ``[heads, blocks, units]``, padded with -1.
+        granularity: Tokens of a unit.
+    """
+    heads, blocks, size = units.shape
+    index, live = units.clamp(min=0), (units >= 0).to(values.dtype)
+    by_unit = weight.unflatten(2, (-1, granularity))[:, None].expand(-1, blocks, -1, -1, -1)
+    wanted = index[:, :, None, :, None].expand(-1, -1, weight.shape[1], -1, granularity)
+    part = by_unit.gather(3, wanted).view(heads * blocks, weight.shape[1], -1)
+    own = values.unflatten(1, (-1, granularity))
+    wanted = index.view(heads, -1, 1, 1).expand(-1, -1, *own.shape[2:])
+    chosen = own.gather(1, wanted) * live.view(heads, -1, 1, 1)
+    moved = torch.bmm(part, chosen.view(heads * blocks, size * granularity, -1))
+    return moved.view(heads, blocks, weight.shape[1], -1).cumsum(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from sphkv.core.contract import StateCodec
+from sphkv.core.constants import constant
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, TierTable
-from sphkv.retention.errors import TierErrors, measure_tier_errors, sample_states
+from sphkv.retention.errors import (
+    RecodingCodec,
+    TierErrors,
+    measure_tier_errors,
+    sample_states,
+)
 from sphkv.retention.features import (
     AttentionRows,
     TokenFeatures,
@@ -76,6 +81,7 @@ class LayerInput:
         values: ``[heads, tokens, head_dim]``.
         protected: ``[heads, tokens]`` bool.
         token_weight: ``[tokens]`` float32 factor on every loss of a token; None for one.
+        output: ``[heads, rows, head_dim]`` float32 what the rows give; None if it was not kept.
     """
 
     features: TokenFeatures
@@ -84,12 +90,13 @@ class LayerInput:
     values: Tensor
     protected: Tensor
     token_weight: Tensor | None = None
+    output: Tensor | None = None
 
 
 def measure_layer(
-    config: MeasureConfig, codec: StateCodec, layer: int, states: tuple[Tensor, Tensor, Tensor]
+    config: MeasureConfig, codec: RecodingCodec, layer: int, states: tuple[Tensor, Tensor, Tensor]
 ) -> LayerInput:
-    """Features, error models and protection of a layer.
+    """Features, error models and protection of a layer; waits for no device.
 
     Args:
         config: Model, tiers and policy.
@@ -102,20 +109,23 @@ def measure_layer(
     query, keys, values = states
     tokens, scale = keys.shape[1], config.geometry.head_dim**-0.5
     votes, rows = predict_rows(config, layer, query, keys)
-    features = measure_features(
-        rows, keys, values, sinks=config.protection.sink_tokens, recent=RUN_TOKENS
-    )
+    output = rows.weight @ values.float()
+    sinks = config.protection.sink_tokens
+    features = measure_features(rows, keys, values, sinks=sinks, recent=RUN_TOKENS, output=output)
     if config.policy.surprise is not None:
-        chance = torch.tensor(config.policy.surprise[layer])
+        chance = constant(config.policy.surprise[layer], device=keys.device)
         features = expect_surprise(features, rows, values, chance)
     protected = protected_states(config, features.radius)
-    sample = sample_states(features.shift, ~protected, config.error_samples)
+    least_free = paged_tokens(tokens) - config.protection.most_states(tokens)
+    sample = sample_states(features.shift, ~protected, config.error_samples, least_free=least_free)
     first = tokens - query.shape[1]
     seen = query[:, window_positions(config, query, tokens) - first]
+    # votes are the first rows
+    voted = output[:, : votes.share.shape[1]]
     errors = measure_tier_errors(
-        codec, layer, config.tiers, (seen, keys, values), votes, sample, scale=scale
+        codec, layer, config.tiers, (seen, keys, values), votes, sample, scale=scale, output=voted
     )
-    return LayerInput(features, errors, rows, values, protected)
+    return LayerInput(features, errors, rows, values, protected, output=output)
 
 
 def predict_rows(
@@ -129,7 +139,7 @@ def predict_rows(
         query: ``[query_heads, queries, head_dim]`` of the newest tokens, after RoPE.
         keys: ``[heads, tokens, head_dim]`` after RoPE.
     """
-    share = row_share(config, layer)
+    share = row_share(config, layer, keys.device)
     first = keys.shape[1] - query.shape[1]
     window = window_positions(config, query, keys.shape[1])
     scale = config.geometry.head_dim**-0.5
@@ -137,10 +147,12 @@ def predict_rows(
     return votes, _with_expected(config, layer, votes, query, keys, share)
 
 
-def row_share(config: MeasureConfig, layer: int) -> Tensor | None:
+def row_share(
+    config: MeasureConfig, layer: int, device: torch.device | str = "cpu"
+) -> Tensor | None:
     """``[query_heads]`` importance of each query head's rows; None if all count alike."""
     sensitivity = config.policy.sensitivity
-    return None if sensitivity is None else torch.tensor(sensitivity[layer])
+    return None if sensitivity is None else constant(sensitivity[layer], device=device)
 
 
 def protected_states(config: MeasureConfig, radius: Tensor) -> Tensor:
@@ -168,8 +180,8 @@ def _with_expected(
     seen = torch.arange(first, tokens, _EXPECTED_STRIDE, device=keys.device)
     expected = expected_rows(
         unrotated_planes(config, layer, query[:, seen - held], seen),
-        unrotated_planes(config, layer, keys, torch.arange(tokens, device=keys.device)),
-        config.ropes[layer].frequencies(),
+        keys,
+        config.ropes[layer],
         scale=config.geometry.head_dim**-0.5,
         horizon=config.horizon,
         share=share,

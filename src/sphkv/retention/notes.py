@@ -15,9 +15,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from sphkv.core.constants import constant
 from sphkv.core.tiers import RUN_TOKENS, TierTable
 from sphkv.retention.policy import BlockShape
-from sphkv.retention.pricing import HeadBlocks, PricedLayer
+from sphkv.retention.pricing import LayerBlocks, PricedLayer
 from sphkv.retention.scores import tier_ratio
 
 # Importances span many decades; their logarithm is what half precision keeps well.
@@ -79,8 +80,7 @@ class RunNotes:
             )
         runs = num_tokens // RUN_TOKENS
         importance = run_losses[:, :runs, 0]
-        drop = torch.stack([_run_drops(head, num_tokens) for head in priced.heads])
-        drop = drop.to(importance.device)
+        drop = _run_drops(priced.blocks, num_tokens)
         ratio = tier_ratio(run_losses)
         ratio[:, -1] = 0
         age = _ages(runs, priced.protected.shape[1], importance.device)
@@ -116,6 +116,15 @@ class RunNotes:
         names = ("log_importance", "log_drop", "tier_ratio", "bound", "profile")
         heads = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         return cls(born=parts[0].born, **heads)
+
+    def split(self, num_heads: int) -> list[RunNotes]:
+        """Notes of so many heads each: what ``join`` put together."""
+        names = ("log_importance", "log_drop", "tier_ratio", "bound", "profile")
+        parts = zip(*(getattr(self, name).split(num_heads) for name in names), strict=True)
+        return [
+            RunNotes(born=self.born.clone(), **dict(zip(names, part, strict=True)))
+            for part in parts
+        ]
 
     @property
     def num_runs(self) -> int:
@@ -251,7 +260,7 @@ class RunNotes:
         Returns:
             ``[heads, n, 2]`` float32.
         """
-        centres = torch.tensor(_CENTRES, device=ages.device)
+        centres = constant(_CENTRES, device=ages.device)
         at = ages.float().clamp(min=_YOUNGEST).log()
         right = torch.searchsorted(centres, at).clamp(1, len(_CENTRES) - 1)
         low, high = centres[right - 1], centres[right]
@@ -270,20 +279,30 @@ def _ages(num_runs: int, num_tokens: int, device: torch.device) -> Tensor:
     return (num_tokens - middle).clamp(min=_YOUNGEST).to(torch.int32)
 
 
-def _run_drops(head: Mapping[BlockShape, HeadBlocks], num_tokens: int) -> Tensor:
-    """``[runs]`` float32 part of each run in its block's loss of dropping; infinite without one."""
+def _run_drops(blocks: Mapping[BlockShape, LayerBlocks], num_tokens: int) -> Tensor:
+    """Part of each run in its block's loss of dropping; infinite without one.
+
+    Args:
+        blocks: Blocks of every head by shape.
+        num_tokens: Tokens to look at, whole runs.
+
+    Returns:
+        ``[heads, runs]`` float32.
+    """
     shape = next(
-        shape for shape in (BlockShape.RUNS, BlockShape.TOKENS, BlockShape.WHOLE) if shape in head
+        shape for shape in (BlockShape.RUNS, BlockShape.TOKENS, BlockShape.WHOLE) if shape in blocks
     )
-    blocks = head[shape]
-    is_live = (blocks.tokens >= 0) & (blocks.tokens < num_tokens)
-    each = blocks.distortion[:, 0] / (blocks.tokens >= 0).sum(1).clamp(min=1)
-    drop = torch.zeros(num_tokens, device=each.device)
-    drop[blocks.tokens[is_live]] = each[:, None].expand_as(blocks.tokens)[is_live]
-    is_held = torch.zeros(num_tokens, dtype=torch.bool, device=each.device)
-    is_held[blocks.tokens[is_live]] = True
-    per_run = drop.view(-1, RUN_TOKENS).sum(1)
-    return per_run.masked_fill(~is_held.view(-1, RUN_TOKENS).any(1), torch.inf)
+    found, size = blocks[shape], shape.granularity
+    each = found.distortion[..., 0] / found.states.clamp(min=1) * size  # of a unit
+    count = num_tokens // size
+    # padding and units behind the last one share a place that nobody reads
+    is_unit = (found.units >= 0) & (found.units < count)
+    index = torch.where(is_unit, found.units, count).flatten(1)
+    drop = each.new_full((len(index), count + 1), -1.0)
+    drop.scatter_(1, index, each[..., None].expand_as(found.units).flatten(1))
+    per_run = drop[:, :count].unflatten(1, (-1, RUN_TOKENS // size))
+    is_held = (per_run >= 0).any(2)
+    return per_run.clamp(min=0).sum(2).masked_fill(~is_held, torch.inf)
 
 
 def _age_profile(importance: Tensor, drop: Tensor, age: Tensor) -> Tensor:
@@ -301,9 +320,9 @@ def _age_profile(importance: Tensor, drop: Tensor, age: Tensor) -> Tensor:
     # all that is known of a head without free runs is what the protected ones are worth
     is_counted = is_free | ~is_free.any(1, keepdim=True)
     both = torch.stack([importance, torch.where(is_free, drop, importance)], -1)
-    edges = torch.tensor(AGE_EDGES[1:], device=age.device)
+    edges = constant(AGE_EDGES[1:], device=age.device)
     bins = torch.bucketize(age, edges, right=True)
-    one_hot = torch.nn.functional.one_hot(bins.long(), len(AGE_EDGES)).to(both.dtype)
+    one_hot = (bins[:, None] == torch.arange(len(AGE_EDGES), device=age.device)).to(both.dtype)
     counted = is_counted.to(both.dtype)
     count = counted @ one_hot  # [heads, bins]
     total = torch.einsum("hrc,rb->hbc", both * counted[..., None], one_hot)

@@ -8,18 +8,19 @@ differ only in what is made of these prices. Derivation: docs/math/retention.md,
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from sphkv.core.constants import constant
 from sphkv.core.tiers import RUN_TOKENS, TierTable
 from sphkv.retention.measure import LayerInput
 from sphkv.retention.policy import BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import widen_to_runs
-from sphkv.retention.scores import make_score, segment_weight, unit_tokens
+from sphkv.retention.scores import count_states, make_score, segment_weight, sum_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,55 +61,72 @@ class PageCosts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadBlocks:
-    """The states of one head that may be coded or dropped, as blocks.
+class LayerBlocks:
+    """The states of some heads that may be coded or dropped, as blocks of one shape.
 
     Attributes:
         shape: How the states of a block lie.
-        tokens: ``[blocks, states]`` int64 tokens of each block, most important block first,
-            padded with -1.
-        distortion: ``[blocks, tiers]`` float32.
-        cost: ``[blocks, tiers]`` int64 bytes.
+        units: ``[heads, blocks, units]`` int64 tokens or runs of each block, most important block
+            first, padded with -1. A head with fewer blocks than another has empty ones behind.
+        states: ``[heads, blocks]`` int64 states of each block.
+        distortion: ``[heads, blocks, tiers]`` float32.
+        cost: ``[heads, blocks, tiers]`` int64 bytes.
     """
 
     shape: BlockShape
-    tokens: Tensor
+    units: Tensor
+    states: Tensor
     distortion: Tensor
     cost: Tensor
 
-    def to(self, device: torch.device | str) -> HeadBlocks:
-        """The same on a device."""
-        parts = (part.to(device) for part in (self.tokens, self.distortion, self.cost))
-        return HeadBlocks(self.shape, *parts)
+    @classmethod
+    def join(cls, parts: Sequence[LayerBlocks]) -> LayerBlocks:
+        """Heads of several layers of one prompt, as if they were those of one."""
+        names = ("units", "states", "distortion", "cost")
+        joined = (torch.cat([getattr(part, name) for part in parts]) for name in names)
+        return cls(parts[0].shape, *joined)
 
-    def spread(self, tier_id: Tensor, out: Tensor) -> None:
-        """Write the tier of every block ``[blocks]`` to its tokens in ``out [tokens]``."""
+    def spread(self, tier_id: Tensor, num_tokens: int) -> Tensor:
+        """The tier of every token, given those of blocks.
+
+        Args:
+            tier_id: ``[heads, blocks]`` uint8.
+            num_tokens: Tokens of the prompt.
+
+        Returns:
+            ``[heads, num_tokens]`` uint8; ``NO_TIER`` where no block holds the token.
+        """
         size = self.shape.granularity
-        if out.numel() % size:
-            size = 1
-        first = self.tokens[:, ::size]
-        live = first >= 0
-        chosen = tier_id[:, None].expand_as(first)[live].to(out.dtype)
-        out.view(-1, size)[first[live] // size] = chosen[:, None]
+        count = -(-num_tokens // size)
+        # padding writes to a place of its own behind the last unit
+        index = torch.where(self.units >= 0, self.units, count).flatten(1)
+        each = tier_id[..., None].expand_as(self.units).flatten(1)
+        found = tier_id.new_full((len(index), count + 1), NO_TIER).scatter_(1, index, each)
+        found = found[:, :count]
+        return found if size == 1 else found.repeat_interleave(size, 1)[:, :num_tokens]
+
+
+NO_TIER = 255
+"""What ``LayerBlocks.spread`` writes for tokens that no block holds."""
 
 
 def rank_units(score: Tensor, is_free: Tensor, *, block_units: int) -> Tensor:
-    """Cut the free units of a head, states or runs, into blocks of like importance.
+    """Cut the free units of every head, states or runs, into blocks of like importance.
 
     Args:
-        score: ``[units]`` importance.
-        is_free: ``[units]`` bool.
+        score: ``[heads, units]`` importance.
+        is_free: ``[heads, units]`` bool.
         block_units: Units of a block.
 
     Returns:
-        ``[blocks, block_units]`` int64 units, most important block first; the last block is
-        padded with -1. Ties keep the order of units.
+        ``[heads, blocks, block_units]`` int64 units, most important block first, padded with -1
+        behind a head's last free unit. Ties keep the order of units.
     """
-    chosen = is_free.nonzero()[:, 0]
-    flat = chosen[score[chosen].argsort(descending=True, stable=True)]
-    blocks = -(-flat.numel() // block_units)
-    flat = torch.nn.functional.pad(flat, (0, blocks * block_units - flat.numel()), value=-1)
-    return flat.reshape(blocks, block_units)
+    order = score.masked_fill(~is_free, -torch.inf).argsort(dim=1, descending=True, stable=True)
+    rank = torch.arange(score.shape[1], device=score.device)
+    order = torch.where(rank < is_free.sum(1, keepdim=True), order, -1)
+    padded = torch.nn.functional.pad(order, (0, -order.shape[1] % block_units), value=-1)
+    return padded.unflatten(1, (-1, block_units))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,16 +135,13 @@ class PricedLayer:
 
     Attributes:
         protected: ``[heads, tokens]`` bool states that stay dense, whole runs if runs are decided.
-        heads: Blocks of each head in every shape that is allowed.
+        blocks: Blocks of every head in every shape that is allowed.
+        run_loss: ``[heads, runs, tiers]`` loss of every run by itself; None if none was priced.
     """
 
     protected: Tensor
-    heads: tuple[dict[BlockShape, HeadBlocks], ...]
-
-    def to(self, device: torch.device | str) -> PricedLayer:
-        """The same on a device."""
-        heads = tuple({key: each.to(device) for key, each in head.items()} for head in self.heads)
-        return PricedLayer(self.protected.to(device), heads)
+    blocks: Mapping[BlockShape, LayerBlocks]
+    run_loss: Tensor | None = None
 
 
 class LayerPricer:
@@ -158,7 +173,10 @@ class LayerPricer:
         self.policy = policy
         self.options = options
         self.score = make_score(options.score, policy)
-        self._segments = segments if options.use_segments else None
+        self._weight = None
+        # a weight of one changes nothing
+        if options.use_segments and segments is not None and set(policy.segment_weights) != {1.0}:
+            self._weight = segment_weight(policy, segments)
 
     @property
     def key(self) -> Hashable:
@@ -172,7 +190,7 @@ class LayerPricer:
         )
 
     def price(self, layer: LayerInput) -> PricedLayer:
-        """Blocks of every head of a layer."""
+        """Blocks of every head of a layer; waits for no device."""
         protected = layer.protected
         if any(shape.granularity > 1 for shape in self.options.shapes):
             # a run is decided as a whole, so one that is partly protected is protected whole
@@ -181,17 +199,22 @@ class LayerPricer:
         sizes = {shape.granularity for shape in self.options.shapes}
         losses = {size: self.score.losses(layer, granularity=size) for size in sizes}
         ranks = {size: self._rank(layer, found.loss, size) for size, found in losses.items()}
-        heads = []
-        for head in range(protected.shape[0]):
-            shapes = {}
-            for shape in self.options.shapes:
-                size = shape.granularity
-                units = self._units(ranks[size][head], ~protected[head], shape)
-                tokens = unit_tokens(units, size, protected.shape[1])
-                distortion = losses[size].of_blocks(head, units)
-                shapes[shape] = HeadBlocks(shape, tokens, distortion, self._bytes(tokens, shape))
-            heads.append(shapes)
-        return PricedLayer(protected, tuple(heads))
+        blocks, tokens, together = {}, protected.shape[1], None
+        # whole heads last: what all runs of a head lose together is known by then
+        for shape in sorted(self.options.shapes, key=lambda shape: shape is BlockShape.WHOLE):
+            size = shape.granularity
+            units = self._units(ranks[size], ~protected, shape)
+            if shape is BlockShape.WHOLE and together is not None:
+                distortion = together[:, None]
+            else:
+                distortion, whole = losses[size].of_blocks(units)
+                together = whole if shape is BlockShape.RUNS else together
+            states = count_states(units, size, tokens)
+            cost = self._bytes(states, shape)
+            blocks[shape] = LayerBlocks(shape, units, states, distortion, cost)
+        run_loss = losses[RUN_TOKENS].loss if RUN_TOKENS in losses else None
+        ordered = {shape: blocks[shape] for shape in self.options.shapes}
+        return PricedLayer(protected, ordered, run_loss)
 
     def run_losses(self, layer: LayerInput) -> Tensor:
         """``[heads, runs, tiers]`` float32 loss of every run of 16 tokens by itself."""
@@ -199,10 +222,11 @@ class LayerPricer:
 
     def _weighed(self, layer: LayerInput) -> LayerInput:
         """The layer with the weights of its tokens' segments."""
-        if self._segments is None:
+        if self._weight is None:
             return layer
-        weight = segment_weight(self.policy, self._segments)
-        return replace(layer, token_weight=weight.to(layer.protected.device))
+        # copied to a device once for all layers
+        self._weight = self._weight.to(layer.protected.device)
+        return replace(layer, token_weight=self._weight)
 
     def _rank(self, layer: LayerInput, loss: Tensor, granularity: int) -> Tensor:
         """``[heads, units]`` importance by which units are cut into blocks."""
@@ -212,27 +236,22 @@ class LayerPricer:
         votes = layer.features.mass
         if layer.token_weight is not None:
             votes = votes * layer.token_weight
-        padded = torch.nn.functional.pad(votes, (0, -votes.shape[1] % granularity))
-        by_unit: Tensor = padded.unflatten(1, (-1, granularity)).sum(2)
-        return by_unit
+        return sum_units(votes, granularity)
 
     def _units(self, rank: Tensor, is_free: Tensor, shape: BlockShape) -> Tensor:
-        """Blocks of states or runs, ``[blocks, units]``, padded with -1."""
+        """Blocks of states or runs, ``[heads, blocks, units]``, padded with -1."""
         if shape is not BlockShape.TOKENS:
-            runs = torch.nn.functional.pad(is_free, (0, -is_free.numel() % RUN_TOKENS))
-            is_free = runs.reshape(-1, RUN_TOKENS).any(1)
+            runs = torch.nn.functional.pad(is_free, (0, -is_free.shape[1] % RUN_TOKENS))
+            is_free = runs.unflatten(1, (-1, RUN_TOKENS)).any(2)
         if shape is BlockShape.WHOLE:
-            units = is_free.nonzero().reshape(1, -1)
-            return units if units.numel() else units.new_empty((0, 1))
+            each = torch.arange(is_free.shape[1], device=is_free.device)
+            return torch.where(is_free, each, -1)[:, None]
         size = self.costs.block_tokens // shape.granularity
         return rank_units(rank, is_free, block_units=size)
 
-    def _bytes(self, tokens: Tensor, shape: BlockShape) -> Tensor:
-        """``[blocks, tiers]`` int64; only the last block may be smaller."""
-        counts = (tokens >= 0).sum(1)
-        full = int(counts[0]) if counts.numel() else 0
-        cost = torch.tensor(self.costs.block_cost(full, shape), dtype=torch.int64)
-        cost = cost.repeat(counts.numel(), 1)
-        if counts.numel():
-            cost[-1] = torch.tensor(self.costs.block_cost(int(counts[-1]), shape))
-        return cost
+    def _bytes(self, states: Tensor, shape: BlockShape) -> Tensor:
+        """``[..., tiers]`` int64 bytes of blocks of so many states; see ``block_cost``."""
+        pages = tuple(max(1, tier.page_tokens) for tier in self.costs.tiers)
+        sizes = constant(self.costs.page_bytes[shape], device=states.device)
+        counts = -(-states[..., None] // constant(pages, device=states.device))
+        return (counts * sizes).cummax(-1).values

@@ -45,9 +45,9 @@ class ProtectionRule:
         if self.outlier_ratio is not None and not self.outlier_ratio > 1:
             raise ValueError(f"outlier_ratio must be above 1, got {self.outlier_ratio!r}")
 
-    def token_mask(self, num_tokens: int) -> Tensor:
+    def token_mask(self, num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
         """``[tokens]`` bool: tokens that every head protects."""
-        mask = torch.zeros(num_tokens, dtype=torch.bool)
+        mask = torch.zeros(num_tokens, dtype=torch.bool, device=device)
         mask[: self.sink_tokens] = True
         if self.suffix_tokens:
             mask[-self.suffix_tokens :] = True
@@ -59,6 +59,12 @@ class ProtectionRule:
             mask[start:stop] = True
         return mask
 
+    def most_states(self, num_tokens: int) -> int:
+        """States of a head that are protected at most."""
+        outliers = 0 if self.outlier_ratio is None else self.max_outliers
+        marked = sum(stop - start for start, stop in self.spans)
+        return min(num_tokens, self.sink_tokens + self.suffix_tokens + marked + outliers)
+
     def state_mask(self, radius: Tensor) -> Tensor:
         """Protected states of one layer.
 
@@ -68,7 +74,7 @@ class ProtectionRule:
         Returns:
             ``[heads, tokens]`` bool.
         """
-        mask = self.token_mask(radius.shape[1]).to(radius.device).expand_as(radius).clone()
+        mask = self.token_mask(radius.shape[1], radius.device).expand_as(radius).clone()
         if self.outlier_ratio is not None and radius.shape[1]:
             mask |= self._outliers(radius)
         return mask

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from sphkv.core.constants import constant
 from sphkv.retention.errors import TierErrors
 from sphkv.retention.features import TokenFeatures, drop_losses, pool_runs, weigh_tokens
 
@@ -25,6 +26,20 @@ if TYPE_CHECKING:
     from sphkv.retention.policy import RetentionPolicy
 
 _LEAST = 1e-30
+# Slopes of a curve that are compared at once on a device.
+_SLOPES = 1 << 26
+
+
+class BlockLosses(NamedTuple):
+    """Losses of blocks, and of all of them as one block.
+
+    Attributes:
+        each: ``[heads, blocks, tiers]`` float32.
+        together: ``[heads, tiers]`` float32.
+    """
+
+    each: Tensor
+    together: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,17 +55,14 @@ class UnitLosses:
     loss: Tensor
     granularity: int
 
-    def of_blocks(self, head: int, units: Tensor) -> Tensor:
-        """Loss of blocks of a head at every tier: the sum over their units.
+    def of_blocks(self, units: Tensor) -> BlockLosses:
+        """Loss of blocks of every head at every tier: the sum over their units.
 
         Args:
-            head: The head.
-            units: ``[blocks, units]`` int64, most important block first, padded with -1.
-
-        Returns:
-            ``[blocks, tiers]`` float32.
+            units: ``[heads, blocks, units]`` int64, most important block first, padded with -1.
         """
-        return sum_blocks(self.loss[head], units)
+        each = sum_blocks(self.loss, units)
+        return BlockLosses(each, each.sum(1))
 
 
 class StateScore(Protocol):
@@ -94,17 +106,17 @@ class AttentionScore:
         weight = 1 / layer.rows.coverage()
         if layer.token_weight is not None:
             weight = weight * layer.token_weight
-        scale = 1.0
+        scale = torch.ones((), device=weight.device, dtype=torch.float64)
         if self._policy.sensitivity is None:
             # outputs of layers differ in size and only the relative move matters
-            scale = 1.0 / max(float(layer.features.output_energy.sum()), _LEAST)
+            scale = 1.0 / layer.features.output_energy.sum().double().clamp(min=_LEAST)
         units = _weighed_units(layer, granularity)
         return _NestedLosses(
-            scale * _distortion(units, layer.errors, self._policy),
+            scale.float() * state_distortion(units, layer.errors, self._policy),
             granularity,
             layer,
             weight,
-            self._policy.alpha_drop * scale,
+            (self._policy.alpha_drop * scale).float(),
             units.surprise,
         )
 
@@ -116,27 +128,32 @@ class _NestedLosses(UnitLosses):
     Attributes:
         layer: The layer, for its rows and values.
         weight: ``[heads, tokens]`` factor on the loss of dropping a token.
-        drop_scale: Factor on every squared move.
+        drop_scale: ``[]`` float32 factor on every squared move.
         surprise: ``[heads, units]`` squared move by queries that no row predicts; None if none.
     """
 
     layer: LayerInput
     weight: Tensor
-    drop_scale: float
+    drop_scale: Tensor
     surprise: Tensor | None
 
-    def of_blocks(self, head: int, units: Tensor) -> Tensor:
-        values = self.layer.values
-        tokens = unit_tokens(units, self.granularity, values.shape[1])
-        drops = self.drop_scale * drop_losses(self.layer.rows, values, tokens, head)
-        mean = sum_blocks(self.weight[head][:, None], tokens)[:, 0]
-        mean = mean / (tokens >= 0).sum(1).clamp(min=1)
-        loss = sum_blocks(self.loss[head], units)
-        loss[:, 0] = convex_steps(drops).flip(0).to(mean.device) * mean
+    def of_blocks(self, units: Tensor) -> BlockLosses:
+        values, size = self.layer.values, self.granularity
+        drops = self.drop_scale * drop_losses(
+            self.layer.rows, values, units, granularity=size, output=self.layer.output
+        )
+        each = sum_blocks(self.loss, units)
+        together = each.sum(1)
+        weight = sum_blocks(sum_units(self.weight, size)[..., None], units)[..., 0]
+        states = count_states(units, size, values.shape[1])
+        mean = weight / states.clamp(min=1)
+        each[..., 0] = convex_steps(drops).flip(1) * mean
+        together[:, 0] = drops[:, -1] * weight.sum(1) / states.sum(1).clamp(min=1)
         if self.surprise is not None:
-            unforeseen = sum_blocks(self.surprise[head][:, None], units)[:, 0]
-            loss[:, 0] += self.drop_scale * unforeseen
-        return loss
+            unforeseen = self.drop_scale * sum_blocks(self.surprise[..., None], units)[..., 0]
+            each[..., 0] += unforeseen
+            together[:, 0] += unforeseen.sum(1)
+        return BlockLosses(each, together)
 
 
 class RecipeScore:
@@ -188,7 +205,7 @@ class VoteScore:
     def losses(self, layer: LayerInput, *, granularity: int) -> UnitLosses:
         """Loss of every unit, see ``StateScore``."""
         units = _weighed_units(layer, granularity)
-        ratio = tier_ratio(_distortion(units, layer.errors, self._policy))
+        ratio = tier_ratio(state_distortion(units, layer.errors, self._policy))
         # without the policy's weights of heads: the votes of every head sum to about one
         votes = units.mass / layer.rows.share.sum(1, keepdim=True).clamp(min=_LEAST)
         return UnitLosses(votes[..., None] * ratio[:, None], granularity)
@@ -220,13 +237,9 @@ def make_score(name: str, policy: RetentionPolicy) -> StateScore:
 
 
 def state_distortion(
-    features: TokenFeatures,
-    errors: TierErrors,
-    policy: RetentionPolicy,
-    *,
-    head: int,
+    features: TokenFeatures, errors: TierErrors, policy: RetentionPolicy
 ) -> Tensor:
-    """Expected loss of every state of a head at every tier.
+    """Expected loss of every state at every tier.
 
     A key error moves the output by the state's own pull on it, ``a |v - o|``; a value error by
     ``a``. Errors of different states are independent, so squares add, but for the part that all
@@ -236,26 +249,18 @@ def state_distortion(
         features: The layer's features.
         errors: The layer's error models.
         policy: Weights.
-        head: The head.
 
     Returns:
-        ``[tokens, tiers]`` float32.
+        ``[heads, tokens, tiers]`` float32.
     """
-    energy = features.radius[head].square()
-    loss = policy.alpha_theta * torch.outer(energy, errors.angle[head])
-    loss += policy.alpha_r * torch.outer(energy, errors.radius[head])
-    loss *= features.shift[head][:, None]
-    value = features.energy[head] * features.value_norm[head].square()
-    loss.addr_(value, policy.alpha_value * errors.value[head])
-    loss.addr_(features.mass[head], policy.alpha_value * errors.common[head])
-    loss[:, 0] = policy.alpha_drop * features.shift[head]
+    key = policy.alpha_theta * errors.angle + policy.alpha_r * errors.radius
+    shift = features.shift[..., None]
+    loss = shift * (features.radius.square()[..., None] * key[:, None])
+    value = features.energy * features.value_norm.square()
+    loss += value[..., None] * (policy.alpha_value * errors.value)[:, None]
+    loss += features.mass[..., None] * (policy.alpha_value * errors.common)[:, None]
+    loss[..., :1] = policy.alpha_drop * shift
     return loss
-
-
-def _distortion(features: TokenFeatures, errors: TierErrors, policy: RetentionPolicy) -> Tensor:
-    """``state_distortion`` of every head, ``[heads, units, tiers]``."""
-    heads = range(features.mass.shape[0])
-    return torch.stack([state_distortion(features, errors, policy, head=head) for head in heads])
 
 
 def _weighed_units(layer: LayerInput, granularity: int) -> TokenFeatures:
@@ -268,7 +273,7 @@ def _weighed_units(layer: LayerInput, granularity: int) -> TokenFeatures:
 
 def segment_weight(policy: RetentionPolicy, segments: Tensor) -> Tensor:
     """``[tokens]`` float32 weight of every token's segment."""
-    table = torch.tensor(policy.segment_weights, device=segments.device)
+    table = constant(policy.segment_weights, device=segments.device)
     return table[segments.to(torch.int64)]
 
 
@@ -284,20 +289,58 @@ def tier_ratio(loss: Tensor) -> Tensor:
     return loss.sum(1) / loss[..., :1].sum(1).clamp(min=_LEAST)
 
 
-def unit_tokens(units: Tensor, granularity: int, num_tokens: int) -> Tensor:
-    """Tokens of blocks of units: ``[blocks, units]`` to ``[blocks, units * granularity]``."""
-    index = units[..., None] * granularity + torch.arange(granularity, device=units.device)
-    is_token = (units[..., None] >= 0) & (index < num_tokens)
-    return torch.where(is_token, index, -1).flatten(1)
+def sum_units(per_token: Tensor, granularity: int) -> Tensor:
+    """Sum ``[..., tokens]`` over units of tokens; the last one may be shorter."""
+    if granularity == 1:
+        return per_token
+    padded = torch.nn.functional.pad(per_token, (0, -per_token.shape[-1] % granularity))
+    each: Tensor = padded.unflatten(-1, (-1, granularity)).sum(-1)
+    return each
+
+
+def count_states(units: Tensor, granularity: int, num_tokens: int) -> Tensor:
+    """``[...]`` int64 tokens of blocks of units ``[..., units]``, padded with -1."""
+    of_unit = (num_tokens - units * granularity).clamp(max=granularity)
+    return torch.where(units >= 0, of_unit, 0).sum(-1)
+
+
+def sum_blocks(per_unit: Tensor, blocks: Tensor) -> Tensor:
+    """Sum over the units of each block.
+
+    Args:
+        per_unit: ``[heads, units, n]``.
+        blocks: ``[heads, blocks, units]`` int64, padded with -1.
+
+    Returns:
+        ``[heads, blocks, n]``.
+    """
+    heads, count, size = blocks.shape
+    index = blocks.clamp(min=0).view(heads, -1, 1).expand(-1, -1, per_unit.shape[2])
+    live = (blocks >= 0)[..., None].to(per_unit.dtype)
+    return (per_unit.gather(1, index).view(heads, count, size, -1) * live).sum(2)
 
 
 def convex_steps(losses: Tensor) -> Tensor:
-    """Steps of the greatest convex curve under ``losses [points]``: rising, ``[points - 1]``.
+    """Steps of the greatest convex curve under each of some curves: rising.
 
     Dropping one block more then never looks cheaper than the one before, which a sum of
     independent choices needs.
+
+    Args:
+        losses: ``[curves, points]``.
+
+    Returns:
+        ``[curves, points - 1]`` float32.
     """
-    values = losses.double().tolist()
+    if losses.device.type == "cpu":
+        return torch.stack([_hull_steps(curve) for curve in losses.double().tolist()])
+    points = losses.shape[1]
+    step = max(1, _SLOPES // max(1, points * points))
+    return torch.cat([_slope_steps(part) for part in losses.double().split(step)])
+
+
+def _hull_steps(values: list[float]) -> Tensor:
+    """Steps of one curve, point by point."""
     hull = [0]
     for point in range(1, len(values)):
         while len(hull) > 1:
@@ -312,7 +355,16 @@ def convex_steps(losses: Tensor) -> Tensor:
     return steps
 
 
-def sum_blocks(per_unit: Tensor, blocks: Tensor) -> Tensor:
-    """Sum ``[units, n]`` over the units of each block: ``[blocks, n]``."""
-    live = (blocks >= 0)[..., None].to(per_unit.dtype)
-    return (per_unit[blocks.clamp(min=0)] * live).sum(1)
+def _slope_steps(losses: Tensor) -> Tensor:
+    """The same of ``[curves, points]`` float64 at once: nothing waits for a device.
+
+    A step is the greatest over its left sides of the least slope to any point on its right.
+    """
+    points = losses.shape[1]
+    place = torch.arange(points, device=losses.device)
+    run = (place - place[:, None]).double()  # [left, right]
+    slope = (losses[:, None] - losses[..., None]) / run
+    slope = slope.masked_fill(run <= 0, torch.inf)[..., 1:]
+    least = slope.flip(-1).cummin(-1).values.flip(-1)  # [curves, left, step]
+    is_left = place[:, None] <= place[:-1]
+    return least.masked_fill(~is_left, -torch.inf).amax(1).clamp(min=0).float()

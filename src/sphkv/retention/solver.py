@@ -28,6 +28,10 @@ _SAMPLE_MARGIN = 1.02
 # Of more units than this, only those that change their tier between the price and this part of
 # it compete for the last bytes.
 _MANY_UNITS = 1 << 16
+# So many units have all steps of their lower hulls sorted once, which finds any budget's price.
+_SORTED_UNITS = 1 << 21
+# Prices nearer to each other than this part of them are not told apart.
+_SAME_PRICE = 1e-6
 _CONTESTED = 0.98
 # Few units leave a large last gap, so there the contested ones are decided exactly.
 _CORE_PROBLEM_UNITS = 512
@@ -38,6 +42,7 @@ _CORE_UNITS = 48
 _CORE_STEPS = 1 << 16
 # Units examined at once: bounds the memory of a pass over tens of millions of them.
 CHUNK_UNITS = 1 << 19
+_LARGEST = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,6 +114,11 @@ class TierChoices:
             mask = below if mask is None else mask & below
         return mask
 
+    def least_step(self) -> int:
+        """Fewest bytes between two tiers of a unit, if any differ; else more than any budget."""
+        gap = self.cost.diff(dim=-1)
+        return int(torch.where(gap > 0, gap, _LARGEST).amin()) if gap.numel() else _LARGEST
+
     def bytes_of(self, tier_id: Tensor) -> int:
         """Bytes of a decision ``[units]``."""
         if self.cost.dim() == 1:
@@ -166,24 +176,122 @@ def allocate_tiers(
         BudgetError: The lowest allowed tiers do not fit.
         ValueError: There is no such solver.
     """
-    if solver not in SOLVERS:
-        raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
-    least = choices.bytes_of(choices.lowest())
-    if least > budget:
-        raise BudgetError(least, budget, budget, "what must be kept")
-    found, low, high = _bisect_price(choices, budget)
-    if solver == "one-shot":
-        # just below the price of the budget units want more than it has: order decides
-        price = low if price is None else price
-        tier_id = _one_shot(choices, budget, price)
-        return Allocation(tier_id, choices.bytes_of(tier_id), choices.loss_of(tier_id), price)
-    price = high
-    if solver == "value-per-byte":
-        found = climb_hulls(choices, choices.lowest(), budget)
-    tier_id = _fill(choices, found, budget, price)
-    if choices.num_units <= _CORE_PROBLEM_UNITS:
-        tier_id = min(tier_id, solve_core(choices, tier_id, budget, price), key=choices.loss_of)
-    return Allocation(tier_id, choices.bytes_of(tier_id), choices.loss_of(tier_id), price)
+    return BudgetSolver(choices).allocate(budget, solver=solver, price=price)
+
+
+class BudgetSolver:
+    """Chooses among the same tiers of the same units for one budget after the other.
+
+    Attributes:
+        choices: Units and tiers.
+    """
+
+    def __init__(self, choices: TierChoices) -> None:
+        """Nothing is known yet."""
+        self.choices = choices
+        self._least = choices.bytes_of(choices.lowest())
+        self._least_step = choices.least_step()
+        self._steps: _SortedSteps | None = None
+
+    def allocate(
+        self, budget: int, *, solver: Solver = "lagrangian", price: float | None = None
+    ) -> Allocation:
+        """Choose a tier for every unit; see ``allocate_tiers``."""
+        if solver not in SOLVERS:
+            raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
+        choices = self.choices
+        if self._least > budget:
+            raise BudgetError(self._least, budget, budget, "what must be kept")
+        found, used, low, high = self._at_budget(budget)
+        if solver == "one-shot":
+            # just below the price of the budget units want more than it has: order decides
+            price = low if price is None else price
+            tier_id = _one_shot(choices, budget, price)
+            return Allocation(tier_id, choices.bytes_of(tier_id), choices.loss_of(tier_id), price)
+        if solver == "value-per-byte":
+            found = climb_hulls(choices, choices.lowest(), budget)
+            used = choices.bytes_of(found)
+        tier_id = found
+        if budget - used >= self._least_step:
+            tier_id, used = _fill(choices, found, used, budget, high)
+        if choices.num_units <= _CORE_PROBLEM_UNITS:
+            exact = solve_core(choices, tier_id, budget, high)
+            tier_id = min(tier_id, exact, key=choices.loss_of)
+            used = choices.bytes_of(tier_id)
+        return Allocation(tier_id, used, choices.loss_of(tier_id), high)
+
+    def _at_budget(self, budget: int) -> tuple[Tensor, int, float, float]:
+        """The decision at the lowest price whose bytes fit, its bytes, and prices on both sides."""
+        if not 0 < self.choices.num_units <= _SORTED_UNITS:
+            found, low, high = _bisect_price(self.choices, budget)
+            return found, self.choices.bytes_of(found), low, high
+        if self._steps is None:
+            self._steps = _SortedSteps.of(self.choices)
+        found, spent, price = self._steps.within(budget - self._least, self.choices.lowest())
+        return found, self._least + spent, (1 - _SAME_PRICE) * price, price
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SortedSteps:
+    """All steps of all units up their lower hulls, most loss saved per byte first.
+
+    Attributes:
+        slope: ``[steps + 1]`` float64 loss saved per byte, falling; 0 behind the last step.
+        spent: ``[steps + 1]`` int64 bytes of the first 0, 1, ... steps.
+        unit: ``[steps]`` int64.
+        tier: ``[steps]`` int64 tier that a step leads to.
+    """
+
+    slope: Tensor
+    spent: Tensor
+    unit: Tensor
+    tier: Tensor
+
+    @classmethod
+    def of(cls, choices: TierChoices) -> _SortedSteps:
+        """Steps from the lowest tiers on; every unit has as many, those past its hull save 0."""
+        loss = choices.distortion.double()
+        cost = choices.cost.expand(choices.distortion.shape)
+        allowed = choices.allowed()
+        at = choices.lowest()[:, None]
+        slope = torch.full_like(loss[:, :1], torch.inf)
+        slopes, extras, tiers = [], [], []
+        for _ in range(loss.shape[1] - 1):
+            extra, saved = cost - cost.gather(1, at), loss.gather(1, at) - loss
+            possible = (extra > 0) & (saved > 0)
+            if allowed is not None:
+                possible &= allowed
+            value = torch.where(possible, saved / extra.clamp(min=1), 0.0)
+            best, tier = value.max(dim=1, keepdim=True)
+            # rounding must not let a step come before the one it stands on
+            slope = torch.minimum(slope, best)
+            tier = torch.where(best > 0, tier, at)
+            slopes.append(slope)
+            extras.append(extra.gather(1, tier))
+            tiers.append(tier)
+            at = tier
+        flat = (torch.cat(parts, 1).T.flatten() for parts in (slopes, extras, tiers))
+        slope, extra, tier = flat
+        # a stable order keeps each unit's steps in sequence
+        slope, order = slope.sort(descending=True, stable=True)
+        spent = torch.nn.functional.pad(extra[order].cumsum(0), (1, 0))
+        slope = torch.nn.functional.pad(slope, (0, 1))
+        return cls(slope, spent, order % choices.num_units, tier[order])
+
+    def within(self, room: int, lowest: Tensor) -> tuple[Tensor, int, float]:
+        """The decision ``[units]`` int64 after all steps that fit, their bytes, and the next slope.
+
+        Args:
+            room: Bytes to spend, not negative.
+            lowest: ``[units]`` int64 tiers to begin from.
+        """
+        is_taken = self.spent[1:] <= room
+        num_taken = is_taken.sum()
+        ends = torch.stack([self.spent[num_taken].double(), self.slope[num_taken]])
+        tier = torch.where(is_taken, self.tier, 0)
+        found = lowest.scatter_reduce(0, self.unit, tier, "amax")
+        spent, price = ends.tolist()
+        return found, int(spent), price
 
 
 def best_at_price(choices: TierChoices, price: float) -> Tensor:
@@ -250,15 +358,28 @@ def _bracket(choices: TierChoices, budget: int, most: float) -> tuple[float, flo
     return max(low, most * 1e-18) / _SAMPLE_MARGIN**8, high * _SAMPLE_MARGIN
 
 
-def _fill(choices: TierChoices, found: Tensor, budget: int, price: float) -> Tensor:
-    """Spend what the price left over; of very many units only on those near the price."""
+def _fill(
+    choices: TierChoices, found: Tensor, used: int, budget: int, price: float
+) -> tuple[Tensor, int]:
+    """Spend what the price left over; of very many units only on those near the price.
+
+    Args:
+        choices: Units and tiers.
+        found: ``[units]`` decision of so many bytes.
+        used: Its bytes.
+        budget: Bytes for all units.
+        price: Loss per byte at which the budget is met.
+
+    Returns:
+        The decision and its bytes.
+    """
     if choices.num_units <= _MANY_UNITS:
-        return fill_budget(choices, found.long(), budget)
+        return _upgrade(choices, found.long(), budget - used, used)
     near = (_best_ids(choices, _CONTESTED * price) != found).nonzero()[:, 0]
     contested, chosen = choices.select(near), found[near].long()
-    room = budget - choices.bytes_of(found) + contested.bytes_of(chosen)
-    found[near] = fill_budget(contested, chosen, room).to(found.dtype)
-    return found
+    better, used = _upgrade(contested, chosen, budget - used, used)
+    found[near] = better.to(found.dtype)
+    return found, used
 
 
 def _one_shot(choices: TierChoices, budget: int, price: float) -> Tensor:
@@ -324,20 +445,27 @@ def fill_budget(choices: TierChoices, tier_id: Tensor, budget: int) -> Tensor:
     Returns:
         A decision with no more loss, within the budget, that no single upgrade improves.
     """
-    tier_id = tier_id.clone()
-    left = budget - choices.bytes_of(tier_id)
+    used = choices.bytes_of(tier_id)
+    return _upgrade(choices, tier_id, budget - used, used)[0]
+
+
+def _upgrade(choices: TierChoices, tier_id: Tensor, left: int, used: int) -> tuple[Tensor, int]:
+    """``fill_budget`` of a decision of ``used`` bytes with ``left`` to spend; also its bytes."""
+    tier_id, least = tier_id.clone(), choices.least_step()
     for _ in range(_MAX_ROUNDS):
+        if left < least:
+            break
         unit, tier, extra, value = _next_steps(choices, tier_id, left)
         if unit.numel() == 0:
             break
         order = value.argsort(descending=True, stable=True)[:_ROUND_STEPS]
         unit, tier, extra = unit[order], tier[order], extra[order]
         total = extra.cumsum(0)
-        taken = total <= left
         # a round moves each unit at most once, so its later steps are seen in the next round
-        tier_id[unit[taken]] = tier[taken]
-        left -= int(extra[taken].sum())
-    return tier_id
+        tier_id[unit] = torch.where(total <= left, tier, tier_id[unit])
+        spent = int(torch.where(total <= left, extra, 0).sum())
+        left, used = left - spent, used + spent
+    return tier_id, used
 
 
 def _next_steps(

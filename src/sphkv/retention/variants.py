@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,24 +12,123 @@ from torch import Tensor
 from sphkv.core.tiers import TierTable
 from sphkv.errors import BudgetError
 from sphkv.retention.policy import BlockShape, ControlOptions
-from sphkv.retention.pricing import HeadBlocks
-from sphkv.retention.solver import Allocation, TierChoices, allocate_tiers
-
-Decision = list[tuple[HeadBlocks, Tensor]]
+from sphkv.retention.pricing import NO_TIER, LayerBlocks, PricedLayer
+from sphkv.retention.solver import Allocation, BudgetSolver, TierChoices
 
 _SHAPE_ROUNDS = 4
+_FINEST_FIRST = (BlockShape.TOKENS, BlockShape.RUNS, BlockShape.WHOLE)
+
+
+class PromptBlocks:
+    """Blocks of all heads of a prompt, those of every shape side by side.
+
+    What a solver finds out about blocks before it knows a budget is kept here, so that deciding for
+    one budget after the other costs little.
+
+    Attributes:
+        blocks: Blocks of every head by shape, heads counted layer by layer.
+        distortion: ``[heads, columns, tiers]`` float32; a column is a block of one shape.
+        cost: ``[heads, columns, tiers]`` int64 bytes.
+        is_block: ``[heads, columns]`` bool: columns that hold states.
+        shape_ids: ``[columns]`` int64 number of each column's shape in ``blocks``.
+    """
+
+    def __init__(self, layers: Sequence[PricedLayer]) -> None:
+        """Put the layers of a prompt behind one another."""
+        shapes = layers[0].blocks
+        self.blocks = {
+            shape: LayerBlocks.join([layer.blocks[shape] for layer in layers]) for shape in shapes
+        }
+        parts = list(self.blocks.values())
+        self.distortion = torch.cat([part.distortion for part in parts], 1)
+        self.cost = torch.cat([part.cost for part in parts], 1)
+        self.is_block = torch.cat([part.states > 0 for part in parts], 1)
+        self.shape_ids = torch.cat(
+            [torch.full_like(part.states[0], number) for number, part in enumerate(parts)]
+        )
+        self._solvers: dict[tuple[tuple[int, ...], bytes], tuple[Tensor, BudgetSolver]] = {}
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of all layers."""
+        return self.distortion.shape[0]
+
+    def shape_id(self, *wanted: BlockShape) -> int:
+        """Number of the first of some shapes that is there."""
+        shapes = list(self.blocks)
+        return next(shapes.index(shape) for shape in wanted if shape in shapes)
+
+    def all_of(self, shape_id: int) -> Tensor:
+        """``[heads]`` int64: the same shape for every head."""
+        return torch.full((self.num_heads,), shape_id, device=self.distortion.device)
+
+    def columns_of(self, shape_of_head: Tensor) -> Tensor:
+        """``[heads, columns]`` bool: the blocks of each head's shape."""
+        return (self.shape_ids == shape_of_head[:, None]) & self.is_block
+
+    def solver(self, shape_of_head: Tensor, tiers: Sequence[int]) -> tuple[Tensor, BudgetSolver]:
+        """Places of the blocks of each head's shape, and what chooses among some tiers for them."""
+        key = (tuple(tiers), shape_of_head.to(torch.uint8).cpu().numpy().tobytes())
+        if key not in self._solvers:
+            place = self.columns_of(shape_of_head).flatten().nonzero()[:, 0]
+            loss, cost = (part.flatten(0, 1)[place] for part in (self.distortion, self.cost))
+            if len(tiers) < loss.shape[1]:
+                loss, cost = loss[:, list(tiers)], cost[:, list(tiers)]
+            self._solvers[key] = place, BudgetSolver(TierChoices(loss, cost))
+        return self._solvers[key]
+
+    def best_shapes(self, price: float, tiers: Sequence[int]) -> Tensor:
+        """``[heads]`` int64: the shape of each head with the least loss plus price times bytes."""
+        each = self.distortion + price * self.cost
+        if len(tiers) < each.shape[2]:
+            each = each[..., list(tiers)]
+        least = each.amin(2).masked_fill(~self.is_block, 0.0)
+        sizes = [part.states.shape[1] for part in self.blocks.values()]
+        totals = [part.sum(1) for part in least.split(sizes, 1)]
+        best, found = totals[0], torch.zeros_like(self.all_of(0))
+        for number, total in enumerate(totals[1:], start=1):
+            is_better = total < best
+            best, found = torch.where(is_better, total, best), found.masked_fill(is_better, number)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """A tier for every block that was chosen.
+
+    Attributes:
+        blocks: All blocks.
+        tier_id: ``[heads, columns]`` uint8; ``NO_TIER`` for blocks of other shapes and empty ones.
+        price: Loss a byte is worth; 0 where that was not asked.
+    """
+
+    blocks: PromptBlocks
+    tier_id: Tensor
+    price: float
+
+    def loss(self) -> float:
+        """Predicted loss."""
+        is_chosen = self.tier_id != NO_TIER
+        index = self.tier_id.masked_fill(~is_chosen, 0).long()[..., None]
+        each = self.blocks.distortion.gather(2, index)[..., 0]
+        return float(each.masked_fill(~is_chosen, 0.0).double().sum())
+
+    def spread(self, num_tokens: int) -> Tensor:
+        """``[heads, num_tokens]`` uint8 tiers; ``NO_TIER`` where no chosen block holds a token."""
+        sizes = [part.states.shape[1] for part in self.blocks.blocks.values()]
+        parts = zip(self.blocks.blocks.values(), self.tier_id.split(sizes, 1), strict=True)
+        # a head has one shape: all others say ``NO_TIER``, which is the largest number
+        found = [blocks.spread(chosen, num_tokens) for blocks, chosen in parts]
+        return torch.stack(found).amin(0) if len(found) > 1 else found[0]
 
 
 def decide_blocks(
-    heads: Sequence[dict[BlockShape, HeadBlocks]],
-    budget: int,
-    tiers: TierTable,
-    options: ControlOptions,
-) -> tuple[Decision, float]:
+    blocks: PromptBlocks, budget: int, tiers: TierTable, options: ControlOptions
+) -> Decision:
     """Tier of every block of every head, and the price of a byte.
 
     Args:
-        heads: Blocks of each head in every shape that is allowed, layer by layer.
+        blocks: Blocks of each head in every shape that is allowed.
         budget: Bytes for all blocks.
         tiers: The tiers.
         options: Variant and solver.
@@ -37,149 +137,105 @@ def decide_blocks(
         BudgetError: The variant drops nothing and the lowest tier does not fit.
     """
     if options.variant == "quant":
-        return _quant(heads, budget, tiers, keep=None), 0.0
+        return _quant(blocks, budget, tiers, keep=None)
     if options.variant == "decoupled":
-        return _quant(heads, budget, tiers, keep=options.keep_share), 0.0
+        return _quant(blocks, budget, tiers, keep=options.keep_share)
     if options.variant == "keepdrop":
-        return _keep_drop(heads, budget, tiers, options)
+        return _keep_drop(blocks, budget, tiers, options)
     if options.uniform_heads:
-        return _uniform_heads(heads, budget, options)
-    decision, found = _joint(heads, budget, list(range(len(tiers))), options)
-    return decision, found.price
+        return _uniform_heads(blocks, budget, options)
+    return _joint(blocks, budget, range(len(tiers)), options)[0]
 
 
 def _joint(
-    heads: Sequence[dict[BlockShape, HeadBlocks]],
-    budget: int,
-    columns: list[int],
-    options: ControlOptions,
+    blocks: PromptBlocks, budget: int, tiers: Sequence[int], options: ControlOptions
 ) -> tuple[Decision, Allocation]:
-    """All tiers in ``columns`` and every shape; also what the solver found."""
-    chosen = [_first_shape(head) for head in heads]
-    best: tuple[Allocation, list[HeadBlocks]] | None = None
+    """All of some tiers and every shape; also what the solver found."""
+    shape_of_head = blocks.all_of(blocks.shape_id(*_FINEST_FIRST))
+    best: tuple[Allocation, Tensor] | None = None
     for _ in range(_SHAPE_ROUNDS):
-        found = _solve(chosen, budget, columns, options)
+        place, solver = blocks.solver(shape_of_head, tiers)
+        found = solver.allocate(budget, solver=options.solver)
         if best is None or found.loss < best[0].loss:
-            best = (found, chosen)
-        again = [_best_shape(head, found.price, columns) for head in heads]
-        if all(a is b for a, b in zip(again, chosen, strict=True)):
+            best = (found, place)
+        if len(blocks.blocks) == 1:
             break
-        chosen = again
+        again = blocks.best_shapes(found.price, tiers)
+        if torch.equal(again, shape_of_head):
+            break
+        shape_of_head = again
     assert best is not None
-    return _split(best[1], best[0].tier_id, columns), best[0]
-
-
-def _first_shape(head: dict[BlockShape, HeadBlocks]) -> HeadBlocks:
-    """The finest shape of a head, with which every byte count can be met."""
-    order = (BlockShape.TOKENS, BlockShape.RUNS, BlockShape.WHOLE)
-    return next(head[shape] for shape in order if shape in head)
-
-
-def _best_shape(head: dict[BlockShape, HeadBlocks], price: float, columns: list[int]) -> HeadBlocks:
-    """The shape with the least loss plus price times bytes."""
-
-    def total(blocks: HeadBlocks) -> float:
-        each = blocks.distortion[:, columns] + price * blocks.cost[:, columns]
-        return float(each.amin(1).sum()) if each.numel() else 0.0
-
-    return min(head.values(), key=total)
-
-
-def _solve(
-    chosen: Sequence[HeadBlocks], budget: int, columns: list[int], options: ControlOptions
-) -> Allocation:
-    choices = TierChoices(
-        torch.cat([blocks.distortion[:, columns] for blocks in chosen]),
-        torch.cat([blocks.cost[:, columns] for blocks in chosen]),
-    )
-    return allocate_tiers(choices, budget, solver=options.solver)
-
-
-def _split(chosen: Sequence[HeadBlocks], tier_id: Tensor, columns: list[int]) -> Decision:
-    ids = torch.tensor(columns, device=tier_id.device)[tier_id.long()]
-    sizes = [blocks.tokens.shape[0] for blocks in chosen]
-    return list(zip(chosen, ids.split(sizes), strict=True))
+    found, place = best
+    chosen = found.tier_id.to(torch.uint8)
+    if list(tiers) != list(range(blocks.distortion.shape[2])):
+        chosen = torch.tensor(list(tiers), dtype=torch.uint8, device=place.device)[chosen.long()]
+    tier_id = blocks.is_block.new_full(blocks.is_block.shape, NO_TIER, dtype=torch.uint8)
+    tier_id.view(-1)[place] = chosen
+    return Decision(blocks, tier_id, found.price), found
 
 
 def _keep_drop(
-    heads: Sequence[dict[BlockShape, HeadBlocks]],
-    budget: int,
-    tiers: TierTable,
-    options: ControlOptions,
-) -> tuple[Decision, float]:
+    blocks: PromptBlocks, budget: int, tiers: TierTable, options: ControlOptions
+) -> Decision:
     """One tier for everything that is kept, named or the one that promises the least loss."""
     if options.fixed_tier is not None:
         fixed = [tiers.id_of(options.fixed_tier)]
     else:
         fixed = list(range(1, len(tiers)))
-    tried = [_joint(heads, budget, [tiers.drop_id, tier], options) for tier in fixed]
-    decision, found = min(tried, key=lambda pair: pair[1].loss)
-    return decision, found.price
+    tried = [_joint(blocks, budget, [tiers.drop_id, tier], options) for tier in fixed]
+    return min(tried, key=lambda pair: pair[1].loss)[0]
 
 
-def _uniform_heads(
-    heads: Sequence[dict[BlockShape, HeadBlocks]], budget: int, options: ControlOptions
-) -> tuple[Decision, float]:
+def _uniform_heads(blocks: PromptBlocks, budget: int, options: ControlOptions) -> Decision:
     """The same tiers for every head: blocks of equal rank are one unit."""
-    chosen = [_first_shape(head) for head in heads]
-    ranks = max(blocks.tokens.shape[0] for blocks in chosen)
-    tiers = chosen[0].distortion.shape[1]
-    loss = torch.zeros(ranks, tiers)
-    cost = torch.zeros(ranks, tiers, dtype=torch.int64)
-    for blocks in chosen:
-        loss[: blocks.tokens.shape[0]] += blocks.distortion
-        cost[: blocks.tokens.shape[0]] += blocks.cost
-    found = allocate_tiers(TierChoices(loss, cost), budget, solver=options.solver)
-    decision = [(blocks, found.tier_id[: blocks.tokens.shape[0]]) for blocks in chosen]
-    return decision, found.price
+    is_chosen = blocks.columns_of(blocks.all_of(blocks.shape_id(*_FINEST_FIRST)))
+    rank = is_chosen.any(0).nonzero()[:, 0]
+    loss, cost = (
+        part.masked_fill(~is_chosen[..., None], 0).sum(0)[rank]
+        for part in (blocks.distortion, blocks.cost)
+    )
+    found = BudgetSolver(TierChoices(loss, cost)).allocate(budget, solver=options.solver)
+    of_rank = torch.full_like(is_chosen[0], NO_TIER, dtype=torch.uint8)
+    of_rank[rank] = found.tier_id.to(torch.uint8)
+    tier_id = of_rank.expand_as(is_chosen).masked_fill(~is_chosen, NO_TIER)
+    return Decision(blocks, tier_id, found.price)
 
 
-def _quant(
-    heads: Sequence[dict[BlockShape, HeadBlocks]],
-    budget: int,
-    tiers: TierTable,
-    keep: float | None,
-) -> Decision:
+def _quant(blocks: PromptBlocks, budget: int, tiers: TierTable, keep: float | None) -> Decision:
     """One tier for all that is kept, the next higher one for the first heads while bytes last.
 
     Args:
-        heads: Blocks of each head.
+        blocks: Blocks of each head.
         budget: Bytes for all blocks.
         tiers: The tiers.
         keep: Share of each head's blocks that an earlier stage kept; None keeps all.
     """
-    if keep is None:
-        chosen = [head.get(BlockShape.WHOLE) or _first_shape(head) for head in heads]
-        kept = [blocks.tokens.shape[0] for blocks in chosen]
-    else:
-        chosen = [_first_shape(head) for head in heads]
-        kept = _keep_best(chosen, keep)
-    costs = torch.stack(
-        [blocks.cost[:count].sum(0) for blocks, count in zip(chosen, kept, strict=True)]
-    )
-    total = costs.sum(0)
-    fitting = [tier for tier in range(1, len(tiers)) if int(total[tier]) <= budget]
+    order = _FINEST_FIRST if keep is not None else (BlockShape.WHOLE, *_FINEST_FIRST)
+    is_chosen = blocks.columns_of(blocks.all_of(blocks.shape_id(*order)))
+    is_kept = is_chosen if keep is None else _keep_best(blocks, is_chosen, keep)
+    costs = blocks.cost.masked_fill(~is_kept[..., None], 0).sum(1).cpu()  # [heads, tiers]
+    total = costs.sum(0).tolist()
+    fitting = [tier for tier in range(1, len(tiers)) if total[tier] <= budget]
     if not fitting:
-        raise BudgetError(int(total[1]), budget, budget, "the lowest tier")
+        raise BudgetError(total[1], budget, budget, "the lowest tier")
     base = fitting[-1]
-    tier_of_head = torch.full((len(heads),), base)
+    tier_of_head = torch.full((blocks.num_heads,), base, dtype=torch.uint8)
     if base + 1 < len(tiers):
         extra = (costs[:, base + 1] - costs[:, base]).cumsum(0)
-        tier_of_head[extra <= budget - int(total[base])] = base + 1
-    decision = []
-    for blocks, count, tier in zip(chosen, kept, tier_of_head.tolist(), strict=True):
-        ids = torch.full((blocks.tokens.shape[0],), tier)
-        ids[count:] = tiers.drop_id
-        decision.append((blocks, ids))
-    return decision
+        tier_of_head[extra <= budget - total[base]] = base + 1
+    tier_id = tier_of_head.to(is_kept.device)[:, None].expand_as(is_kept)
+    tier_id = tier_id.masked_fill(~is_kept, tiers.drop_id).masked_fill(~is_chosen, NO_TIER)
+    return Decision(blocks, tier_id, 0.0)
 
 
-def _keep_best(chosen: Sequence[HeadBlocks], share: float) -> list[int]:
-    """Blocks of each head among the best of all heads together, by the loss of dropping them."""
-    drop = torch.cat([blocks.distortion[:, 0] for blocks in chosen])
-    owner = torch.cat(
-        [torch.full((blocks.tokens.shape[0],), head) for head, blocks in enumerate(chosen)]
-    )
+def _keep_best(blocks: PromptBlocks, is_chosen: Tensor, share: float) -> Tensor:
+    """``[heads, columns]`` bool: as many first blocks of each head as it has among the best of all.
+
+    Blocks are compared by the loss of dropping them.
+    """
+    place = is_chosen.flatten().nonzero()[:, 0]
+    drop = blocks.distortion[..., 0].flatten()[place]
     count = max(1, round(share * drop.numel()))
-    best = drop.argsort(descending=True, stable=True)[:count]
-    return torch.bincount(owner[best], minlength=len(chosen)).tolist()
+    best = place[drop.argsort(descending=True, stable=True)[:count]]
+    kept = (best // is_chosen.shape[1]).bincount(minlength=blocks.num_heads)
+    return is_chosen & (is_chosen.cumsum(1) <= kept[:, None])

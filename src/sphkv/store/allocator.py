@@ -182,15 +182,18 @@ class PageAllocator:
             What ``plan_bytes`` of each would add up to if the ones before it were allocated.
         """
         totals = dict(self._totals)
-        delta = 0
+        new: dict[PoolKey, tuple[int, int]] = {}  # slabs and their pages
         for request in requests:
             for key, wanted in request.items():
                 free, total = totals.get(key, (0, 0))
                 sizes = self._slab_sizes(wanted - free, total)
-                layout = self._layout_of(key)
-                delta += sum(self._slab_bytes(layout, pages) for pages in sizes)
-                made = sum(sizes)
+                made, held = sum(sizes), new.get(key, (0, 0))
+                new[key] = (held[0] + len(sizes), held[1] + made)
                 totals[key] = (free + made - wanted, total + made)
+        delta = 0
+        for key, (slabs, pages) in new.items():
+            layout = self._layout_of(key)
+            delta += pages * held_page_bytes(layout) + slabs * _spare_bytes(self._alignment(layout))
         return delta
 
     def _slab_sizes(self, missing: int, pool_pages: int) -> list[int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from sphkv.core.contract import WriteContract
 from sphkv.store.allocator import PoolKey
 from sphkv.store.append import Span
-from sphkv.store.paging import PositionMode, plan_pages, select_states
+from sphkv.store.paging import PositionMode, count_run_pages, plan_pages, select_states
 from sphkv.store.sequence import PointerTable
 from sphkv.store.store import PageStore
 
@@ -32,9 +32,8 @@ def contract_bytes(store: PageStore, contract: WriteContract, num_tokens: int) -
     """
     num_layers = contract.tier_id.shape[0]
     pages = count_pages(store, contract, num_tokens)
-    requests = [
-        {key: int(each[layer].sum()) for key, each in pages.items()} for layer in range(num_layers)
-    ]
+    by_pool = [[(key, count) for count in each.sum(1).tolist()] for key, each in pages.items()]
+    requests = [dict(layer) for layer in zip(*by_pool, strict=True)]
     per_head = torch.zeros(contract.tier_id.shape[:2], dtype=torch.int64)
     for each in pages.values():
         per_head += each
@@ -99,26 +98,44 @@ def count_pages(
         ``[layers, heads]`` int64 for every tier id and position mode that occurs.
     """
     # runs of 16 share a tier, so counting runs is counting states
-    unit = contract.granularity if num_tokens % contract.granularity == 0 else 1
-    tier_id = contract.tier_id[..., :num_tokens:unit].cpu()
-    protected = contract.protected[..., :num_tokens:unit].cpu()
-    layers, heads, units = tier_id.shape
-    positions = torch.arange(units)
+    if contract.granularity > 1 and num_tokens % contract.granularity == 0:
+        return _count_runs(store, contract, num_tokens)
+    tier_id, protected = contract.tier_id[..., :num_tokens].cpu(), contract.protected.cpu()
+    layers, heads, tokens = tier_id.shape
+    positions = torch.arange(tokens)
     found: dict[PoolKey, Tensor] = {}
-    step = max(1, _PLANNED_UNITS // (heads * max(1, units)))
+    step = max(1, _PLANNED_UNITS // (heads * max(1, tokens)))
     for first in range(0, layers, step):
         part = slice(first, first + step)
         # heads of several layers are planned as if they were those of one
-        flat = (tier_id[part].flatten(0, 1), protected[part].flatten(0, 1))
+        flat = (tier_id[part].flatten(0, 1), protected[part, :, :num_tokens].flatten(0, 1))
         for tier, spec in enumerate(store.config.tiers):
             if spec.kind == "drop":
                 continue
             states = select_states(*flat, positions, tier)
-            for batch in plan_pages(states, tier_id=tier, page_tokens=spec.page_tokens // unit):
-                mode = batch.position_mode
-                if unit > 1 and mode is not PositionMode.CONTIGUOUS:
-                    mode = PositionMode.RUNS
+            for batch in plan_pages(states, tier_id=tier, page_tokens=spec.page_tokens):
                 pages = batch.head_ids.bincount(minlength=flat[0].shape[0]).view(-1, heads)
-                total = found.setdefault((tier, mode), torch.zeros(layers, heads).long())
+                key = (tier, batch.position_mode)
+                total = found.setdefault(key, torch.zeros(layers, heads).long())
                 total[part] += pages
+    return found
+
+
+def _count_runs(
+    store: PageStore, contract: WriteContract, num_tokens: int
+) -> dict[PoolKey, Tensor]:
+    """``count_pages`` of whole runs, where the contract is, waiting for it once."""
+    tiers, size = store.config.tiers, contract.granularity
+    tier_id = contract.tier_id[..., :num_tokens:size]
+    layers, heads, _ = tier_id.shape
+    page_runs = tuple(max(1, spec.page_tokens // size) for spec in tiers)
+    step = max(1, _PLANNED_UNITS // max(1, tier_id[0].numel()))
+    parts = [count_run_pages(part.flatten(0, 1), page_runs) for part in tier_id.split(step)]
+    pages = torch.cat(parts).cpu().view(layers, heads, len(tiers), 2)
+    found = {}
+    for tier, spec in enumerate(tiers):
+        for column, mode in enumerate((PositionMode.CONTIGUOUS, PositionMode.RUNS)):
+            each = pages[:, :, tier, column]
+            if spec.kind != "drop" and bool(each.any()):
+                found[tier, mode] = each
     return found

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """From kept states to pages: which states share a page, and how it stores positions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from sphkv.core.constants import constant
 from sphkv.core.tiers import RUN_TOKENS
 
 MAX_POSITION = 2**31 - 1
@@ -134,6 +136,34 @@ def select_states(tier_id: Tensor, protected: Tensor, positions: Tensor, tier: i
         protected[head_ids, tokens],
         head_ids * tier_id.shape[1] + tokens,
     )
+
+
+def count_run_pages(tier_id: Tensor, page_runs: Sequence[int]) -> Tensor:
+    """Pages that runs of tokens fill, without planning any.
+
+    Args:
+        tier_id: ``[heads, runs]`` uint8 tier of every run; 0 drops it.
+        page_runs: Runs of a page of each tier.
+
+    Returns:
+        ``[heads, tiers, 2]`` int64: pages whose runs follow one another, and pages whose do not.
+    """
+    heads, runs = tier_id.shape
+    own = tier_id.long()
+    tiers = torch.arange(len(page_runs), device=own.device)
+    # runs of the same tier up to each run, itself included
+    seen = (own[:, None] == tiers[:, None]).cumsum(2)  # [heads, tiers, runs]
+    size = constant(tuple(page_runs), device=own.device)
+    pages = -(-seen[..., -1:].sum(2) // size) if runs else seen.sum(2)
+    rank = seen.gather(1, own[:, None])[:, 0] - 1
+    place = size[own]
+    # a page breaks where a run is not its first and the run before has another tier
+    is_break = (rank % place > 0) & (own != torch.nn.functional.pad(own[:, :-1], (1, 0), value=-1))
+    index = torch.where(is_break, own * (runs + 1) + rank // place, len(page_runs) * (runs + 1))
+    broken = own.new_zeros((heads, len(page_runs) * (runs + 1) + 1), dtype=torch.uint8)
+    broken.scatter_(1, index, 1)
+    apart = broken[:, :-1].unflatten(1, (len(page_runs), -1)).sum(2)
+    return torch.stack([pages - apart, apart], 2)
 
 
 def plan_pages(states: StateList, *, tier_id: int, page_tokens: int) -> list[PageBatch]:

@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the usual kernels ahead of time: ``python -m sphkv.attention.cuda.build``.
+"""Compile kernels ahead of time and in parallel: ``python -m sphkv.attention.cuda.build``.
 
-Fills the package's ``cubins`` folder, where the loader looks first, so that a machine without nvcc
-needs no compiler for them. Every other shape is compiled at first use.
+The command fills the package's ``cubins`` folder, where the loader looks first, so that a machine
+without nvcc needs no compiler for the usual kernels. ``prepare`` compiles what one cache will need,
+into the folder that is kept between runs; every other shape is compiled at first use.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from sphkv.attention.cuda import compiler, decode, dense
-from sphkv.attention.cuda.geometry import HEAD_DIMS, KernelShape
+from sphkv.attention.cuda.encode import encode_builds
+from sphkv.attention.cuda.geometry import HEAD_DIMS, KernelShape, is_served
+from sphkv.core.tiers import TierTable, ladder
 from sphkv.errors import CudaUnavailableError
+from sphkv.store.layout import PageLayout
+from sphkv.store.paging import PositionMode
 
 _KEY_BITS = (2, 3)
 _VALUE_BITS = (2, 3, 4)
@@ -23,11 +33,14 @@ _COLUMNS = (4, 8)
 _GROUPS = (1, 2, 3, 4, 5, 7, 8)
 # What calibrated models need: a few planes of two bits in pairs, a few without bits.
 _DOUBLE_STEPS, _CONSTANT_STEPS = 1, 1
+# Pages of single tokens are rare: they are compiled when the first one comes.
+_MODES = (PositionMode.CONTIGUOUS, PositionMode.RUNS)
 
 TARGETS = tuple(dict.fromkeys(compiler.ARCHITECTURES.values()))
 """Architectures that are built for if none is named."""
 
 Build = tuple[str, tuple[str, ...]]
+_Made = TypeVar("_Made")
 
 
 def usual_builds() -> Iterator[Build]:
@@ -46,10 +59,21 @@ def usual_builds() -> Iterator[Build]:
         yield decode.ENTRY_POINT, shape.fitted().defines()
     for head_dim, group in itertools.product(HEAD_DIMS, _GROUPS):
         yield dense.ENTRY_POINT, dense.definitions(head_dim, group)
+    for head_dim in HEAD_DIMS:
+        yield from tier_builds(ladder(head_dim), head_dim)
+
+
+def tier_builds(tiers: TierTable, head_dim: int) -> Iterator[Build]:
+    """Kernels that encode the pages of some tiers, in runs or not."""
+    for tier_id, tier in enumerate(tiers):
+        for mode in _MODES if tier.has_value_codes else ():
+            layout = PageLayout(tier_id, tier, head_dim, mode)
+            if is_served(layout):
+                yield from encode_builds(layout)
 
 
 def build(folder: Path, target: str, builds: Iterable[Build] | None = None) -> list[Path]:
-    """Compile kernels into a folder.
+    """Compile kernels into a folder, as many at once as there are processors.
 
     Args:
         folder: Where the cubins go; made if missing.
@@ -63,16 +87,73 @@ def build(folder: Path, target: str, builds: Iterable[Build] | None = None) -> l
         CudaUnavailableError: nvcc is missing or refuses the sources.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for kernel, defines in usual_builds() if builds is None else builds:
-        path = folder / compiler.cubin_name(kernel, defines, target)
+
+    def make(each: Build) -> Path:
+        path = folder / compiler.cubin_name(*each, target)
         if not path.is_file():
-            image = compiler.compile_with_nvcc(kernel, defines, target)
+            image = compiler.compile_with_nvcc(*each, target)
             if image is None:
-                raise CudaUnavailableError(f"nvcc is missing or cannot build {kernel} for {target}")
+                raise CudaUnavailableError(
+                    f"nvcc is missing or cannot build {each[0]} for {target}"
+                )
             path.write_bytes(image)
-        files.append(path)
-    return files
+        return path
+
+    return _each_in_parallel(make, list(usual_builds() if builds is None else builds))
+
+
+def prepare(builds: Iterable[Build], target: str, *, is_told: bool = True) -> int:
+    """Compile what is missing of some kernels into the folder that is kept between runs.
+
+    Args:
+        builds: Entry points and definitions.
+        target: Architecture, such as ``sm_90a``.
+        is_told: Whether a line on standard error says how long it takes.
+
+    Returns:
+        Kernels that were compiled.
+
+    Raises:
+        CudaUnavailableError: There is no compiler.
+    """
+    names = {compiler.cubin_name(*each, target): each for each in builds}
+    missing = [each for name, each in names.items() if compiler.find_cubin(name) is None]
+    if not missing:
+        return 0
+    began = time.perf_counter()
+    if is_told:
+        sys.stderr.write(f"sphkv: compiling {len(missing)} kernels, once for this machine ...")
+        sys.stderr.flush()
+    _each_in_parallel(lambda each: compiler.load_cubin(*each, target), missing)
+    if is_told:
+        sys.stderr.write(f" {time.perf_counter() - began:.0f} s\n")
+    return len(missing)
+
+
+def prepare_behind(
+    builds: Iterable[Build], target: str, *, is_told: bool = True
+) -> threading.Thread:
+    """``prepare`` in a thread of its own, for a caller that has other things to do meanwhile.
+
+    A kernel that is asked for before it is there is waited for, or compiled by who asks; so is one
+    that cannot be compiled, and its error is raised then.
+    """
+    wanted = list(builds)
+
+    def run() -> None:
+        try:
+            prepare(wanted, target, is_told=is_told)
+        except (CudaUnavailableError, RuntimeError, OSError) as error:
+            sys.stderr.write(f" failed: {error}\n")
+
+    thread = threading.Thread(target=run, name="sphkv-kernels", daemon=True)
+    thread.start()
+    return thread
+
+
+def _each_in_parallel(make: Callable[[Build], _Made], builds: list[Build]) -> list[_Made]:
+    with ThreadPoolExecutor(max(1, min(len(builds), os.cpu_count() or 1))) as pool:
+        return list(pool.map(make, builds))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -29,6 +31,9 @@ MAIN = {
 }
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100f", (10, 3): "sm_100f"}
 """Compiler target by compute capability; the instructions in use need a target of one family."""
+
+# One thread compiles a kernel, others that want it wait.
+_LOCKS: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
 _LIBRARY_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
@@ -82,19 +87,24 @@ def load_cubin(kernel: str, defines: Sequence[str], target: str) -> bytes:
         target: Architecture, such as ``sm_90a``.
     """
     name = cubin_name(kernel, defines, target)
-    shipped = shipped_folder() / name
-    if shipped.is_file():
-        return shipped.read_bytes()
-    cached = cache_folder() / name
-    if cached.is_file():
-        return cached.read_bytes()
-    image = compile_cubin(kernel, defines, target)
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    # a rename is atomic, so that two processes never see half a file
-    partial = cached.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_bytes(image)
-    partial.replace(cached)
-    return image
+    with _LOCKS[name]:
+        found = find_cubin(name)
+        if found is not None:
+            return found.read_bytes()
+        image = compile_cubin(kernel, defines, target)
+        cached = cache_folder() / name
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        # a rename is atomic, so that two processes never see half a file
+        partial = cached.with_suffix(f".{os.getpid()}.tmp")
+        partial.write_bytes(image)
+        partial.replace(cached)
+        return image
+
+
+def find_cubin(name: str) -> Path | None:
+    """Where a kernel lies that was compiled before, by ``cubin_name``."""
+    folders = (shipped_folder(), cache_folder())
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
 def shipped_folder() -> Path:

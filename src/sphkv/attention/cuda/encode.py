@@ -77,14 +77,8 @@ class CudaEncoder:
         return is_bfloat and is_served(layout) and layout.tier.has_value_codes
 
     def _kernel(
-        self, name: str, layout: PageLayout, shared_bytes: int, *more: str, device: torch.device
+        self, name: str, defines: tuple[str, ...], shared_bytes: int, device: torch.device
     ) -> Kernel:
-        defines = (
-            f"-DSPHKV_HEAD_DIM={layout.head_dim}",
-            f"-DSPHKV_SLOTS={layout.num_nibbles}",
-            f"-DSPHKV_VALUE_BITS={layout.tier.value_bits}",
-            *more,
-        )
         # pages of one shape differ in size by how they store positions
         key = (name, str(shared_bytes), *defines)
         if key not in self._kernels:
@@ -95,21 +89,10 @@ class CudaEncoder:
     def _encode_kernels(self, layout: PageLayout, device: torch.device) -> tuple[Kernel, Kernel]:
         """The kernel of the keys and that of the values, looked up once per layout."""
         if layout not in self._encode:
-            sizes = {
-                "sphkv_encode_keys": _key_memory(layout),
-                "sphkv_encode_values": _value_memory(layout),
-            }
-            defines = (
-                f"-DSPHKV_POSITIONS={int(layout.position_mode)}",
-                f"-DSPHKV_CELLS={NUM_CELLS}",
-                f"-DSPHKV_REFINEMENTS={NUM_REFINEMENTS}",
-                f"-DSPHKV_COARSE_STEP={COARSE_STEP[layout.tier.value_bits]}f",
-            )
+            sizes = _memories(layout)
             keys, values = (
-                self._kernel(
-                    name, layout, size, f"-DSPHKV_SHARED_BYTES={size}", *defines, device=device
-                )
-                for name, size in sizes.items()
+                self._kernel(name, defines, sizes[name], device)
+                for name, defines in encode_builds(layout)
             )
             self._encode[layout] = (keys, values)
         return self._encode[layout]
@@ -163,12 +146,52 @@ class CudaEncoder:
         if not pages.is_cuda or not is_served(layout) or not layout.tier.has_value_codes:
             return None
         pages = pages.contiguous()
-        kernel = self._kernel("sphkv_reorder", layout, layout.page_bytes, device=pages.device)
+        name, defines = reorder_build(layout)
+        kernel = self._kernel(name, defines, layout.page_bytes, pages.device)
         out = torch.empty_like(pages)
         params = _ReorderParams(pages.data_ptr(), out.data_ptr(), layout.page_bytes)
         if len(pages):
             _launch(kernel, len(pages), params)
         return out
+
+
+def encode_builds(layout: PageLayout) -> list[tuple[str, tuple[str, ...]]]:
+    """Entry point and definitions of what encodes such pages: keys, then values."""
+    return [
+        (
+            name,
+            (
+                *_page_defines(layout),
+                f"-DSPHKV_SHARED_BYTES={size}",
+                f"-DSPHKV_POSITIONS={int(layout.position_mode)}",
+                f"-DSPHKV_CELLS={NUM_CELLS}",
+                f"-DSPHKV_REFINEMENTS={NUM_REFINEMENTS}",
+                f"-DSPHKV_COARSE_STEP={COARSE_STEP[layout.tier.value_bits]}f",
+            ),
+        )
+        for name, size in _memories(layout).items()
+    ]
+
+
+def reorder_build(layout: PageLayout) -> tuple[str, tuple[str, ...]]:
+    """Entry point and definitions of the kernel that brings such pages into fragment order."""
+    return "sphkv_reorder", _page_defines(layout)
+
+
+def _page_defines(layout: PageLayout) -> tuple[str, ...]:
+    return (
+        f"-DSPHKV_HEAD_DIM={layout.head_dim}",
+        f"-DSPHKV_SLOTS={layout.num_nibbles}",
+        f"-DSPHKV_VALUE_BITS={layout.tier.value_bits}",
+    )
+
+
+def _memories(layout: PageLayout) -> dict[str, int]:
+    """Bytes of shared memory of the kernels that encode, keys first."""
+    return {
+        "sphkv_encode_keys": _key_memory(layout),
+        "sphkv_encode_values": _value_memory(layout),
+    }
 
 
 def _key_memory(layout: PageLayout) -> int:

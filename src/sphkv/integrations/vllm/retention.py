@@ -153,7 +153,7 @@ class Votes:
         for head, of_head in enumerate(order):
             # the squared move of the first n pages together, n = 0, 1, ...
             nested = pull[head][of_head][:, of_head].cumsum(0).cumsum(1).diagonal()
-            steps = convex_steps(torch.cat([nested.new_zeros(1), nested]))
+            steps = convex_steps(torch.cat([nested.new_zeros(1), nested])[None])[0]
             losses[head, of_head] = steps
         return losses
 
@@ -175,8 +175,7 @@ def page_losses(
     are squared.
     """
     pages = pool_runs(votes.features(states), PART_TOKENS)
-    heads = range(pages.mass.shape[0])
-    loss = torch.stack([state_distortion(pages, errors, _POLICY, head=head) for head in heads])
+    loss = state_distortion(pages, errors, _POLICY)
     loss[..., 0] = num_blocks * votes.drop_losses()
     return loss
 
