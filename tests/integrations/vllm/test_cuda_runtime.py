@@ -32,9 +32,19 @@ assert _SPEC is not None
 assert _SPEC.loader is not None
 _KERNELS = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(_KERNELS)
+
+
+@pytest.fixture
+def kernels(request):
+    """Kernels that run on the device there is."""
+    if DEVICE.type == "cpu":
+        request.getfixturevalue("on_the_host")()
+
+
 on_the_host = _KERNELS.on_the_host
 
-CPU = torch.device("cpu")
+# with a GPU the kernels run there
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS, HEADS, GROUP, DIM, BLOCKS = 2, 2, 2, 64, 40
 GEOMETRY = KVGeometry(
     num_layers=LAYERS, num_kv_heads=HEADS, num_query_heads=HEADS * GROUP, head_dim=DIM
@@ -75,7 +85,7 @@ def exact(query, keys, values, positions, options):
     keys = keys.double().repeat_interleave(GROUP, 1)
     values = values.double().repeat_interleave(GROUP, 1)
     logits = torch.einsum("qhd,khd->hqk", query.double(), keys) * options.scale
-    distance = positions[:, None] - torch.arange(len(keys))
+    distance = positions.to(DEVICE)[:, None] - torch.arange(len(keys), device=DEVICE)
     hidden = distance < 0
     if options.window is not None:
         hidden |= distance >= options.window
@@ -108,7 +118,7 @@ class Server:
             head_dim=DIM,
             max_sequences=4,
             max_tokens=1024,
-            device=CPU,
+            device=DEVICE,
             keeps_prefixes=True,
         )
         runtime = self.runtime
@@ -117,7 +127,7 @@ class Server:
         runtime.num_sinks = num_sinks
         self.group = runtime.add_group(NAMES, window)
         size = (LAYERS, BLOCKS, HEADS, 1, runtime.layout.page_bytes)
-        self.cache = torch.randint(0, 256, size, dtype=torch.uint8)
+        self.cache = torch.randint(0, 256, size, dtype=torch.uint8, device=DEVICE)
         runtime.bind({name: self.cache[at] for at, name in enumerate(NAMES)})
         self.codec = SphericalCodec(calibration)
         self.options = AttentionOptions(scale=DIM**-0.5, window=window)
@@ -130,7 +140,7 @@ class Server:
         length = 128 * num_found
         for layer in range(LAYERS):
             for to, source in (("keys", "keys"), ("values", "values")):
-                states = torch.zeros(0, HEADS, DIM, dtype=torch.bfloat16)
+                states = torch.zeros(0, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
                 if found is not None:
                     states = getattr(found, source)[layer][:length]
                 getattr(sequence, to).append(states)
@@ -171,7 +181,7 @@ class Server:
         before = [sequence.length for sequence, _ in work]
         lengths = np.array(before, dtype=np.int64) + np.array(new)
         rows = max(padded, len(work))
-        table = torch.zeros(rows, 8, dtype=torch.int32)
+        table = torch.zeros(rows, 8, dtype=torch.int32, device=DEVICE)
         for row, (sequence, _) in enumerate(work):
             table[row] = torch.tensor(sequence.blocks, dtype=torch.int32)
         slots = np.array([sequence.slot for sequence, _ in work], dtype=np.int64)
@@ -217,12 +227,11 @@ class Server:
     def _states(self, work, total):
         """New queries, keys and values of all rows; keys are those of a model with RoPE."""
         shape = (total, HEADS * GROUP + 2 * HEADS, DIM)
-        states = torch.randn(shape, generator=self.generator).bfloat16()
+        states = torch.randn(shape, generator=self.generator).bfloat16().to(DEVICE)
         return states.split([HEADS * GROUP, HEADS, HEADS], 1)
 
 
-def test_chunks_decodes_and_seals(on_the_host, calibration):
-    on_the_host()
+def test_chunks_decodes_and_seals(kernels, calibration):
     server = Server(calibration)
     one, two, three = (server.start(name, slot) for slot, name in enumerate("abc"))
     server.step([(one, 300), (two, 5)])
@@ -236,8 +245,7 @@ def test_chunks_decodes_and_seals(on_the_host, calibration):
     server.step([(one, 1), (two, 1), (three, 1)], padded=4)
 
 
-def test_prefix_is_found_and_rows_of_sinks_come_back(on_the_host, calibration):
-    on_the_host()
+def test_prefix_is_found_and_rows_of_sinks_come_back(kernels, calibration):
     server = Server(calibration, num_sinks=1)
     one = server.start("a", 0)
     server.step([(one, 270)])
@@ -256,14 +264,13 @@ def test_prefix_is_found_and_rows_of_sinks_come_back(on_the_host, calibration):
     assert server.group.ledger.num_used == 0
 
 
-def test_request_finds_what_another_writes_in_the_same_step(on_the_host, calibration):
-    on_the_host()
+def test_request_finds_what_another_writes_in_the_same_step(kernels, calibration):
     server = Server(calibration)
     one = server.start("a", 0)
     for layer in range(LAYERS):
         # what the other will write is not known yet
         for states in (one.keys, one.values):
-            states[layer] = torch.zeros(128, HEADS, DIM, dtype=torch.bfloat16)
+            states[layer] = torch.zeros(128, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
     two = server.start("b", 1, one, 1)
     two.prefix_of = one
     for layer in range(LAYERS):
@@ -273,8 +280,7 @@ def test_request_finds_what_another_writes_in_the_same_step(on_the_host, calibra
 
 
 @pytest.mark.parametrize("window", [100, 150])
-def test_windows_list_only_what_they_see(on_the_host, calibration, window):
-    on_the_host()
+def test_windows_list_only_what_they_see(kernels, calibration, window):
     server = Server(calibration, window=window)
     assert server.group.shape.num_sinks == 0
     one, two = server.start("a", 0), server.start("b", 1)
@@ -284,8 +290,7 @@ def test_windows_list_only_what_they_see(on_the_host, calibration, window):
     server.step([(one, 1), (two, 1)], padded=3)
 
 
-def test_no_sinks_and_three_bits(on_the_host, calibration):
-    on_the_host()
+def test_no_sinks_and_three_bits(kernels, calibration):
     server = Server(calibration, sinks=0, value_bits=3)
     one = server.start("a", 0)
     server.step([(one, 260)])
@@ -306,6 +311,6 @@ def test_tiers_that_kernels_do_not_read_are_refused():
                 head_dim=64,
                 max_sequences=1,
                 max_tokens=256,
-                device=CPU,
+                device=DEVICE,
                 keeps_prefixes=False,
             )

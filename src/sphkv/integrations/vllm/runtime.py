@@ -62,7 +62,7 @@ class WorkerRuntime:
             return False
         query, keys, _ = states
         positions = torch.arange(query.shape[1], device=query.device)
-        self.calibrator.add_layer(layer, keys, query, positions)
+        self.calibrator.add_layer(layer, keys.float(), query.float(), positions)
         return True
 
 

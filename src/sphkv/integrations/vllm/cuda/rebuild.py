@@ -55,8 +55,8 @@ class RebuildTables:
     """What the kernel reads besides pages, for heads that share a rotary embedding.
 
     Attributes:
-        terms: ``[heads, planes, terms, 2]`` int32: byte of a slot of lane group 0 in a tile's codes,
-            and bytes from one group of lanes to the next.
+        terms: ``[heads, planes, terms, 2]`` int32: byte of a slot of lane group 0 in the codes of a
+            tile, and bytes from one group of lanes to the next.
         points: ``[heads, planes, terms, 16, 2]`` float32; zero for terms that a plane lacks.
         constants: ``[heads, planes, 2]`` float32.
         turns: ``[planes]`` int64, see ``turn_steps``.

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -98,6 +99,9 @@ class CudaRuntime(WorkerRuntime):
         layout: A block of one KV head.
         room: States of the workspace that context is rebuilt in.
         groups: Memory of the layers that share a block table, by their names.
+        num_sinks: Sequences whose first tokens can be kept dense.
+        requests: Id of the request of every slot in use.
+        planned: The step of each group that was planned last.
     """
 
     def __init__(
@@ -130,6 +134,9 @@ class CudaRuntime(WorkerRuntime):
         self.room = max(max_tokens, _WORKSPACE_TOKENS)
         self.groups: dict[tuple[str, ...], LayerGroup] = {}
         self.num_sinks = 0
+        self.requests: Mapping[int, str] = {}
+        self.planned: dict[tuple[str, ...], CudaStep] = {}
+        self._ordered: list[list[LayerGroup]] = []
         self._places: dict[int, _Place] = {}
         self._flat: dict[RopeSpec, FlatHeads] = {}
         self._kernels = DecodeKernels(device)
@@ -210,22 +217,25 @@ class CudaRuntime(WorkerRuntime):
         tables = build_rebuild_tables(book, rope, self.layout, self.device)
         return FlatHeads(codec, tables, layers)
 
+    def _shape(self, num_layers: int, window: int | None) -> GroupShape:
+        has_sinks = window is None and self.options.sink_tokens > 0
+        return GroupShape(
+            num_layers=num_layers,
+            num_kv_heads=self.num_kv_heads,
+            num_query_heads=self.num_query_heads,
+            head_dim=self.head_dim,
+            num_slots=self.max_sequences,
+            num_sinks=self.num_sinks if has_sinks else 0,
+            sink_tokens=self.options.sink_tokens if has_sinks else 0,
+            max_tokens=self.max_tokens,
+            window=window,
+        )
+
     def add_group(self, names: Iterable[str], window: int | None) -> LayerGroup:
         """Memory of the layers that share a block table; the same one if asked again."""
         key = tuple(names)
         if key not in self.groups:
-            has_sinks = window is None and self.options.sink_tokens > 0
-            shape = GroupShape(
-                num_layers=len(key),
-                num_kv_heads=self.num_kv_heads,
-                num_query_heads=self.num_query_heads,
-                head_dim=self.head_dim,
-                num_slots=self.max_sequences,
-                num_sinks=self.num_sinks if has_sinks else 0,
-                sink_tokens=self.options.sink_tokens if has_sinks else 0,
-                max_tokens=self.max_tokens,
-                window=window,
-            )
+            shape = self._shape(len(key), window)
             group = LayerGroup(
                 shape, self.device, room=self.room, keeps_prefixes=self.keeps_prefixes
             )
@@ -241,6 +251,55 @@ class CudaRuntime(WorkerRuntime):
         """Choose how many sequences have dense first tokens, for so many bytes of blocks."""
         blocks = block_bytes / (self.block_bytes_per_token * PAGE_TOKENS)
         self.num_sinks = max(_LEAST_SINKS * self.max_sequences, int(blocks) // _SINK_SHARE)
+
+    def expected_bytes(self, num_layers: int) -> int:
+        """Bytes of the tails, sinks and lists of so many layers."""
+        shape = self._shape(num_layers, None)
+        pages = (self.max_tokens // PAGE_TOKENS + 2) * self.num_kv_heads * self.max_sequences
+        return shape.tail_bytes + shape.sink_bytes + _WORD.itemsize * pages
+
+    def order_groups(self, groups: Sequence[Sequence[str]]) -> None:
+        """Say in which order vLLM names the blocks of groups of layers."""
+        self._ordered = [
+            [group for names, group in self.groups.items() if set(names) <= set(members)]
+            for members in groups
+        ]
+
+    def request_names(self, slots: Iterable[int]) -> list[str]:
+        """Ids of the requests in some slots; empty words for slots that nobody has."""
+        return [self.requests.get(int(slot), "") for slot in slots]
+
+    def begin_step(self, scheduled: Any) -> None:
+        """Follow vLLM's scheduler: which requests end, begin and get blocks.
+
+        Args:
+            scheduled: vLLM's ``SchedulerOutput``.
+
+        Raises:
+            RuntimeError: A request begins in the middle of a block.
+        """
+        gone = {*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())}
+        for number, groups in enumerate(self._ordered):
+            for ledger in (group.ledger for group in groups):
+                for request in gone:
+                    ledger.end(request)
+                for new in scheduled.scheduled_new_reqs:
+                    if new.num_computed_tokens % PAGE_TOKENS:
+                        raise RuntimeError(
+                            f"request {new.req_id} begins at token {new.num_computed_tokens}, "
+                            "inside a block"
+                        )
+                    found = new.num_computed_tokens // PAGE_TOKENS
+                    ledger.begin(new.req_id, new.block_ids[number], found)
+                for blocks in scheduled.scheduled_cached_reqs.new_block_ids:
+                    if blocks is not None:
+                        ledger.reuse(blocks[number])
+
+    def finish_step(self) -> None:
+        """Code the blocks that the step filled, where layers did not do it themselves."""
+        for names, step in self.planned.items():
+            self.finish(step, names)
+        self.planned.clear()
 
     def bind(self, caches: Mapping[str, Tensor]) -> None:
         """Take note of the blocks of every layer, ``[blocks, heads, 1, page_bytes]`` uint8."""
@@ -359,9 +418,7 @@ class CudaRuntime(WorkerRuntime):
             positions = positions.repeat(count // len(counts), 1)
             counts = counts.repeat(count // len(counts))
         rows = PageRows(positions, counts, self._no_flags[:count])
-        return self._encoder.encode(
-            self.layout, 0, flat.codec, (states[0], states[1]), rows, heads
-        )
+        return self._encoder.encode(self.layout, 0, flat.codec, (states[0], states[1]), rows, heads)
 
     def _gather(
         self, layer: int, new: tuple[Tensor, Tensor], pages: Tensor, chunks: DeviceChunks
@@ -442,12 +499,14 @@ class CudaRuntime(WorkerRuntime):
         if layers not in self._pools:
             caches = [_words(self._caches[layer]).flatten(1) for layer in layers]
             starts = [cache.data_ptr() for cache in caches]
-            steps = {b - a for a, b in zip(starts, starts[1:], strict=False)}
+            steps = {b - a for a, b in pairwise(starts)}
             if len(steps) > 1:
                 raise RuntimeError(f"layers {layers} lie at uneven distances {sorted(steps)}")
             step = steps.pop() // _WORD.itemsize if steps else 0
             first = caches[0]
-            self._pools[layers] = first.as_strided((len(layers), *first.shape), (step, *first.stride()))
+            self._pools[layers] = first.as_strided(
+                (len(layers), *first.shape), (step, *first.stride())
+            )
         return self._pools[layers]
 
 
@@ -456,8 +515,8 @@ def _as_pages(cache: Tensor) -> Tensor:
     pages = cache.flatten(2)
     if not pages.is_contiguous():
         raise ValueError(
-            f"blocks {tuple(cache.shape)} lie with strides {cache.stride()}: a head's block must be "
-            "one run of bytes, layers outermost (KV cache layout LBHNC)"
+            f"blocks {tuple(cache.shape)} lie with strides {cache.stride()}: a head's block must "
+            "be one run of bytes, layers outermost (KV cache layout LBHNC)"
         )
     return pages.view(torch.uint8)
 

@@ -256,8 +256,8 @@ def plan_tails(rows: BatchRows) -> TailWrites:
 class ChunkPlan:
     """Chunks of consecutive rows, and the context that is rebuilt beside them for the step.
 
-    States of a row lie side by side in the workspace: those of full blocks, rebuilt from codes, with
-    the dense first ones; those of the tail; those of the chunk.
+    States of a row lie side by side in the workspace: those of full blocks, rebuilt from codes,
+    with the dense first ones; those of the tail; those of the chunk.
 
     Attributes:
         first: First token of the chunks in the batch.
