@@ -188,7 +188,11 @@ def use_flash_3() -> None:
 def describe(llm: Any) -> dict[str, Any]:
     """What the engine chose."""
     config = llm.llm_engine.vllm_config
-    layers = config.compilation_config.static_forward_context.values()
+    layers = [
+        layer
+        for layer in config.compilation_config.static_forward_context.values()
+        if hasattr(layer, "attn_backend")
+    ]
     blocks, size = config.cache_config.num_gpu_blocks or 0, config.cache_config.block_size
     return {
         "tokens_held": blocks * size,
@@ -353,7 +357,6 @@ def run_loop(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
                     ask()
         most = max(most, len(last))
     seconds = time.perf_counter() - begin
-    tokens += 0
     return {
         "clients": given.clients,
         "requests": given.requests,
@@ -375,7 +378,7 @@ def _quantile(values: list[float], share: float, factor: float = 1.0) -> float |
 
 
 def run_stress(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
-    """Requests with shared prefixes, some cancelled; each text must be that of the request alone."""
+    """Requests with shared prefixes, some cancelled; texts must be those of requests alone."""
     from vllm import SamplingParams
 
     engine, draw = llm.llm_engine, random.Random(1)
@@ -407,8 +410,24 @@ def run_stress(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
             if at not in texts and at not in cancelled:
                 engine.abort_request([f"r{at}"])
                 cancelled.add(at)
+    seconds = time.perf_counter() - begin
     lost = [at for at in range(given.requests) if at not in texts and at not in cancelled]
-    checked = [at for at in sorted(texts) if at not in cancelled][:: max(1, given.requests // 40)]
+    found = _check_alone(llm, texts, cancelled, prompt, sampling)
+    return {
+        "requests": given.requests,
+        "finished": len(texts),
+        "cancelled": len(cancelled),
+        "lost": lost,
+        "seconds": round(seconds, 1),
+        **found,
+    }
+
+
+def _check_alone(
+    llm: Any, texts: dict[int, Any], cancelled: set[int], prompt: Any, sampling: Any
+) -> dict[str, Any]:
+    """Ask some of the requests again, one by one."""
+    checked = [at for at in sorted(texts) if at not in cancelled][:: max(1, len(texts) // 40)]
     wrong, gaps = [], []
     for at in checked:
         out = llm.generate([{"prompt_token_ids": prompt(at)}], sampling(at), use_tqdm=False)[0]
@@ -417,14 +436,9 @@ def run_stress(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
         if alone["tokens"] != texts[at]["tokens"]:
             wrong.append((at, _same_tokens(alone["tokens"], texts[at]["tokens"])))
     return {
-        "requests": given.requests,
-        "finished": len(texts),
-        "cancelled": len(cancelled),
-        "lost": lost,
         "checked": len(checked),
         "other_text": wrong,
         "largest_logprob_gap": max(gaps, default=None),
-        "seconds": round(time.perf_counter() - begin, 1),
     }
 
 
@@ -464,39 +478,56 @@ def run_parent(given: argparse.Namespace) -> None:
     if "--kv" in rest:
         at = rest.index("--kv")
         del rest[at : at + 2]
-    results = []
-    for kv in given.kv.split(","):
-        log = work / f"{given.mode}-{given.model}-{kv.replace(':', '-')}-{os.getpid()}.log"
+    kinds = given.kv.split(",")
+    logs = [
+        work / f"{given.mode}-{given.model}-{kv.replace(':', '-')}-{os.getpid()}.log"
+        for kv in kinds
+    ]
+    started, results = [], []
+    for kv, log in zip(kinds, logs, strict=True):
         command = [sys.executable, __file__, *rest, "--kv", kv, "--child"]
         with log.open("w") as file:
             process = subprocess.Popen(
                 command, env={**ENVIRONMENT, **os.environ}, stdout=file, stderr=subprocess.STDOUT
             )
-            try:
-                code = process.wait(given.timeout)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                code = -9
-        text = log.read_text(errors="replace")
-        found = [line[7:] for line in text.splitlines() if line.startswith("RESULT ")]
-        result = json.loads(found[-1]) if found else {"kv": kv, "mode": given.mode, "failed": code}
-        if not found:
-            print("\n".join(text.splitlines()[-given.log_lines :]), flush=True)
-        for line in text.splitlines():
-            if "sphkv serves" in line or line.startswith("POINT"):
-                print(line, flush=True)
+        started.append(process)
+        if not given.parallel:
+            _wait(process, given.timeout)
+    for kv, log, process in zip(kinds, logs, started, strict=True):
+        code = _wait(process, given.timeout)
+        result = _read_log(log, {"kv": kv, "mode": given.mode, "failed": code}, given.log_lines)
         results.append(result)
-        short = {k: v for k, v in result.items() if k not in ("first", "again", "alone")}
-        print("RESULT " + json.dumps(short), flush=True)
-        if given.out:
-            with Path(given.out).open("a") as file:
-                file.write(json.dumps(short) + "\n")
+        _record(given, {k: v for k, v in result.items() if k not in ("first", "again", "alone")})
     if given.mode == "text" and all("first" in result for result in results):
         for row in compare_text(results):
-            print("TEXT " + json.dumps(row), flush=True)
-            if given.out:
-                with Path(given.out).open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            _record(given, row)
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> int:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return -9
+
+
+def _record(given: argparse.Namespace, row: dict[str, Any]) -> None:
+    print("RESULT " + json.dumps(row), flush=True)
+    if given.out:
+        with Path(given.out).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _read_log(log: Path, failed: dict[str, Any], log_lines: int) -> dict[str, Any]:
+    """The result of a run; its log goes to stdout where it has none."""
+    lines = log.read_text(errors="replace").splitlines()
+    found = [line[7:] for line in lines if line.startswith("RESULT ")]
+    if not found:
+        print("\n".join(lines[-log_lines:]), flush=True)
+    for line in lines:
+        if "sphkv serves" in line or line.startswith("POINT"):
+            print(line, flush=True)
+    return dict(json.loads(found[-1])) if found else failed
 
 
 def main() -> None:
@@ -510,6 +541,7 @@ def main() -> None:
     parser.add_argument("--gpu-mem", type=float, default=0.85)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--prefix", action="store_true", help="keep prefixes of prompts")
+    parser.add_argument("--parallel", action="store_true", help="all caches at once, for checks")
     parser.add_argument("--child", action="store_true")
     for name, value in (
         ("batch", 8), ("prompt", 32000), ("new", 128), ("repeat", 2), ("layers", 0),

@@ -16,7 +16,6 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     AttentionType,
 )
-from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sphkv.attention.cuda.geometry import HEAD_DIMS, PAGE_TOKENS, ceil_div
@@ -182,6 +181,9 @@ def attend_chunks(
     sink_logits: Tensor | None,
 ) -> None:
     """FlashAttention of chunks to the states of their own rows; see ``ChunkAttention``."""
+    # only there where vLLM was built for a GPU
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
     plan = chunks.plan
     window = [-1, -1] if options.window is None else [options.window - 1, 0]
     flash_attn_varlen_func(

@@ -146,11 +146,16 @@ class SinkLedger:
         return self._row_of.get(self._first_block.get(request, -1), -1)
 
 
+def _pinned(array: Integers, device: torch.device) -> Tensor:
+    """An array where a GPU can fetch it while the host goes on."""
+    flat = torch.from_numpy(array)
+    return flat.pin_memory() if device.type == "cuda" else flat
+
+
 def to_device(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
     """Copy int64 arrays in one piece, without waiting."""
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
+    flat = _pinned(np.concatenate([array.ravel() for array in arrays]), device)
+    flat = flat.to(device, non_blocking=True)
     parts = flat.split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
@@ -386,7 +391,7 @@ class LayerGroup:
             window=shape.window,
         )
         plan = self._plan[: len(packed)]
-        plan.copy_(to_device([packed], self._device)[0], non_blocking=True)
+        plan.copy_(_pinned(packed, self._device), non_blocking=True)
         slots, sinks = plan[6 * batch : 7 * batch], plan[7 * batch : 8 * batch]
         tails = self._tails[: layers * batch * heads * 2].view(layers, batch, heads, 2)
         torch.index_select(self._tail_table, 1, slots, out=tails)

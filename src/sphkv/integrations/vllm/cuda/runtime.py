@@ -190,6 +190,26 @@ class CudaRuntime(WorkerRuntime):
             torch.zeros(size, dtype=torch.bfloat16, device=self.device),
         )
 
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Encode and rebuild a page with each codec, so that no request waits for a compiler."""
+        size = (self.num_kv_heads, PAGE_TOKENS, self.head_dim)
+        states = torch.zeros(size, dtype=torch.bfloat16, device=self.device)
+        states[..., 0] = 1.0
+        none = torch.zeros(1, dtype=torch.int64, device=self.device)
+        rows = PageRows(
+            torch.arange(PAGE_TOKENS, device=self.device).repeat(len(states), 1),
+            torch.full((len(states),), PAGE_TOKENS, device=self.device),
+            torch.zeros(len(states), PAGE_TOKENS, dtype=torch.bool, device=self.device),
+        )
+        heads = torch.arange(len(states), device=self.device)
+        for flat in self._flat.values():
+            pages = self._encoder.encode(self.layout, 0, flat.codec, (states, states), rows, heads)
+            rebuild_pages(
+                pages[None], none, none, *self._workspace, flat.tables, self.layout, first_head=0
+            )
+
     def _flatten(self, calibration: Calibration, rope: RopeSpec) -> FlatHeads:
         layers = tuple(at for at, one in enumerate(calibration.ropes) if one == rope)
         planes = calibration.planes
@@ -278,6 +298,7 @@ class CudaRuntime(WorkerRuntime):
         Raises:
             RuntimeError: A request begins in the middle of a block.
         """
+        self.planned.clear()
         gone = {*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())}
         for number, groups in enumerate(self._ordered):
             for ledger in (group.ledger for group in groups):
