@@ -235,7 +235,7 @@ class CudaSphericalImpl(AttentionImpl):  # type: ignore[misc]
         if shape != (runtime.num_query_heads, runtime.num_kv_heads, runtime.head_dim):
             raise ValueError(f"a layer has {shape} heads, KV heads and channels, unlike the others")
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
-        self.scale = float(scale)
+        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.sinks = sinks
         self.sliding_window = sliding_window
         self._sink_logits: Tensor | None = None

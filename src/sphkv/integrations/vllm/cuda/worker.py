@@ -62,7 +62,7 @@ class CudaWorker(CodedWorker, Worker):  # type: ignore[misc]
         """Load the weights, then the codebooks and kernels."""
         super().load_model(**kwargs)
         self._layers = self._name_layers()
-        with torch.inference_mode():
+        with torch.no_grad():
             self._runtime.use(self._calibration())
         free, _ = torch.cuda.mem_get_info(self.device)
         self._runtime.reserve_sinks(free)
