@@ -64,8 +64,15 @@ class CudaWorker(CodedWorker, Worker):  # type: ignore[misc]
         self._layers = self._name_layers()
         with torch.no_grad():
             self._runtime.use(self._calibration())
+        self._runtime.reserve_sinks(self._cache_bytes())
+
+    def _cache_bytes(self) -> int:
+        """About how many bytes blocks will have."""
+        given = self.cache_config.kv_cache_memory_bytes
+        if given:
+            return int(given)
         free, _ = torch.cuda.mem_get_info(self.device)
-        self._runtime.reserve_sinks(free)
+        return max(0, int(self.requested_memory - (self.init_snapshot.free_memory - free)))
 
     def determine_available_memory(self) -> int:
         """Bytes for blocks: what vLLM would give them less all that is dense."""
