@@ -101,7 +101,7 @@ class CodedWorker:
                 share, tuple(ropes), model_id=model.model, options=START_UP_CALIBRATION
             )
             self._observe_text(runtime.options.calibration_tokens)
-            calibration = runtime.calibrator.finish()
+            calibration: Calibration = runtime.calibrator.finish()
             runtime.calibrator = None
             return calibration
         whole = KVGeometry(

@@ -49,7 +49,7 @@ class CpuWorker(CodedWorker, CPUWorker):  # type: ignore[misc]
     def determine_available_memory(self) -> int:
         """Bytes for blocks: what vLLM would give them less the dense tails."""
         available = int(super().determine_available_memory())
-        left = available - self._runtime.tail_bytes
+        left: int = available - self._runtime.tail_bytes
         if left <= 0:
             raise ValueError(
                 f"{available} bytes of cache are too few: the dense tails of "

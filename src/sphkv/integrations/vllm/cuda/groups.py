@@ -19,7 +19,7 @@ from sphkv.attention.cuda.dense import DenseStates
 from sphkv.attention.cuda.geometry import PAGE_TOKENS, ceil_div
 from sphkv.attention.cuda.pages import PageLists
 from sphkv.attention.partial import PartialAttention
-from sphkv.integrations.vllm.cuda.lists import list_pages
+from sphkv.attention.triton.block_lists import list_pages
 from sphkv.integrations.vllm.cuda.steps import (
     DECODE_FIELDS,
     BatchRows,
@@ -374,7 +374,7 @@ class LayerGroup:
         if not self.shape.num_sinks:
             return rows
         # first blocks that fill now may already be found by others in the same step
-        for row in np.flatnonzero(rows.seals_first_block()):
+        for row in np.flatnonzero(rows.seals_first_block()).tolist():
             self.ledger.assign(requests[row])
         rows.sinks[:] = [self.ledger.row(request) for request in requests]
         return rows

@@ -19,6 +19,11 @@ from sphkv.attention.cuda.kernel_cache import DecodeKernels
 from sphkv.attention.cuda.pages import PagePool
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
+from sphkv.attention.triton.rebuild import (
+    RebuildTables,
+    build_rebuild_tables,
+    rebuild_pages,
+)
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.codebook import PlaneCodebooks
 from sphkv.codec.states import SphericalCodec
@@ -31,11 +36,6 @@ from sphkv.integrations.vllm.cuda.groups import (
     DeviceSeals,
     GroupShape,
     LayerGroup,
-)
-from sphkv.integrations.vllm.cuda.rebuild import (
-    RebuildTables,
-    build_rebuild_tables,
-    rebuild_pages,
 )
 from sphkv.integrations.vllm.options import ServeOptions
 from sphkv.integrations.vllm.runtime import WorkerRuntime

@@ -364,7 +364,7 @@ def _plan_group(
         *_join(pages),
         *_join(sinks),
         *_join(tails),
-        np.concatenate(chunks),
+        chunk_places=np.concatenate(chunks),
     )
 
 
@@ -373,5 +373,6 @@ def _columns(number: int, offset: Integers, place: Integers | int) -> Integers:
     return np.stack([np.full_like(offset, number), offset, np.zeros_like(offset) + place])
 
 
-def _join(parts: list[Integers]) -> Integers:
-    return np.concatenate([np.zeros((3, 0), dtype=np.int64), *parts], 1)
+def _join(parts: list[Integers]) -> tuple[Integers, Integers, Integers]:
+    joined = np.concatenate([np.zeros((3, 0), dtype=np.int64), *parts], 1)
+    return joined[0], joined[1], joined[2]

@@ -77,7 +77,7 @@ class CudaWorker(CodedWorker, Worker):  # type: ignore[misc]
     def determine_available_memory(self) -> int:
         """Bytes for blocks: what vLLM would give them less all that is dense."""
         available = int(super().determine_available_memory())
-        dense = self._runtime.expected_bytes(len(self._layers))
+        dense: int = self._runtime.expected_bytes(len(self._layers))
         if available <= dense:
             raise ValueError(
                 f"{available} bytes of cache are too few: dense tails and sinks of "

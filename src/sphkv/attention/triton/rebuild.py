@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sphkv.attention.cuda.fragments import LANES, _three_bit_places
-from sphkv.attention.cuda.geometry import PAGE_TOKENS
+from sphkv.attention.cuda.fragments import _three_bit_places
+from sphkv.attention.cuda.geometry import LANES, PAGE_TOKENS
 from sphkv.attention.triton.pieces import (
     POSITION_BASE,
     RADIUS_LO,
