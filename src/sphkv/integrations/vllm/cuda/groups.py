@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -166,17 +167,32 @@ class DecodeStep:
 
     Attributes:
         rows: Rows, padded ones included.
-        dense: Tails and sinks of each layer.
+        tails: ``[layers, rows, heads, 2]`` int64 addresses.
+        extents: ``[rows, 2]`` int64 states of each tail and first position.
+        sinks: ``[layers, rows, heads]`` int64 addresses.
+        page_start: See ``DenseStates``.
+        shape: Where keys and values of sinks begin.
         lists: Pages of each row and head; the same for all layers.
         positions: ``[rows]`` int32 position of each new token; None without a window.
         partial: Where the dense part of a layer goes.
     """
 
     rows: int
-    dense: tuple[DenseStates, ...]
+    tails: Tensor
+    extents: Tensor
+    sinks: Tensor
+    page_start: Tensor
+    shape: GroupShape
     lists: PageLists
     positions: Tensor | None
     partial: PartialAttention
+
+    def dense(self, index: int) -> DenseStates:
+        """Tails and sinks of a layer, by its index in the group."""
+        # a kernel asks the shape where keys and values of a dense page begin
+        layout: Any = self.shape
+        parts = (self.tails[index], self.extents, self.sinks[index], self.page_start)
+        return DenseStates(*parts, layout)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -404,13 +420,10 @@ class LayerGroup:
         positions = None
         if shape.window is not None:
             positions = self._positions[:batch].copy_(extents.sum(1) - 1)
-        # a kernel asks the shape where keys and values of a dense page begin
-        dense = tuple(
-            DenseStates(tails[at], extents, pages[at], self._page_start, shape)  # type: ignore[arg-type]
-            for at in range(layers)
-        )
         partial = PartialAttention(self._partial.output[:batch], self._partial.lse[:batch])
-        return DecodeStep(batch, dense, lists, positions, partial)
+        return DecodeStep(
+            batch, tails, extents, pages, self._page_start, shape, lists, positions, partial
+        )
 
     def _seals_to_device(self, plan: SealPlan, table: Tensor) -> DeviceSeals:
         held, source, positions, counts, row, column, sink_source, sink_rows = to_device(

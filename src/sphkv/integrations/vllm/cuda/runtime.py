@@ -389,7 +389,7 @@ class CudaRuntime(WorkerRuntime):
             query,
             keys,
             values,
-            step.dense[self._places[layer].index],
+            step.dense(self._places[layer].index),
             options,
             result=step.partial,
             spare_processors=kernel.spare_processors,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ DECODE_FIELDS = 8
 _FIRST_BLOCK, _NUM_PAGES, _LIST_START, _FIRST_BASE, _SLOT, _SINK = range(2, DECODE_FIELDS)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class BatchRows:
     """The sequences of a step.
 
@@ -44,17 +45,17 @@ class BatchRows:
     slots: Integers
     sinks: Integers
 
-    @property
+    @cached_property
     def num_new(self) -> Integers:
         """``[rows]`` tokens that the step computes."""
         return np.diff(self.query_starts)
 
-    @property
+    @cached_property
     def before(self) -> Integers:
         """``[rows]`` length before the step."""
         return self.num_tokens - self.num_new
 
-    @property
+    @cached_property
     def num_decoded(self) -> int:
         """Leading rows with one new token."""
         is_chunk = self.num_new != 1
