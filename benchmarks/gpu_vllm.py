@@ -57,6 +57,59 @@ MODELS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192,
         },
     },
+    "qwen8b": _LLAMA
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+    },
+    "gptoss": _LLAMA
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+        "initial_context_length": 4096,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+        "router_aux_loss_coef": 0.9,
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    },
     "tiny": _LLAMA
     | {
         "hidden_size": 512,
@@ -86,6 +139,9 @@ def model_folder(root: Path, name: str, layers: int | None, *, has_weights: bool
     """A folder with a config and, for small models, weights whose attention is not flat."""
     config = dict(MODELS[name])
     config["num_hidden_layers"] = layers or config["num_hidden_layers"]
+    if "sliding_window" in config:
+        kinds = ("sliding_attention", "full_attention")
+        config["layer_types"] = [kinds[at % 2] for at in range(config["num_hidden_layers"])]
     path = root / f"{name}-{config['num_hidden_layers']}"
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
