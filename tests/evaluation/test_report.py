@@ -8,7 +8,7 @@ import pytest
 from sphkv.cli.main import main
 from sphkv.evaluation.records import RecordFile
 from sphkv.evaluation.report.charts import Mark, Series, number_text, scatter, stacked_bars
-from sphkv.evaluation.report.sections import ablation_part
+from sphkv.evaluation.report.sections import ablation_part, behaviour_table, facet_table
 
 SETUP = {
     "substrate": {"pages": "paged"},
@@ -191,6 +191,7 @@ def ablated(method, budget, kl):
         "method": method,
         "budget": budget,
         "workload": "lm",
+        "case": "lm-4096-a",
         "status": "refused" if kl is None else "measured",
         "quality": {"kl": kl, "kl_max": 1.0, "same_top1": 0.9, "nll_delta": 0.0},
         "times": {"tok_s": 10.0, "attend_s": 0.01, "num_measured": 2},
@@ -208,7 +209,22 @@ def test_variants_of_the_controller_have_a_part_of_their_own():
     assert "<td>10%</td><td class=number>0.03</td><td>joint:decoupled</td>" in text
     assert "<td>5%</td><td>-</td><td>no single lever meets this budget</td>" in text
     assert "1 refused" in text
+    assert "<td>0.03 [0.03, 0.03]</td>" in text
     assert ablation_part([ablated("joint", "10%", 0.02)]) == ""
+
+
+def test_scores_are_set_against_dense_prompt_by_prompt():
+    def asked(method, case, f1, num_distractors):
+        quality = {"f1": f1, "f1_reference": 1.0, "length_drift": 0, "failures": []}
+        facets = {"num_distractors": num_distractors}
+        return record("qa", method, "10%", case, quality, 100.0, 9.0, facets)
+
+    points = [asked("dense", "a", 1.0, 8), asked("dense", "b", 0.5, 23)]
+    points += [asked("joint", "a", 0.75, 8), asked("joint", "b", 0.25, 23)]
+    assert "<td class=number>50</td><td>-25 [-25, -25]</td>" in behaviour_table(points)
+    text = facet_table(points, "qa", "num_distractors")
+    assert "<th>distractors up to 8</th><th>distractors more than 16</th>" in text
+    assert "<td class=number>75</td><td class=number>25</td>" in text
 
 
 def test_the_table_beside_it_holds_every_point(folder):

@@ -208,9 +208,12 @@ def test_an_ablation_leaves_a_variant_empty_that_some_prompt_could_not_use():
             point("joint", "needle", "unknown", 9.0),
             point("joint:quant", "lm", "a", None),
             point("joint:quant", "lm", "b", 0.1),
+            point("joint:noseg", "lm", "b", 0.4),
+            point("joint:noseg", "lm", "a", 0.2),
         ]
     )
-    assert [row["variant"] for row in rows] == ["joint", "joint:quant"]
+    assert [row["variant"] for row in rows] == ["joint", "joint:quant", "joint:noseg"]
+    assert [row["lm_above"] for row in rows] == [None, None, "0.1 [0.1, 0.1]"]
     assert rows[0]["lm_kl"] == pytest.approx(0.2)
     # divergence from dense counts whatever dense says, what is right only where dense is
     assert rows[0]["qa_kl"] == pytest.approx(3.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,10 @@ from sphkv.evaluation.frontier import (
     winner,
 )
 from sphkv.evaluation.metrics.divergence import DRIFT_EDGES
+from sphkv.evaluation.metrics.statistics import paired_interval
 from sphkv.evaluation.report.charts import Mark, Series, number_text, scatter, stacked_bars
 from sphkv.evaluation.retention.study import ablation_rows
-from sphkv.evaluation.runner.methods import JOINT, UNIFORM
+from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM
 
 Record = Mapping[str, Any]
 
@@ -35,12 +37,14 @@ _ABLATION_COLUMNS = {
     "budget": "budget",
     "variant": "variant",
     "lm_kl": "KL",
+    "lm_above": "KL above joint",
     "lm_worst": "worst token",
     "lm_same": "same top-1",
     "nll_delta": "NLL change",
     "tok_s": "tok/s",
     "attend_ms": "attention, ms",
     "qa_kl": "KL of answers",
+    "qa_above": "above joint",
     "qa_same": "same answers",
     "r_fail": "R_fail",
     "delta_t": "Delta T",
@@ -48,8 +52,13 @@ _ABLATION_COLUMNS = {
     "psi": "Psi",
     "num_prompts": "prompts",
     "num_answered": "of these answered by dense",
+    "qa_f1": "F1 of these",
+    "qa_f1_dense": "dense's",
     "note": "",
 }
+_POSITIONS = ("early", "middle", "late")
+_DISTRACTORS = "num_distractors"
+_DISTRACTOR_RANGES = ((8, "up to 8"), (16, "9 to 16"), (math.inf, "more than 16"))
 _FAILURE_COLUMNS = {
     "failure": "failure",
     "budget": "budget",
@@ -146,7 +155,7 @@ def budget_curves(frontiers: Sequence[PanelFrontier]) -> str:
 
 
 def facet_table(records: Sequence[Record], workload: str, facet: str) -> str:
-    """Quality by depth or answer position, a row per method and budget."""
+    """Quality by depth, place of the answer or number of distractors, by method and budget."""
     found: dict[tuple[str, str], dict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
     values: set[Any] = set()
     for record in records:
@@ -155,22 +164,27 @@ def facet_table(records: Sequence[Record], workload: str, facet: str) -> str:
         if facet not in record["facets"]:
             continue
         value = record["facets"][facet]
+        if facet == _DISTRACTORS:
+            value = next(name for most, name in _DISTRACTOR_RANGES if value <= most)
         values.add(value)
         found[record["method"], record["budget"]][value].append(record_quality(record))
     if not found:
         return ""
-    order = sorted(values, key=lambda v: ("early", "middle", "late").index(v) if v in
-                   ("early", "middle", "late") else v)  # fmt: skip
+    named = [*_POSITIONS, *(name for _, name in _DISTRACTOR_RANGES)]
+    order = sorted(values, key=lambda v: named.index(v) if v in named else v)
     rows = [
         [method, budget, *(statistics.fmean(cell[v]) if cell.get(v) else "-" for v in order)]
         for (method, budget), cell in found.items()
     ]
-    header = ["method", "budget", *(f"{facet} {value}" for value in order)]
+    header = ["method", "budget", *(f"{facet.replace('num_', '')} {value}" for value in order)]
     return table(header, rows)
 
 
 def behaviour_table(records: Sequence[Record]) -> str:
-    """Length drift, disagreement and failures of answered workloads, by budget."""
+    """Score, length drift, disagreement and failures of answered workloads, by budget.
+
+    Differences of scores are paired, with their 95% intervals over prompts.
+    """
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in records:
         if record["status"] == "measured" and "length_drift" in record["quality"]:
@@ -178,13 +192,24 @@ def behaviour_table(records: Sequence[Record]) -> str:
     if not groups:
         return ""
     rows = []
+    dense = {
+        record["case"]: record_quality(record)
+        for (_, method, _), group in groups.items()
+        for record in group
+        if method == DENSE
+    }
     for (workload, method, budget), group in groups.items():
         quality = [record["quality"] for record in group]
+        own = {record["case"]: record_quality(record) for record in group}
+        is_paired = method != DENSE and any(case in dense for case in own)
         rows.append(
             [
                 workload,
                 method,
                 budget,
+                len(group),
+                statistics.fmean(own.values()),
+                str(paired_interval(own, dense)) if is_paired else "-",
                 statistics.fmean(abs(q["length_drift"]) for q in quality),
                 100 * statistics.fmean(1.0 - q.get("is_same", 1.0) for q in quality),
                 100 * statistics.fmean(q.get("agreement_f1", q.get("is_same", 0)) for q in quality),
@@ -194,8 +219,8 @@ def behaviour_table(records: Sequence[Record]) -> str:
             ]
         )
     header = (
-        "workload", "method", "budget", "Delta T, tokens", "Disagree, %",
-        "F1 against dense's answer", "R_fail, %", "KL", "S_traj over dense's",
+        "workload", "method", "budget", "prompts", "score", "above dense", "Delta T, tokens",
+        "Disagree, %", "F1 against dense's answer", "R_fail, %", "KL", "S_traj over dense's",
     )  # fmt: skip
     return table(header, rows)
 
@@ -444,7 +469,7 @@ def ablation_part(records: Sequence[Record], *, beta: float = BETA) -> str:
         f"<p class='soft'>Psi is minus the KL plus {beta:g} times the logarithm of the speed. The "
         "synergy gap is Psi of the joint variant minus the best of KeepDrop, Quant and Decoupled "
         "at the same budget. R_fail is the share of answers with a failure that dense does not "
-        "have.</p>"
+        "have. Differences from the joint variant are paired, with 95% intervals over prompts.</p>"
         + table(list(_ABLATION_COLUMNS.values()), rows)
         + table(("budget", "synergy gap", "best single lever"), gaps)
     )

@@ -17,6 +17,7 @@ from typing import Any
 from sphkv.errors import SplitError
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
 from sphkv.evaluation.metrics.answers import failure_rate
+from sphkv.evaluation.metrics.statistics import paired_interval
 from sphkv.evaluation.records import content_id, load_records
 from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM, find_variant
 from sphkv.evaluation.sweep.config import QAWorkload, SplitWorkload, SweepConfig
@@ -158,6 +159,7 @@ def ablation_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ``lm_*`` are of stretches. Of questions and needles there are the divergence (``qa_kl``),
     answers that are dense's token by token, failures that dense does not have, the change of length
     and the variance over seeds; these compare with dense's answer, be it right or wrong.
+    ``*_above`` is the divergence above ``joint``'s at the budget, paired, with its 95% interval.
     ``num_answered`` says how many dense gets right, ``qa_f1`` and ``qa_f1_dense`` are of those. A
     variant that some prompt leaves without a contract has no means.
     """
@@ -165,7 +167,20 @@ def ablation_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for record in records:
         if record["method"] != DENSE:
             groups.setdefault((record["budget"], record["method"]), []).append(record)
-    return [_row(*key, members) for key, members in groups.items()]
+    rows = [_row(*key, members) for key, members in groups.items()]
+    for row, ((budget, _), members) in zip(rows, groups.items(), strict=True):
+        joint = groups.get((budget, JOINT), [])
+        for name, workloads in (("lm_above", ("lm",)), ("qa_above", ("qa", "needle"))):
+            row[name] = _above(_measured(members, workloads), _measured(joint, workloads))
+    return rows
+
+
+def _above(members: Sequence[Mapping[str, Any]], joint: Sequence[Mapping[str, Any]]) -> str | None:
+    """Divergence above the joint variant's with its interval; None of itself and without pairs."""
+    own, base = ({m["case"]: m["quality"]["kl"] for m in part} for part in (members, joint))
+    if members == joint or not own.keys() & base.keys():
+        return None
+    return str(paired_interval(own, base))
 
 
 def _row(budget: str, variant: str, members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
