@@ -227,6 +227,33 @@ def test_scores_are_set_against_dense_prompt_by_prompt():
     assert "<td class=number>75</td><td class=number>25</td>" in text
 
 
+def test_tables_of_a_document_are_rebuilt_from_the_files_they_are_named_after(tmp_path, capsys):
+    page, study, sweep = (tmp_path / name for name in ("page.md", "a2.jsonl", "needles.jsonl"))
+    certificate = tmp_path / "safe.json"
+    witness = {"name": "drift", "value": 0.25, "bound": 0.5, "dense": None, "is_held": True,
+               "is_mute": False}  # fmt: skip
+    certificate.write_text(json.dumps({"witnesses": [witness]}))
+    points = [ablated("joint", "10%", 0.02), ablated("joint:quant", "10%", 0.06)]
+    needles = [entry for entry in RECORDS if entry["workload"] == "needle"]
+    for path, entries in ((study, points), (sweep, needles)):
+        with RecordFile(path) as file:
+            file.begin_run(SETUP)
+            for number, entry in enumerate(entries):
+                file.append({**entry, "id": str(number)})
+    names = ("a2", "needles", "safe")
+    page.write_text("".join(f"<!-- {name}: begin -->\n<!-- {name}: end -->\n" for name in names))
+    given = [str(study), str(sweep), "--certificate", str(certificate), "--tables", str(page)]
+    assert main(["report", *given]) == 0
+    assert "3 tables" in capsys.readouterr().out
+    text = page.read_text()
+    assert "| 10% | joint:quant | 0.06 [0.06, 0.06] | 0.04 [0.04, 0.04] |" in text
+    assert "| needle | ours | 10% |" in text
+    assert "| drift | 0.25 | 0.5 | yes | no |" in text
+    page.write_text("<!-- a2: begin -->")
+    assert main(["report", *given]) == 1
+    assert "must hold" in capsys.readouterr().err
+
+
 def test_the_table_beside_it_holds_every_point(folder):
     lines = (folder / "points.csv").read_text().splitlines()
     assert len(lines) == 1 + 5

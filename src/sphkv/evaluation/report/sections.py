@@ -22,7 +22,7 @@ from sphkv.evaluation.frontier import (
     winner,
 )
 from sphkv.evaluation.metrics.divergence import DRIFT_EDGES
-from sphkv.evaluation.metrics.statistics import paired_interval
+from sphkv.evaluation.metrics.statistics import mean_interval, paired_interval
 from sphkv.evaluation.report.charts import Mark, Series, number_text, scatter, stacked_bars
 from sphkv.evaluation.retention.study import ablation_rows
 from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM
@@ -180,55 +180,56 @@ def facet_table(records: Sequence[Record], workload: str, facet: str) -> str:
     return table(header, rows)
 
 
-def behaviour_table(records: Sequence[Record]) -> str:
+def behaviour_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Score, length drift, disagreement and failures of answered workloads, by budget.
 
-    Differences of scores are paired, with their 95% intervals over prompts.
+    Differences of scores are paired, with their 95% intervals over prompts; None where there is
+    nothing to compare with.
     """
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in records:
         if record["status"] == "measured" and "length_drift" in record["quality"]:
             groups[record["workload"], record["method"], record["budget"]].append(record)
-    if not groups:
-        return ""
-    rows = []
     dense = {
         record["case"]: record_quality(record)
         for (_, method, _), group in groups.items()
         for record in group
         if method == DENSE
     }
-    for (workload, method, budget), group in groups.items():
-        quality = [record["quality"] for record in group]
-        own = {record["case"]: record_quality(record) for record in group}
-        is_paired = method != DENSE and any(case in dense for case in own)
-        rows.append(
-            [
-                workload,
-                method,
-                budget,
-                len(group),
-                statistics.fmean(own.values()),
-                str(paired_interval(own, dense)) if is_paired else "-",
-                statistics.fmean(abs(q["length_drift"]) for q in quality),
-                100 * statistics.fmean(1.0 - q.get("is_same", 1.0) for q in quality),
-                100 * statistics.fmean(q.get("agreement_f1", q.get("is_same", 0)) for q in quality),
-                100 * statistics.fmean(float(_has_failed(q)) for q in quality),
-                statistics.fmean(q["kl"] for q in quality) if "kl" in quality[0] else "-",
-                _increase(quality),
-            ]
-        )
-    header = (
-        "workload", "method", "budget", "prompts", "score", "above dense", "Delta T, tokens",
-        "Disagree, %", "F1 against dense's answer", "R_fail, %", "KL", "S_traj over dense's",
-    )  # fmt: skip
-    return table(header, rows)
+    return [_behaviour(*key, group, dense) for key, group in groups.items()]
 
 
-def _increase(quality: Sequence[Mapping[str, Any]]) -> float | str:
-    """How much more ``S_traj`` is than dense's, where answers were drawn over seeds."""
+def _behaviour(
+    workload: str, method: str, budget: str, group: Sequence[Record], dense: Mapping[str, float]
+) -> dict[str, Any]:
+    quality = [record["quality"] for record in group]
+    own = {record["case"]: record_quality(record) for record in group}
+    is_paired = method != DENSE and any(case in dense for case in own)
+    agreement = [q.get("agreement_f1", q.get("is_same", 0.0)) for q in quality]
     drawn = [q["s_traj"] - q["s_traj_reference"] for q in quality if "s_traj" in q]
-    return statistics.fmean(drawn) if drawn else "-"
+    return {
+        "workload": workload,
+        "method": method,
+        "budget": budget,
+        "prompts": len(group),
+        "score": statistics.fmean(own.values()),
+        "above dense": str(paired_interval(own, dense)) if is_paired else None,
+        "Delta T, tokens": statistics.fmean(abs(q["length_drift"]) for q in quality),
+        "Disagree, %": 100 * statistics.fmean(1.0 - q.get("is_same", 1.0) for q in quality),
+        "F1 against dense's answer": 100 * statistics.fmean(agreement),
+        "R_fail, %": 100 * statistics.fmean(float(_has_failed(q)) for q in quality),
+        "KL": statistics.fmean(q["kl"] for q in quality) if "kl" in quality[0] else None,
+        "S_traj over dense's": str(mean_interval(drawn)) if drawn else None,
+    }
+
+
+def behaviour_table(records: Sequence[Record]) -> str:
+    """What ``behaviour_rows`` found; empty without answers."""
+    rows = behaviour_rows(records)
+    if not rows:
+        return ""
+    cells = [["-" if cell is None else cell for cell in row.values()] for row in rows]
+    return table(list(rows[0]), cells)
 
 
 def behaviour_curves(records: Sequence[Record], frontiers: Sequence[PanelFrontier]) -> str:

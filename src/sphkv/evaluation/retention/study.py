@@ -17,7 +17,7 @@ from typing import Any
 from sphkv.errors import SplitError
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
 from sphkv.evaluation.metrics.answers import failure_rate
-from sphkv.evaluation.metrics.statistics import paired_interval
+from sphkv.evaluation.metrics.statistics import mean_interval, paired_interval
 from sphkv.evaluation.records import content_id, load_records
 from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM, find_variant
 from sphkv.evaluation.sweep.config import QAWorkload, SplitWorkload, SweepConfig
@@ -159,7 +159,8 @@ def ablation_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ``lm_*`` are of stretches. Of questions and needles there are the divergence (``qa_kl``),
     answers that are dense's token by token, failures that dense does not have, the change of length
     and the variance over seeds; these compare with dense's answer, be it right or wrong.
-    ``*_above`` is the divergence above ``joint``'s at the budget, paired, with its 95% interval.
+    ``*_interval`` is a mean divergence with its 95% interval over prompts, ``*_above`` how much it
+    is above ``joint``'s at the budget, paired, with that one's.
     ``num_answered`` says how many dense gets right, ``qa_f1`` and ``qa_f1_dense`` are of those. A
     variant that some prompt leaves without a contract has no means.
     """
@@ -170,8 +171,12 @@ def ablation_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = [_row(*key, members) for key, members in groups.items()]
     for row, ((budget, _), members) in zip(rows, groups.items(), strict=True):
         joint = groups.get((budget, JOINT), [])
-        for name, workloads in (("lm_above", ("lm",)), ("qa_above", ("qa", "needle"))):
-            row[name] = _above(_measured(members, workloads), _measured(joint, workloads))
+        for name, workloads in (("lm", ("lm",)), ("qa", ("qa", "needle"))):
+            own, base = _measured(members, workloads), _measured(joint, workloads)
+            row[f"{name}_interval"] = (
+                str(mean_interval([member["quality"]["kl"] for member in own])) if own else None
+            )
+            row[f"{name}_above"] = _above(own, base)
     return rows
 
 
