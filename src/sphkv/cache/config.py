@@ -202,6 +202,7 @@ class ResidencyPlan:
             recent_tokens=self.recent_tokens,
             max_bytes=limit,
             max_slab_pages=self.slab_pages(config.device, is_aligned=is_aligned),
+            has_few_kinds=is_aligned and self.is_retention,
             device=config.device,
         )
 

@@ -7,13 +7,13 @@ The check is of the kernel against the float64 oracle, on random pages of the re
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
 
-from sphkv.attention.cuda.compiler import architecture, load_cubin
+from sphkv.attention.cuda.build import prepare
+from sphkv.attention.cuda.compiler import architecture
 from sphkv.attention.cuda.decode import ENTRY_POINT, CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import MAX_TEAMS, PAGE_TOKENS, TILE_KEYS, KernelShape
 from sphkv.attention.cuda.pages import PageLists, PagePool
@@ -31,8 +31,6 @@ ERROR_FLOOR = 5e-3
 _ROW_PAGES = 5
 _PAGE_RUNS = PAGE_TOKENS // TILE_KEYS
 _LEAST_POSITIONS = 8192
-# Compilers that run at a time.
-_COMPILERS = 16
 # Product steps a layer may do in vain to share its kernel with others.
 _SPARE_STEPS = 2
 
@@ -151,9 +149,8 @@ class DecodeKernels:
     ) -> None:
         """Compile what some layers, tiers and modes need, many kernels at a time."""
         shapes = {self._shape(codec, layer, tier, mode) for layer, tier, mode in wanted}
-        target = architecture(self._device)
-        with ThreadPoolExecutor(_COMPILERS) as pool:
-            list(pool.map(lambda each: load_cubin(ENTRY_POINT, each.defines(), target), shapes))
+        builds = [(ENTRY_POINT, shape.defines()) for shape in shapes]
+        prepare(builds, architecture(self._device))
 
     def table_bytes(self, codec: SphericalCodec) -> int:
         """Bytes of the look-up tables made for a codec; those by position may serve others too."""

@@ -176,7 +176,8 @@ class CudaRuntime(WorkerRuntime):
         codec, tier = SphericalCodec(calibration), self.layout.tier
         self._kernels.reserve(self.max_tokens + PAGE_TOKENS, self.max_sequences)
         layers = range(calibration.geometry.num_layers)
-        self._decode = [self._kernels.get(codec, layer, tier) for layer in layers]
+        mode = PositionMode.CONTIGUOUS
+        self._decode = [self._kernels.get(codec, layer, tier, mode) for layer in layers]
         for kernel in self._decode:
             kernel.overlaps = True
         group = self.num_query_heads // self.num_kv_heads
