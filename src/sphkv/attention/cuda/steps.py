@@ -46,8 +46,9 @@ from sphkv.store.sequence import OpenTail, PointerTable, page_tag, pool_of_tag
 from sphkv.store.store import PageStore
 
 _Integers = NDArray[np.int64]
-# Multiprocessors left to the dense states of a layer.
-_DENSE_PROCESSORS = 4
+DENSE_PROCESSORS = 4
+"""Multiprocessors left to the dense states of a layer."""
+
 # What a page costs beside its product steps, in such steps.
 _PAGE_STEPS = 10
 # Pages that lists have room for beyond those of now, in parts of them.
@@ -168,6 +169,11 @@ def _find_pages(tables: Sequence[Sequence[PointerTable]]) -> dict[int, _FoundPag
             before = np.concatenate([np.zeros((heads, 1), np.int64), is_mine.cumsum(1)], 1)
             pages.counts[layer] = np.diff(before[:, [0, *ends]], axis=1)
     return found
+
+
+def launch_work(kernel: CudaDecode, pages: int) -> int:
+    """What a launch over so many pages is to do, in product steps."""
+    return pages * (kernel.shape.steps + _PAGE_STEPS)
 
 
 def share_blocks(work: Sequence[int], blocks: int, *, least: int) -> list[int]:
@@ -319,12 +325,12 @@ class CapturedSteps:
             pool = PagePool(blank, layout.position_mode, self._bases[tag])
             launches.append(_Launch(kernel, pool, lists))
             pages = int(found[tag].counts[layer].sum()) if tag in found else 0
-            work.append(pages * (kernel.shape.steps + _PAGE_STEPS))
+            work.append(launch_work(kernel, pages))
         if len(launches) == 1:
             # heads have as many pages each
             return launches
         properties = torch.cuda.get_device_properties(self._device)
-        room = properties.multi_processor_count - _DENSE_PROCESSORS
+        room = properties.multi_processor_count - DENSE_PROCESSORS
         heads = self._store.config.geometry.num_kv_heads
         shares = share_blocks(work, room // launches[0].kernel.passes, least=heads)
         order = sorted(range(len(work)), key=lambda at: -work[at])
@@ -389,7 +395,7 @@ class CapturedSteps:
             self._dense_states[layer],
             options,
             result=self._partial,
-            spare_processors=_DENSE_PROCESSORS,
+            spare_processors=DENSE_PROCESSORS,
         )
         result = launches[0].kernel.empty_result(len(query), query.dtype)
         for launch in launches:
