@@ -16,6 +16,8 @@ from torch import Tensor
 
 from sphkv.attention.partial import PartialAttention
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.tiers import TierTable
 from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.store import PageStore
 
@@ -241,6 +243,10 @@ class DecodeBackend(Protocol):
     page_order: PageOrder | None
     page_codec: PageCodec | None
 
+    def prepare(self, tiers: TierTable, geometry: KVGeometry) -> None:
+        """Begin to make ready what a cache of these tiers will need; returns at once."""
+        ...
+
     def attend(self, request: DecodeRequest) -> PartialAttention:
         """Attention of one sequence's queries, one or many, over all pages and the tail.
 
@@ -294,6 +300,9 @@ class EagerBackend:
     """
 
     name: str
+
+    def prepare(self, tiers: TierTable, geometry: KVGeometry) -> None:
+        """Nothing has to be compiled ahead."""
 
     def capture(
         self,

@@ -80,6 +80,8 @@ class CacheEngine:
         self._calibrator: PromptCalibrator | None = None
         self._codec: SphericalCodec | None = None
         self.backend = backend or get_backend("auto", config.device)
+        tiers = config.tiers if config.retention is None else config.retention.tiers
+        self.backend.prepare(tiers, config.geometry)
         if calibration is not None:
             self.use_calibration(calibration)
         self.rows: list[CacheSequence] = []

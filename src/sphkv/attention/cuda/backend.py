@@ -9,9 +9,12 @@ from weakref import WeakSet
 
 import torch
 
-from sphkv.attention.cuda.compiler import ARCHITECTURES
+from sphkv.attention.cuda.build import prepare_behind, tier_builds
+from sphkv.attention.cuda.compiler import ARCHITECTURES, architecture
 from sphkv.attention.cuda.decode import MAX_WINDOW
-from sphkv.attention.cuda.geometry import is_served
+from sphkv.attention.cuda.dense import ENTRY_POINT as DENSE_ENTRY_POINT
+from sphkv.attention.cuda.dense import MAX_GROUP, definitions
+from sphkv.attention.cuda.geometry import HEAD_DIMS, is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
 from sphkv.attention.cuda.pages import FragmentCodec, FragmentOrder, ServedPages, place_pages
 from sphkv.attention.cuda.steps import CapturedSteps, why_not_captured
@@ -26,6 +29,8 @@ from sphkv.attention.request import (
 )
 from sphkv.attention.triton.backend import PageList, TritonBackend
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.tiers import TierTable
 from sphkv.errors import CudaUnavailableError
 from sphkv.store.layout import PageLayout
 from sphkv.store.order import PageCodec, PageOrder
@@ -68,6 +73,15 @@ class CudaBackend:
         self._served = PlanCache(self._place_served)
         self._others = PlanCache(self._list_others)
         self._captured: WeakSet[CapturedSteps] = WeakSet()
+
+    def prepare(self, tiers: TierTable, geometry: KVGeometry) -> None:
+        """Compile what encodes these tiers in a thread of its own, while the prompt is read."""
+        builds = [*tier_builds(tiers, geometry.head_dim)]
+        if geometry.head_dim in HEAD_DIMS and geometry.group_size <= MAX_GROUP:
+            shape = definitions(geometry.head_dim, geometry.group_size)
+            builds.append((DENSE_ENTRY_POINT, shape))
+        if self._device.type == "cuda":
+            prepare_behind(builds, architecture(self._device))
 
     def _list(
         self, store: PageStore, sequences: tuple[int, ...], layer: int
