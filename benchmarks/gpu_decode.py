@@ -21,6 +21,7 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_baselines import CONFIGS, PAGE_TOKENS, SPLITS, DensePaged
+from gpu_rivals import rivals
 
 from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import KernelShape
@@ -300,6 +301,10 @@ def main():
                 point: time_dense(model, pool, *point) for point in (*SHORT_POINTS, *POINTS)
             }
             del pool
+        torch.cuda.empty_cache()
+        dense["rivals"] = {
+            point: rivals(model, *point, median_us) for point in (*SHORT_POINTS, *POINTS)
+        }
         for value_bits in map(int, arguments.value_bits.split(",")):
             space = Workspace(model, value_bits, seed=1)
             error = self_test(space.book, space.rope, value_bits=value_bits, group=model.group)
@@ -315,7 +320,9 @@ def main():
         if model is MODELS[0]:
             for mode in (PositionMode.RUNS, PositionMode.TOKENS):
                 space = Workspace(model, 4, seed=1, mode=mode)
-                base = KernelShape.of_codebook(space.book, value_bits=4, group=model.group)
+                base = KernelShape.of_codebook(
+                    space.book, value_bits=4, group=model.group, positions=mode
+                )
                 for point in (POINTS[0], POINTS[-1]):
                     rows.append(row(space, [base], point, dense, copy))
                     rows[-1] |= common(arguments.commit, copy)
@@ -350,12 +357,16 @@ def row(space, shapes, point, dense, copy):
     bytes_per_key = space.layout.page_bytes / PAGE_TOKENS
     speed = keys * bytes_per_key / us / 1e6
     bf16, fp8 = dense["bf16"][point], dense["fp8"][point]
+    beside = dense["rivals"][point]
     print(
         f"{model.name:14s} {point!s:14s} {space.mode.name.lower()} V{space.value_bits} "
         f"{bytes_per_key:6.1f} B/key "
         f"{us:7.1f} us "
         f"{speed:.2f} TB/s ({speed / copy:.0%} of copy)  bf16 {bf16:.1f} us x{bf16 / us:.2f}  "
-        f"fp8 {fp8:.1f} us x{fp8 / us:.2f}  error {error:.1e}",
+        f"fp8 {fp8:.1f} us x{fp8 / us:.2f}  error {error:.1e}  "
+        + "  ".join(
+            f"{name[:-3]} {value:.1f} us x{value / us:.2f}" for name, value in beside.items()
+        ),
         flush=True,
     )
     return {
@@ -367,6 +378,7 @@ def row(space, shapes, point, dense, copy):
         "share_of_copy": speed / copy, "bf16_us": bf16, "fp8_us": fp8,
         "ratio_vs_bf16": bf16 / us, "ratio_vs_fp8": fp8 / us, "dram_over_ledger": None,
         "error": error, "float32_error": single, "build": asdict(shape),
+        **beside, **{f"ratio_vs_{name[:-3]}": value / us for name, value in beside.items()},
     }  # fmt: skip
 
 

@@ -14,6 +14,8 @@ CPU = torch.device("cpu")
 CHOSEN = (
     "ragged, empty, partial",
     "runs, group 8",
+    "heads of unequal lengths",
+    "heads of unequal lengths, group 16",
     "a position per token",
     "tokens, ragged, window, d=64, group 8",
     "window, soft-cap, sinks",
@@ -47,8 +49,8 @@ def test_many_blocks_merge_one_row(on_the_host):
     ("processors", "text", "instead", "what"),
     [
         (2, "if (place.lane == 0) barrier_arrive(empty_barrier(stage.index));", "", "all threads"),
-        (10, "row.part = row.index + block_of_head(p);", "row.part = row.index;", "nobody wrote"),
-        (10, "p.ctas - 1 - blockIdx.z", "blockIdx.z", "nobody wrote"),
+        (10, "row.part = row.index + kept_cta();", "row.part = row.index;", "nobody wrote"),
+        (10, "cta = ctas - 1 - blockIdx.x / heads", "cta = blockIdx.x / heads", "nobody wrote"),
         (10, "Parts::clear(from, count, lane);", "", "left partial results"),
     ],
 )

@@ -3,10 +3,17 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
-from sphkv.attention.cuda.pages import LayerLists, PageLists, list_entries, page_numbers
+from sphkv.attention.cuda.pages import (
+    FixedLists,
+    LayerLists,
+    PageLists,
+    list_entries,
+    page_numbers,
+)
 from sphkv.core.tiers import coded_tier
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
@@ -22,8 +29,8 @@ def rows(lists):
 
 def test_every_list_grows_where_it_lies():
     lists = LayerLists(2, 2, 2, 4, "cpu")
-    lists.replace(0, PageLists(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2, 2, 3]), 2))
-    lists.replace(1, PageLists(torch.tensor([7]), torch.tensor([0, 0, 1, 1, 1]), 2))
+    counts = np.array([[[1, 1], [0, 1]], [[0, 1], [0, 0]]])
+    lists.fill(torch.tensor([1, 2, 3, 7]), counts)
     held = [lists.layer(layer) for layer in range(2)]
     new = torch.arange(10, 18, dtype=torch.int64).view(2, 2, 2)
     everyone = torch.ones(2, dtype=torch.bool)
@@ -35,7 +42,28 @@ def test_every_list_grows_where_it_lies():
     assert rows(held[1]) == [[14], [7, 15, 25], [16], [17, 27]]
     assert held[0].batch == 2
     with pytest.raises(ValueError, match="5 pages"):
-        lists.replace(0, PageLists(torch.arange(5), torch.tensor([0, 5, 5, 5, 5]), 2))
+        lists.fill(torch.arange(5), np.array([[[5, 0], [0, 0]], [[0, 0], [0, 0]]]))
+    lists.fill(torch.tensor([4, 5]), np.array([[[0, 0], [2, 0]], [[0, 0], [0, 0]]]))
+    assert rows(held[0]) == [[], [], [4, 5], []]
+    assert rows(held[1]) == [[], [], [], []]
+
+
+def test_lists_are_written_anew_where_they_lie():
+    counts = np.array([[[1, 2], [0, 1]], [[0, 1], [0, 0]]])
+    lists = FixedLists.with_room(counts, part=4, device=torch.device("cpu"))
+    held = [lists.layer(layer) for layer in range(2)]
+    assert lists.replace(torch.arange(1, 6), counts)
+    assert rows(held[0]) == [[1], [2, 3], [], [4]]
+    assert rows(held[1]) == [[], [5], [], []]
+    # row by row: (row 0: heads 0, 1), (row 1: heads 0, 1)
+    assert lists.replace(torch.arange(1, 6), counts, by_row=True)
+    assert rows(held[0]) == [[1], [], [2, 3], [4]]
+    assert rows(held[1]) == [[], [], [5], []]
+    # room for four pages, a fourth of them more, and one for each list
+    full = np.array([[[9, 0], [0, 0]], [[0, 0], [0, 0]]])
+    assert lists.replace(torch.arange(9), full)
+    assert not lists.replace(torch.arange(10), full + np.array([[[1, 0], [0, 0]], [[0] * 2] * 2]))
+    assert rows(held[0]) == [list(range(9)), [], [], []]
 
 
 def test_entries_hold_number_and_base():

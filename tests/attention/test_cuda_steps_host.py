@@ -45,6 +45,12 @@ def two_rows(order):
     return store
 
 
+def seal(store):
+    """Seal full tails; nothing else changes."""
+    store.make_room([0, 1], num_new=1)
+    return True
+
+
 def new_states(store, row, layer, position):
     """Key, value and query of one token, ``[heads, 1, head_dim]`` as a model in bfloat16 has."""
     parts = random_states(
@@ -72,7 +78,7 @@ def test_captured_steps_of_unequal_rows_go_through_a_seal(on_the_host):
     lengths = []
     for _ in range(STEPS):
         at = [store.num_tokens(row) for row in (0, 1)]
-        steps.prepare()
+        assert steps.prepare(lambda: seal(store))
         steps.advance()
         assert steps.positions.flatten().tolist() == at
         for layer in range(CASE.num_layers):
@@ -91,7 +97,58 @@ def test_captured_steps_of_unequal_rows_go_through_a_seal(on_the_host):
     assert store.table(1, 0).num_pages.tolist() == pages[1]
     assert backend.table_bytes(store.codec(0)) > 0
     with pytest.raises(UnsupportedBatchError, match="422 tokens, room is 422"):
-        steps.prepare()
+        steps.prepare(lambda: seal(store))
+
+
+LADDER = TierTable(
+    (TIERS[0], coded_tier(1.0, 2), coded_tier(2.0, 2), coded_tier(2.0, 4), TIERS["max"])
+)
+MIXED = CacheCase(tiers=LADDER, mix="runs", num_tokens=896, tail_tokens=127, num_layers=2)
+
+
+def test_captured_steps_read_tiers_runs_and_dense_pages(on_the_host):
+    """One launch per tier and mode, each merged with the one before; then pages go."""
+    on_the_host(12)
+    backend = CudaBackend(CPU)
+    plain, store = build_store(MIXED), build_store(MIXED, order=backend.page_order)
+    for each in (plain, store):
+        each.seal_at(0, "k2v4")
+    assert backend.why_not(store, [0]) == ""
+    steps = backend.capture(store, [0], max_tokens=1200)
+    assert steps is not None
+
+    def change():
+        """Seal, then drop the first page of the lowest tier of every layer."""
+        for each in (plain, store):
+            each.make_room([0], num_new=1)
+        if store.num_tokens(0) != 896 + 129:
+            return True
+        for each in (plain, store):
+            for layer in range(MIXED.num_layers):
+                lowest = next(g for g in each.pages(0, layer) if g.layout.tier.name == "k1v2")
+                each.drop(0, layer, lowest.flat_ids()[:1])
+        return False
+
+    for _ in range(4):
+        at = store.num_tokens(0)
+        assert steps.prepare(change)
+        steps.advance()
+        for layer in range(MIXED.num_layers):
+            keys, values, query = (part[None] for part in new_states(store, 0, layer, at))
+            found = steps.attend(layer, query, keys, values, OPTIONS)
+            right = expected_step(plain, 0, layer, at)
+            error = (found[0].double() - right).norm() / right.norm()
+            assert float(error) <= FLOORS["half"].rms, (at, layer)
+        steps.commit()
+    assert len(steps._launches[0]) > 2
+
+    def demote():
+        """A run that was dense becomes a page of a kind that nobody listed."""
+        dense = next(g for g in store.pages(0, 0) if g.layout.tier.name == "max")
+        store.demote(0, 0, dense.flat_ids()[:1], "k1v2")
+        return False
+
+    assert not steps.prepare(demote)
 
 
 def test_warm_up_steps_leave_no_trace(on_the_host):
@@ -110,7 +167,7 @@ def test_warm_up_steps_leave_no_trace(on_the_host):
         steps.attend(0, new, new, new, AttentionOptions(0.125, window=100))
     store.crop(1, 30)
     with pytest.raises(UnsupportedBatchError, match="changed"):
-        steps.prepare()
+        steps.prepare(lambda: seal(store))
 
 
 def test_reasons_are_named(on_the_host, monkeypatch):
@@ -131,8 +188,11 @@ def test_reasons_are_named(on_the_host, monkeypatch):
     assert "tier 'max'" in backend.why_not(store, [4])
     empty = CacheCase(tiers=TIERS, num_tokens=0, tail_tokens=3)
     assert "sealed yet" in backend.why_not(build_store(empty, order=backend.page_order), [0])
-    runs = CacheCase(tiers=TIERS, mix="runs", num_tokens=300)
-    reason = backend.why_not(build_store(runs, order=backend.page_order), [0])
-    assert "runs positions" in reason or "no page" in reason
+    odd = TierTable((TIERS[0], coded_tier(2.0, 4), coded_tier(2.5, 8), TIERS["max"]))
+    mixed = build_store(
+        CacheCase(tiers=odd, mix="k2.5v8", num_tokens=300), order=backend.page_order
+    )
+    mixed.seal_at(0, "k2v4")
+    assert "tier 'k2.5v8' with contiguous positions" in backend.why_not(mixed, [0])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     assert "(9, 0)" in backend.why_not(store, [0, 1])

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from sphkv.evaluation.report.readme import (
-    BEGIN,
-    END,
     compared_points,
     draw_decoding,
+    markers,
     readme_table,
     write_readme,
 )
 
+BEGIN, END = markers("decoding")
 SETUP = {
     "substrate": {}, "window": {}, "seed": 0, "decode": {}, "model_shape": {},
     "dense_bytes_per_token": 1000,

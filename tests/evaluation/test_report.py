@@ -8,7 +8,7 @@ import pytest
 from sphkv.cli.main import main
 from sphkv.evaluation.records import RecordFile
 from sphkv.evaluation.report.charts import Mark, Series, number_text, scatter, stacked_bars
-from sphkv.evaluation.report.sections import ablation_part
+from sphkv.evaluation.report.sections import ablation_part, behaviour_table, facet_table
 
 SETUP = {
     "substrate": {"pages": "paged"},
@@ -191,6 +191,7 @@ def ablated(method, budget, kl):
         "method": method,
         "budget": budget,
         "workload": "lm",
+        "case": "lm-4096-a",
         "status": "refused" if kl is None else "measured",
         "quality": {"kl": kl, "kl_max": 1.0, "same_top1": 0.9, "nll_delta": 0.0},
         "times": {"tok_s": 10.0, "attend_s": 0.01, "num_measured": 2},
@@ -208,7 +209,49 @@ def test_variants_of_the_controller_have_a_part_of_their_own():
     assert "<td>10%</td><td class=number>0.03</td><td>joint:decoupled</td>" in text
     assert "<td>5%</td><td>-</td><td>no single lever meets this budget</td>" in text
     assert "1 refused" in text
+    assert "<td>0.03 [0.03, 0.03]</td>" in text
     assert ablation_part([ablated("joint", "10%", 0.02)]) == ""
+
+
+def test_scores_are_set_against_dense_prompt_by_prompt():
+    def asked(method, case, f1, num_distractors):
+        quality = {"f1": f1, "f1_reference": 1.0, "length_drift": 0, "failures": []}
+        facets = {"num_distractors": num_distractors}
+        return record("qa", method, "10%", case, quality, 100.0, 9.0, facets)
+
+    points = [asked("dense", "a", 1.0, 8), asked("dense", "b", 0.5, 23)]
+    points += [asked("joint", "a", 0.75, 8), asked("joint", "b", 0.25, 23)]
+    assert "<td class=number>50</td><td>-25 [-25, -25]</td>" in behaviour_table(points)
+    text = facet_table(points, "qa", "num_distractors")
+    assert "<th>distractors up to 8</th><th>distractors more than 16</th>" in text
+    assert "<td class=number>75</td><td class=number>25</td>" in text
+
+
+def test_tables_of_a_document_are_rebuilt_from_the_files_they_are_named_after(tmp_path, capsys):
+    page, study, sweep = (tmp_path / name for name in ("page.md", "a2.jsonl", "needles.jsonl"))
+    certificate = tmp_path / "safe.json"
+    witness = {"name": "drift", "value": 0.25, "bound": 0.5, "dense": None, "is_held": True,
+               "is_mute": False}  # fmt: skip
+    certificate.write_text(json.dumps({"witnesses": [witness]}))
+    points = [ablated("joint", "10%", 0.02), ablated("joint:quant", "10%", 0.06)]
+    needles = [entry for entry in RECORDS if entry["workload"] == "needle"]
+    for path, entries in ((study, points), (sweep, needles)):
+        with RecordFile(path) as file:
+            file.begin_run(SETUP)
+            for number, entry in enumerate(entries):
+                file.append({**entry, "id": str(number)})
+    names = ("a2", "needles", "safe")
+    page.write_text("".join(f"<!-- {name}: begin -->\n<!-- {name}: end -->\n" for name in names))
+    given = [str(study), str(sweep), "--certificate", str(certificate), "--tables", str(page)]
+    assert main(["report", *given]) == 0
+    assert "3 tables" in capsys.readouterr().out
+    text = page.read_text()
+    assert "| 10% | joint:quant | 0.06 [0.06, 0.06] | 0.04 [0.04, 0.04] |" in text
+    assert "| needle | ours | 10% |" in text
+    assert "| drift | 0.25 | 0.5 | yes | no |" in text
+    page.write_text("<!-- a2: begin -->")
+    assert main(["report", *given]) == 1
+    assert "must hold" in capsys.readouterr().err
 
 
 def test_the_table_beside_it_holds_every_point(folder):

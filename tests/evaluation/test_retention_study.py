@@ -181,6 +181,7 @@ def point(method: str, workload: str, case: str, kl: float | None, **more: Any) 
         "kl": kl, "kl_max": 2.0, "same_top1": 0.5, "nll_delta": 0.1, "by_margin": margins,
         "is_same": 1.0, "failures": ["derailment"] if kl and kl > 0.25 else [],
         "length_drift": -2, "s_traj": 0.25, "f1_reference": 0.0 if case == "unknown" else 1.0,
+        "f1": 0.0 if case == "n" else 1.0,
     }  # fmt: skip
     return {
         "method": method,
@@ -207,12 +208,17 @@ def test_an_ablation_leaves_a_variant_empty_that_some_prompt_could_not_use():
             point("joint", "needle", "unknown", 9.0),
             point("joint:quant", "lm", "a", None),
             point("joint:quant", "lm", "b", 0.1),
+            point("joint:noseg", "lm", "b", 0.4),
+            point("joint:noseg", "lm", "a", 0.2),
         ]
     )
-    assert [row["variant"] for row in rows] == ["joint", "joint:quant"]
+    assert [row["variant"] for row in rows] == ["joint", "joint:quant", "joint:noseg"]
+    assert [row["lm_above"] for row in rows] == [None, None, "0.1 [0.1, 0.1]"]
     assert rows[0]["lm_kl"] == pytest.approx(0.2)
-    assert rows[0]["qa_kl"] == pytest.approx(0.3)
-    assert rows[0]["r_fail"] == 0.5
+    # divergence from dense counts whatever dense says, what is right only where dense is
+    assert rows[0]["qa_kl"] == pytest.approx(3.2)
+    assert rows[0]["r_fail"] == pytest.approx(2 / 3)
+    assert (rows[0]["num_answered"], rows[0]["qa_f1"], rows[0]["qa_f1_dense"]) == (2, 0.5, 1.0)
     assert rows[0]["delta_t"] == 2
     assert rows[0]["attend_ms"] == pytest.approx(5.0)
     assert rows[0]["note"] == ""
@@ -226,6 +232,8 @@ def test_an_ablation_is_a_grid_on_a_split():
     assert [part.workload for part in grid.split] == ["lm", "needle"]
     assert grid.qa[0].answerable_f1 > 0
     assert grid.num_seeds == 5
+    anything = AblationConfig("m", Path("d"), STUDIES["a5"], answerable_f1=0.0).grid()
+    assert anything.qa[0].answerable_f1 == 0
     for variants in STUDIES.values():
         AblationConfig("m", Path("d"), variants).grid()
     with pytest.raises(ValueError, match="at least one of"):

@@ -140,6 +140,11 @@ def tiers() -> TierTable:
 class ReversedOrder:
     """Keeps the bytes of a page from the last to the first."""
 
+    page_tokens = 32
+
+    def takes(self, layout: PageLayout) -> bool:
+        return layout.tier.is_coded
+
     def alignment(self, layout: PageLayout) -> int:
         return layout.page_bytes if layout.tier.is_coded else 1
 

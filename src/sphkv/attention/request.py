@@ -16,6 +16,8 @@ from torch import Tensor
 
 from sphkv.attention.partial import PartialAttention
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.tiers import TierTable
 from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.store import PageStore
 
@@ -178,8 +180,16 @@ class StepGraph(Protocol):
     positions: Tensor
     max_tokens: int
 
-    def prepare(self) -> None:
-        """Make room in the tails for one token more of every row, and list what was sealed."""
+    def prepare(self, make_room: Callable[[], bool]) -> bool:
+        """Make room in the tails for one token more of every row, and list what changed.
+
+        Args:
+            make_room: Seals full tails; whether that added pages of the seal tier and nothing
+                else was demoted, dropped or moved.
+
+        Returns:
+            False if the pages of now need another capture.
+        """
         ...
 
     def advance(self) -> None:
@@ -232,6 +242,10 @@ class DecodeBackend(Protocol):
     name: str
     page_order: PageOrder | None
     page_codec: PageCodec | None
+
+    def prepare(self, tiers: TierTable, geometry: KVGeometry) -> None:
+        """Begin to make ready what a cache of these tiers will need; returns at once."""
+        ...
 
     def attend(self, request: DecodeRequest) -> PartialAttention:
         """Attention of one sequence's queries, one or many, over all pages and the tail.
@@ -286,6 +300,9 @@ class EagerBackend:
     """
 
     name: str
+
+    def prepare(self, tiers: TierTable, geometry: KVGeometry) -> None:
+        """Nothing has to be compiled ahead."""
 
     def capture(
         self,

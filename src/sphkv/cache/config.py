@@ -28,7 +28,7 @@ _MAX_GPU_SLAB_PAGES = 2048
 # Small slabs, so that a dropped page soon gives its bytes back; larger ones where each costs a page
 # more.
 _RETENTION_SLAB_PAGES = 4
-_ALIGNED_SLAB_PAGES = 32
+_ALIGNED_SLAB_PAGES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class RetentionConfig:
         error_samples: States per head on which error models are measured.
         new_run_scale: Loss of a run that was decoded, relative to one of the prompt of its age.
         young_pages: Newest sealed pages of a head that keep their tier.
+        refresh_share: Part of the ceiling that is freed at once when old pages must give way, so
+            that the next pages to seal find room.
     """
 
     tiers: TierTable
@@ -60,6 +62,7 @@ class RetentionConfig:
     error_samples: int = 256
     new_run_scale: float = 0.3
     young_pages: int = 1
+    refresh_share: float = 0.0
 
     def __post_init__(self) -> None:
         """Reject tiers that cannot be decided about together."""
@@ -199,6 +202,7 @@ class ResidencyPlan:
             recent_tokens=self.recent_tokens,
             max_bytes=limit,
             max_slab_pages=self.slab_pages(config.device, is_aligned=is_aligned),
+            has_few_kinds=is_aligned and self.is_retention,
             device=config.device,
         )
 

@@ -80,6 +80,8 @@ class CacheEngine:
         self._calibrator: PromptCalibrator | None = None
         self._codec: SphericalCodec | None = None
         self.backend = backend or get_backend("auto", config.device)
+        tiers = config.tiers if config.retention is None else config.retention.tiers
+        self.backend.prepare(tiers, config.geometry)
         if calibration is not None:
             self.use_calibration(calibration)
         self.rows: list[CacheSequence] = []
@@ -200,16 +202,31 @@ class CacheEngine:
         assert self.store is not None
         assert self.plan is not None
         if self.graph is not None:
-            self.graph.prepare()
+            if not self.graph.prepare(self._seal_rows):
+                room, self.graph = self.graph.max_tokens, None
+                self.begin_graph(max_tokens=room)
             return
         capacity = self.store.config.tail_capacity
         counts = step.is_real.sum(1).tolist()
-        if not self.plan.is_retention and len(set(counts)) == 1 and counts[0] <= capacity:
-            self.store.make_room([row.sequence for row in self.rows], counts[0])
+        if len(set(counts)) == 1 and 0 < counts[0] <= capacity:
+            self._seal_rows(counts[0])
             return
         for row, count in zip(self.rows, counts, strict=True):
-            if 0 < count <= capacity:
-                row.residency.make_room(count)
+            if 0 < count <= capacity and row.residency.settle(count):
+                self.store.make_room([row.sequence], count)
+
+    def _seal_rows(self, num_new: int = 1) -> bool:
+        """Seal all tails at once that so many new tokens would overflow.
+
+        Returns:
+            Whether nothing but pages of the seal tier changed.
+        """
+        assert self.store is not None
+        before = sum(row.residency.num_changes for row in self.rows)
+        full = [row.sequence for row in self.rows if row.residency.settle(num_new)]
+        if full:
+            self.store.make_room(full, num_new)
+        return sum(row.residency.num_changes for row in self.rows) == before
 
     def begin_graph(self, *, max_tokens: int) -> bool:
         """Have the next single steps captured, where backend and residency allow it.

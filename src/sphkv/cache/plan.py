@@ -19,6 +19,7 @@ from sphkv.core.tiers import RUN_TOKENS, TierSpec, TierTable, ladder, parse_tier
 from sphkv.errors import BudgetError
 from sphkv.store.allocator import slab_bytes
 from sphkv.store.layout import PageLayout
+from sphkv.store.order import PageOrder
 from sphkv.store.paging import PositionMode
 
 # Key and value bits from which on one tier for all tokens is taken: nothing is dropped, so facts
@@ -27,8 +28,17 @@ LEAST_UNIFORM_TIER = (2.0, 3)
 # The controller watches the queries of this many tokens before it decides.
 LEAST_DECIDED_TOKENS = 256
 
+RETENTION_PAGE_TOKENS = 32
+"""States of a coded page: small ones suit tight budgets and short prompts."""
+
 RETENTION_TIERS = ("k1v2", "k1.5v2", "k2v2", "k2v3", "k3v3", "k3v4", "k4v4", "k6v8")
 """Coded tiers of the ladder that the controller chooses from."""
+
+FAST_RETENTION_TIERS = ("k1v2", "k2v2", "k3v4", "k4v8", "k6v8")
+"""Fewer of them, where every tier of a layer is a launch of a kernel."""
+
+# Part of the ceiling that is freed at once where changing pages means listing them anew.
+_FAST_REFRESH_SHARE = 1 / 32
 
 # Budgets from this share on seal new states at the finer of two tiers (key and value bits).
 _FINE_SEAL_SHARE = 0.09
@@ -317,19 +327,43 @@ def _page_bytes(config: CacheConfig, plan: ResidencyPlan, tier: str) -> int:
 
 
 def retention_tiers(
-    head_dim: int, page_tokens: int = 32, table: TierTable | None = None
+    head_dim: int,
+    page_tokens: int | None = None,
+    table: TierTable | None = None,
+    *,
+    order: PageOrder | None = None,
 ) -> TierTable:
-    """Tiers the controller chooses from, with pages small enough for a tight budget.
+    """Tiers the controller chooses from.
 
     Args:
         head_dim: Elements of one key.
-        page_tokens: States of a coded page.
+        page_tokens: States of a coded page; as the kernel wants them if None, or as a tight budget
+            does where any will do.
         table: Tiers to take instead of the default ones.
+        order: How the backend keeps pages; with pages of its kernel's size, tiers that the kernel
+            reads.
     """
-    names: Iterable[str] = RETENTION_TIERS
+    is_fast = order is not None and page_tokens in (None, order.page_tokens)
+    if page_tokens is None:
+        page_tokens = RETENTION_PAGE_TOKENS if order is None else order.page_tokens
+    names: Iterable[str] = FAST_RETENTION_TIERS if is_fast else RETENTION_TIERS
     if table is not None:
         names = [tier.name for tier in table if tier.is_coded]
+    elif is_fast and order is not None:
+        every = ladder(head_dim, page_tokens=page_tokens, names=names)
+        names = [tier.name for tier in every if _is_read(order, tier, head_dim)]
     return ladder(head_dim, page_tokens=page_tokens, names=names)
+
+
+def _is_read(order: PageOrder, tier: TierSpec, head_dim: int) -> bool:
+    return tier.is_coded and order.takes(PageLayout(1, tier, head_dim, PositionMode.RUNS))
+
+
+def refresh_share(tiers: TierTable, order: PageOrder | None) -> float:
+    """Part of the ceiling to free at once when old pages must give way, see ``RetentionConfig``."""
+    coded = next((tier for tier in tiers if tier.is_coded), None)
+    is_fast = order is not None and coded is not None and coded.page_tokens == order.page_tokens
+    return _FAST_REFRESH_SHARE if is_fast else 0.0
 
 
 def choose_seal_tier(tiers: TierTable, budget: ByteBudget, geometry: KVGeometry) -> str:

@@ -41,8 +41,16 @@ class Residency(Protocol):
         """
         ...
 
-    def make_room(self, num_new: int) -> None:
-        """Before a pass: have the tails take so many tokens, the ceiling kept at every moment.
+    @property
+    def num_changes(self) -> int:
+        """Rises when ``settle`` changes pages, or the tier of those to seal."""
+        ...
+
+    def settle(self, num_new: int) -> bool:
+        """Before a pass: have room under the ceiling for what so many new tokens make seal.
+
+        Returns:
+            Whether the store may have to seal full tails; see ``PageStore.make_room``.
 
         Raises:
             BudgetError: Nothing is left that may be dropped.
@@ -80,6 +88,7 @@ class UniformResidency:
     kind = "uniform"
     waits_for_pass = False
     num_bytes = 0
+    num_changes = 0
 
     def __init__(
         self, config: CacheConfig, plan: ResidencyPlan, store: PageStore, sequence: int
@@ -96,9 +105,9 @@ class UniformResidency:
             self._config, self._plan, self._store, [self._sequence], layer, keys[None], values[None]
         )
 
-    def make_room(self, num_new: int) -> None:
-        """Seal tails that the next tokens would overflow."""
-        self._store.make_room([self._sequence], num_new)
+    def settle(self, num_new: int) -> bool:
+        """Nothing has to give way."""
+        return True
 
     def observe_logits(self, row: Tensor) -> None:
         """One tier has no decision to change."""

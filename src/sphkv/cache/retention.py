@@ -113,6 +113,7 @@ class RetentionResidency:
         self.drift = 0.0
         self.num_rebalances = 0
         self.num_escalated = 0
+        self._num_restarts = 0
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._controller = RetentionController(self._costs, self._retention.options)
         self._pricer: LayerPricer | None = None
@@ -362,23 +363,29 @@ class RetentionResidency:
         store = self._store
         return store.sequence_bytes(self._sequence) + store.slack_bytes + self.num_bytes
 
-    def make_room(self, num_new: int) -> None:
-        """Seal the tail if the new tokens would overflow it; see ``Residency.make_room``."""
+    @property
+    def num_changes(self) -> int:
+        """Times that other pages changed than those that were sealed; see ``Residency``."""
+        return self.num_rebalances + self.num_escalated + self._num_restarts
+
+    def settle(self, num_new: int) -> bool:
+        """Meet the ceiling of new tokens; see ``Residency.settle``."""
         tail = self._store.tail(self._sequence, 0)
         page = self._plan.spec.page_tokens
         if tail.num_tokens + num_new <= page or tail.num_tokens < page:
-            return
+            return False
         sealed = tail.first_position
         self._note_until(sealed)
         limit = self._limit(self._store.num_tokens(self._sequence) + num_new)
         self._store.seal_at(self._sequence, self._seal_tier)
         self._settle(limit, sealed, self._seal_bytes)
         if sealed == 0:
+            self._num_restarts += 1
             self._seal_first()
-        else:
-            if self.gate is not None and self.gate.is_on:
-                self._escalate(limit)
-            self._store.make_room([self._sequence], num_new)
+            return False
+        if self.gate is not None and self.gate.is_on:
+            self._escalate(limit)
+        return True
 
     def _escalate(self, limit: int) -> None:
         """Seal what is still dense at the next finer tier, if no older page has to go for it.
@@ -444,7 +451,8 @@ class RetentionResidency:
         self.num_rebalances += 1
         young = self._retention.young_pages + int(self.gate is not None and self.gate.is_on)
         before = sealed - (young - 1) * self._plan.spec.page_tokens
-        target = limit
+        # once pages must change, as many do as the next pages to seal will ask for
+        target = limit - int(limit * self._retention.refresh_share)
         for _ in range(_REBALANCE_ROUNDS):
             pages = self._changeable(self._store.page_list(self._sequence), before)
             if pages.num_pages == 0:

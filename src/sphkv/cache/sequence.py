@@ -182,8 +182,8 @@ class CacheSequence:
         if waiting:
             total, at = waiting[0][0].shape[1], 0
             while at < total:
-                if self.room() == 0:
-                    self.residency.make_room(1)
+                if self.room() == 0 and self.residency.settle(1):
+                    self.store.make_room([self.sequence], 1)
                 stop = min(total, at + self.room())
                 for layer, (keys, values) in sorted(waiting.items()):
                     self.store.append(self.sequence, layer, keys[:, at:stop], values[:, at:stop])

@@ -15,9 +15,11 @@ COLUMNS = (
     "budget",
     "variant",
     "lm_kl",
+    "lm_above",
     "lm_worst",
     "lm_same",
     "qa_kl",
+    "qa_above",
     "qa_same",
     "r_fail",
     "delta_t",
@@ -44,7 +46,11 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--following", type=int, default=512, help="tokens compared after a text")
     parser.add_argument("--texts", type=int, default=4, help="stretches of books")
-    parser.add_argument("--questions", type=int, default=4, help="questions that dense answers")
+    parser.add_argument("--questions", type=int, default=4, help="questions over passages")
+    parser.add_argument(
+        "--answerable", type=float, default=0.5,
+        help="F1 from which dense must answer a question; 0 takes the first ones",
+    )  # fmt: skip
     parser.add_argument("--needles", type=int, default=0, help="hidden sentences")
     parser.add_argument("--clutter", type=int, default=0, help="tokens of a book before passages")
     parser.add_argument("--seeds", type=int, default=0, help="sampled answers of each prompt")
@@ -157,6 +163,7 @@ def run(args: argparse.Namespace) -> int:
         "num_following": args.following,
         "num_texts": args.texts,
         "num_questions": args.questions,
+        "answerable_f1": args.answerable,
         "num_needles": args.needles,
         "clutter": args.clutter,
         "num_seeds": args.seeds,

@@ -93,6 +93,10 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _add_record_flags(parser)
     parser.add_argument("--out", help="folder for report.html, points.csv and PNG")
     parser.add_argument("--readme", help="file whose table of decoding is rebuilt")
+    parser.add_argument(
+        "--tables",
+        help="file whose tables, named as the record files and certificates, are rebuilt",
+    )
     parser.add_argument("--picture", help="with --readme: the picture beside it, .svg or .png")
     parser.add_argument(
         "--certificate",
@@ -105,10 +109,12 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _run_report(args: argparse.Namespace) -> int:
     """Write the page and what lies beside it, or the README's table and picture."""
-    if args.out is None and args.readme is None:
-        raise ValueError("give --out FOLDER, --readme FILE or both")
+    if args.out is None and args.readme is None and args.tables is None:
+        raise ValueError("give --out FOLDER, --readme FILE or --tables FILE")
     if args.readme is not None:
         _write_readme(args)
+    if args.tables is not None:
+        _write_tables(args)
     return 0 if args.out is None else _write_page(args)
 
 
@@ -121,6 +127,24 @@ def _write_readme(args: argparse.Namespace) -> None:
     if args.picture is not None:
         draw_decoding(records, Path(args.picture))
     print(f"{len(records)} records: {args.readme}")
+
+
+def _write_tables(args: argparse.Namespace) -> None:
+    from sphkv.evaluation.records import load_records
+    from sphkv.evaluation.report.readme import write_readme
+    from sphkv.evaluation.report.sections import load_study
+    from sphkv.evaluation.report.tables import certificate_tables, record_table
+
+    tables = {
+        Path(path).stem: load_study(Path(path), field="witnesses") for path in args.certificate
+    }
+    made = {name: certificate_tables(certificate) for name, certificate in tables.items()}
+    for path in args.records:
+        name = Path(path).stem
+        made[name] = record_table(name, load_records([Path(path)]))
+    for name, table in made.items():
+        write_readme(Path(args.tables), table, name=name)
+    print(f"{len(made)} tables: {args.tables}")
 
 
 def _write_page(args: argparse.Namespace) -> int:

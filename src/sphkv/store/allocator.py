@@ -487,12 +487,17 @@ class PageAllocator:
         Returns:
             Int64 addresses of the same shape on the CPU; 0 where the id is -1.
         """
-        out = torch.zeros_like(flat := page_ids.cpu().flatten())
-        used = (flat >= 0).nonzero()[:, 0]
-        for slot, index, rows in self._by_slab(flat[used]):
-            data = self._slab(slot).data
-            out[used[rows]] = data.data_ptr() + index * data.shape[1]
-        return out.reshape(page_ids.shape)
+        flat = page_ids.cpu().numpy().reshape(-1)
+        out = np.zeros(len(flat), dtype=np.int64)
+        used = flat >= 0
+        slots, index = np.divmod(flat[used], self._stride)
+        present, which = np.unique(slots, return_inverse=True)
+        slabs = [self._slab(slot).data for slot in present.tolist()]
+        first = np.array([data.data_ptr() for data in slabs], dtype=np.int64)
+        size = np.array([data.shape[1] for data in slabs], dtype=np.int64)
+        if slabs:
+            out[used] = first[which] + index * size[which]
+        return torch.from_numpy(out).reshape(page_ids.shape)
 
     def _slab(self, slot: int) -> Slab:
         slab = self._slabs[slot] if 0 <= slot < len(self._slabs) else None

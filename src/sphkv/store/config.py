@@ -20,6 +20,8 @@ class StoreConfig:
         recent_tokens: Newest states that stay dense when a page seals.
         max_bytes: Limit on the bytes of all live tensors; None for no limit.
         max_slab_pages: Pages of the largest slab.
+        has_few_kinds: Whether coded pages of contracts and demotions tell a position per run even
+            where one would do, so that kernels meet fewer kinds of pages.
         device: Torch device of pages, tails and pointer tables.
     """
 
@@ -29,6 +31,7 @@ class StoreConfig:
     recent_tokens: int = 32
     max_bytes: int | None = None
     max_slab_pages: int = 64
+    has_few_kinds: bool = False
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -38,6 +41,10 @@ class StoreConfig:
             raise ValueError(f"seal_tier must store something, got {self.seal_tier!r}")
         if self.recent_tokens < 0:
             raise ValueError(f"recent_tokens must not be negative, got {self.recent_tokens}")
+
+    def is_in_runs(self, tier_id: int) -> bool:
+        """Whether pages of a tier that do not come from a tail tell a position per run."""
+        return self.has_few_kinds and self.tiers[tier_id].is_coded
 
     @property
     def seal_tokens(self) -> int:

@@ -113,7 +113,10 @@ def count_pages(
             if spec.kind == "drop":
                 continue
             states = select_states(*flat, positions, tier)
-            for batch in plan_pages(states, tier_id=tier, page_tokens=spec.page_tokens):
+            as_runs = store.config.is_in_runs(tier)
+            for batch in plan_pages(
+                states, tier_id=tier, page_tokens=spec.page_tokens, as_runs=as_runs
+            ):
                 pages = batch.head_ids.bincount(minlength=flat[0].shape[0]).view(-1, heads)
                 key = (tier, batch.position_mode)
                 total = found.setdefault(key, torch.zeros(layers, heads).long())
@@ -132,10 +135,12 @@ def _count_runs(
     step = max(1, _PLANNED_UNITS // max(1, tier_id[0].numel()))
     parts = [count_run_pages(part.flatten(0, 1), page_runs) for part in tier_id.split(step)]
     pages = torch.cat(parts).cpu().view(layers, heads, len(tiers), 2)
-    found = {}
+    found: dict[PoolKey, Tensor] = {}
     for tier, spec in enumerate(tiers):
         for column, mode in enumerate((PositionMode.CONTIGUOUS, PositionMode.RUNS)):
             each = pages[:, :, tier, column]
-            if spec.kind != "drop" and bool(each.any()):
-                found[tier, mode] = each
+            if spec.kind == "drop" or not bool(each.any()):
+                continue
+            key = (tier, PositionMode.RUNS if store.config.is_in_runs(tier) else mode)
+            found[key] = found[key] + each if key in found else each
     return found

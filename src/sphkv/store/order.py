@@ -11,7 +11,17 @@ from sphkv.store.paging import PageRows
 
 
 class PageOrder(Protocol):
-    """A permutation of the bytes of a page, for a kernel that wants them in another order."""
+    """A permutation of the bytes of a page, for a kernel that wants them in another order.
+
+    Attributes:
+        page_tokens: States of the coded pages that the kernel reads.
+    """
+
+    page_tokens: int
+
+    def takes(self, layout: PageLayout) -> bool:
+        """Whether the kernel reads pages of a layout; others are kept as they are."""
+        ...
 
     def alignment(self, layout: PageLayout) -> int:
         """Bytes that pages of a layout begin at multiples of; 1 if they may lie anywhere."""

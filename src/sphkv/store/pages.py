@@ -274,7 +274,12 @@ def plan_write(
     for tier_id, tier in enumerate(pool.config.tiers):
         if tier.kind != "drop":
             chosen = select_states(tier_ids, protected, positions, tier_id)
-            batches += plan_pages(chosen, tier_id=tier_id, page_tokens=tier.page_tokens)
+            batches += plan_pages(
+                chosen,
+                tier_id=tier_id,
+                page_tokens=tier.page_tokens,
+                as_runs=pool.config.is_in_runs(tier_id),
+            )
     flat = FlatStates(states.keys.flatten(0, 1), states.values.flatten(0, 1))
     pending = _encode(pool, state, layer, flat, batches)
     return LayerChange(state.tables[layer], pending=pending)
@@ -334,7 +339,12 @@ def plan_demotion(
     if not parts:
         return LayerChange(table)
     states, flat = merge_states(parts)
-    batches = plan_pages(states, tier_id=tier_id, page_tokens=tiers[tier_id].page_tokens)
+    batches = plan_pages(
+        states,
+        tier_id=tier_id,
+        page_tokens=tiers[tier_id].page_tokens,
+        as_runs=pool.config.is_in_runs(tier_id),
+    )
     pending = _encode(pool, state, layer, flat, batches)
     return LayerChange(table, removed=page_ids, pending=pending)
 

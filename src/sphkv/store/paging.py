@@ -166,13 +166,16 @@ def count_run_pages(tier_id: Tensor, page_runs: Sequence[int]) -> Tensor:
     return torch.stack([pages - apart, apart], 2)
 
 
-def plan_pages(states: StateList, *, tier_id: int, page_tokens: int) -> list[PageBatch]:
+def plan_pages(
+    states: StateList, *, tier_id: int, page_tokens: int, as_runs: bool = False
+) -> list[PageBatch]:
     """Cut the states of each head into pages, split by position mode.
 
     Args:
         states: States of one tier.
         tier_id: That tier.
         page_tokens: States that fit one page.
+        as_runs: Whether pages of consecutive states tell a position per run as well.
 
     Returns:
         One batch per position mode that occurs.
@@ -201,6 +204,8 @@ def plan_pages(states: StateList, *, tier_id: int, page_tokens: int) -> list[Pag
     heads = torch.arange(per_head.shape[0], device=per_head.device)
     page_heads = heads.repeat_interleave(pages_per_head)
     modes = choose_position_modes(rows.positions, rows.counts)
+    if as_runs:
+        modes[modes == PositionMode.CONTIGUOUS] = PositionMode.RUNS
     batches = []
     for mode in PositionMode:
         index = (modes == mode).nonzero()[:, 0]

@@ -162,7 +162,8 @@ def _tier_ids(case: CacheCase, seed: int) -> Tensor:
             run = torch.arange(case.num_tokens) // RUN_TOKENS * RUN_TOKENS
             drawn = drawn[:, run]
         tier_id = drawn.to(torch.uint8)
-    tier_id[:, :4] = case.tiers.dense_id
+    # where runs are decided, the one that holds the sinks is dense as a whole
+    tier_id[:, : RUN_TOKENS if case.mix == "runs" else 4] = case.tiers.dense_id
     return tier_id
 
 

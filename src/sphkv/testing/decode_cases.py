@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sphkv.attention.cuda.decode import CudaDecode, TurnTable
-from sphkv.attention.cuda.geometry import PAGE_TOKENS
+from sphkv.attention.cuda.geometry import PAGE_TOKENS, KernelShape
 from sphkv.attention.cuda.pages import PageLists, PagePool
 from sphkv.attention.cuda.synthetic import (
     Oracle,
@@ -46,6 +46,7 @@ class Case:
         head_dim: Elements of a key.
         nibbles: Slots per key.
         value_bits: Width of value codes.
+        blocks: Thread blocks that heads share by their pages; None gives them as many each.
     """
 
     counts: tuple[tuple[int, ...], ...] = ((9, 9), (9, 9))
@@ -58,6 +59,7 @@ class Case:
     head_dim: int = 128
     nibbles: int = 64
     value_bits: int = 4
+    blocks: int | None = None
 
     def codebook(self, device: torch.device) -> AngleCodebook:
         """The same for every case of a shape."""
@@ -70,6 +72,10 @@ CASES = {
     "ragged, empty, partial": Case(counts=RAGGED, partial=True),
     "runs": Case(mode=PositionMode.RUNS, partial=True),
     "runs, group 8": Case(mode=PositionMode.RUNS, partial=True, group=8),
+    "heads of unequal lengths": Case(
+        counts=((1, 0, 30), (2, 1, 0)), mode=PositionMode.RUNS, partial=True, blocks=11, merge=True
+    ),
+    "heads of unequal lengths, group 16": Case(counts=((0, 1), (21, 9)), group=16, blocks=7),
     "a position per token": Case(mode=PositionMode.TOKENS, partial=True),
     "tokens, ragged, window, d=64, group 8": Case(
         counts=RAGGED, mode=PositionMode.TOKENS, options=LIMITS, partial=True,
@@ -162,8 +168,11 @@ def run_case(case: Case, device: torch.device) -> float:
     book = case.codebook(device)
     pages, table, last = build_pages(case, layout, num, device)
     turns = TurnTable.build(rope, max_positions=last, device=device)
+    shape = KernelShape.of_codebook(
+        book, value_bits=case.value_bits, group=group, positions=case.mode
+    )
     decoder = CudaDecode(
-        book, rope, turns, value_bits=case.value_bits, group=group, max_batch=batch
+        book, rope, turns, value_bits=case.value_bits, group=group, max_batch=batch, shape=shape
     )
     query = torch.randn(batch, HEADS * group, case.head_dim, device=device)
     sinks = 3 * torch.randn(HEADS * group, device=device) if case.sinks else None
@@ -172,7 +181,7 @@ def run_case(case: Case, device: torch.device) -> float:
     other = replace(other, output=torch.randn_like(other.output), lse=torch.randn_like(other.lse))
     result = decoder.empty_result(batch)
     result.output.fill_(torch.nan)
-    lists = PageLists.from_table(table, num.to(device), pages)
+    lists = replace(PageLists.from_table(table, num.to(device), pages), blocks=case.blocks)
     for asked in (-query, query):  # nothing of the first call may be left
         decoder.attend(
             asked, PagePool(pages, case.mode), lists, options, result=result,

@@ -152,11 +152,13 @@ def test_warm_up_without_metadata_computes_nothing(runtime: Runtime):
     assert not output.any()
 
 
-def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch):
-    pretended = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
-    monkeypatch.setattr(worker, "current_platform", pretended)
-    with pytest.raises(ValueError, match=r"on CPUs only.*'cuda'"):
-        worker.SphericalWorker(VllmConfig(additional_config={"sphkv": {}}))
+def test_other_devices_are_refused():
+    tpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_type="tpu")
+    with pytest.raises(ValueError, match=r"CPUs and NVIDIA GPUs.*'tpu'"):
+        worker.worker_class(tpu)
+    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
+    assert worker.worker_class(gpu).__name__ == "CudaWorker"
+    assert worker.SphericalWorker.__name__ == "CpuWorker"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from sphkv.integrations.vllm.calibrate import (
     load_share,
 )
 from sphkv.integrations.vllm.options import ServeOptions, check_block_size
+from sphkv.integrations.vllm.plugin import check_version
 from sphkv.integrations.vllm.runtime import Runtime, activate, active_runtime
 from sphkv.integrations.vllm.serve import server_arguments
 
@@ -150,3 +151,23 @@ def test_a_share_of_a_calibration(tmp_path: Path):
         load_share(str(path), geometry, [1], [0], [RopeSpec.unrotated(64)])
     with pytest.raises(FileNotFoundError):
         load_share(str(tmp_path / "none"), geometry, [1], [0], [rope])
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0", "0.3.2"])
+def test_other_versions_of_vllm_are_refused_by_name(version: str):
+    with pytest.raises(ValueError, match=rf"vLLM {version} is not supported.*0\.32\.x"):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu"])
+def test_the_tested_version_is_served(version: str):
+    check_version(version)
+
+
+def test_a_device_may_have_defaults_of_its_own():
+    given = ServeOptions.from_config({"sphkv": {"key_bits": 3}}, value_bits=4)
+    assert given is not None
+    assert (given.key_bits, given.value_bits) == (3, 4)
+    named = ServeOptions.from_config({"sphkv": {"value_bits": 2}}, value_bits=4)
+    assert named is not None
+    assert named.value_bits == 2

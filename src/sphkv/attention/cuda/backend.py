@@ -9,9 +9,12 @@ from weakref import WeakSet
 
 import torch
 
-from sphkv.attention.cuda.compiler import ARCHITECTURES
+from sphkv.attention.cuda.build import prepare_behind, tier_builds
+from sphkv.attention.cuda.compiler import ARCHITECTURES, architecture
 from sphkv.attention.cuda.decode import MAX_WINDOW
-from sphkv.attention.cuda.geometry import is_served
+from sphkv.attention.cuda.dense import ENTRY_POINT as DENSE_ENTRY_POINT
+from sphkv.attention.cuda.dense import MAX_GROUP, definitions
+from sphkv.attention.cuda.geometry import HEAD_DIMS, is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
 from sphkv.attention.cuda.pages import FragmentCodec, FragmentOrder, ServedPages, place_pages
 from sphkv.attention.cuda.steps import CapturedSteps, why_not_captured
@@ -26,9 +29,12 @@ from sphkv.attention.request import (
 )
 from sphkv.attention.triton.backend import PageList, TritonBackend
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.tiers import TierTable
 from sphkv.errors import CudaUnavailableError
 from sphkv.store.layout import PageLayout
 from sphkv.store.order import PageCodec, PageOrder
+from sphkv.store.paging import PositionMode
 from sphkv.store.store import PageStore
 
 # Queries of one sequence that a launch takes, each as a row of its own.
@@ -67,6 +73,15 @@ class CudaBackend:
         self._served = PlanCache(self._place_served)
         self._others = PlanCache(self._list_others)
         self._captured: WeakSet[CapturedSteps] = WeakSet()
+
+    def prepare(self, tiers: TierTable, geometry: KVGeometry) -> None:
+        """Compile what encodes these tiers in a thread of its own, while the prompt is read."""
+        builds = [*tier_builds(tiers, geometry.head_dim)]
+        if geometry.head_dim in HEAD_DIMS and geometry.group_size <= MAX_GROUP:
+            shape = definitions(geometry.head_dim, geometry.group_size)
+            builds.append((DENSE_ENTRY_POINT, shape))
+        if self._device.type == "cuda":
+            prepare_behind(builds, architecture(self._device))
 
     def _list(
         self, store: PageStore, sequences: tuple[int, ...], layer: int
@@ -141,7 +156,8 @@ class CudaBackend:
             query = query.float()
         positions = request.positions.to(torch.int32).to(query.device, non_blocking=True)
         for pages in served:
-            self._kernels.get(codec, request.layer, pages.layout.tier).attend(
+            tier, mode = pages.layout.tier, pages.layout.position_mode
+            self._kernels.get(codec, request.layer, tier, mode).attend(
                 query,
                 pages.pool,
                 pages.lists,
@@ -181,7 +197,12 @@ class CudaBackend:
 def _list_sequence(
     store: PageStore, sequences: tuple[int, ...], layer: int
 ) -> dict[PageLayout, ListedPages]:
-    return list_pages(store, sequences[0], layer, has_positions=is_served)
+    return list_pages(store, sequences[0], layer, has_positions=_tells_no_positions)
+
+
+def _tells_no_positions(layout: PageLayout) -> bool:
+    """Whether the kernel must be told where a page begins before the page arrives."""
+    return is_served(layout) and layout.position_mode is not PositionMode.RUNS
 
 
 def _hide_later_keys(request: BatchRequest) -> tuple[AttentionOptions, int]:

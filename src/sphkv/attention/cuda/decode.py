@@ -1,34 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention on the GPU over coded pages in fragment order.
 
-A :class:`CudaDecode` belongs to one layer and tier. It owns its tables and workspace, so that a
-call allocates nothing, never waits for the device and can be captured into a CUDA graph.
+A :class:`CudaDecode` belongs to one layer, tier and position mode. It owns its tables and
+workspace, so that a call allocates nothing, never waits for the device and can be captured into a
+CUDA graph.
 
 The output of :meth:`CudaDecode.attend` is always in the model's own coordinates (the rotation of
 coded values undone), so results over other keys, of a dense tail or of another tier, can be merged
-in the same launch with ``merge_with``. Every position mode of a page is read; call
-:meth:`CudaDecode.prepare` for the modes in use before capturing a graph.
+in the same launch with ``merge_with``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sphkv.attention.cuda.compiler import architecture, load_cubin
 from sphkv.attention.cuda.driver import Kernel
-from sphkv.attention.cuda.geometry import MAX_TEAMS, KernelShape, ceil_div
+from sphkv.attention.cuda.geometry import KernelShape, ceil_div
 from sphkv.attention.cuda.pages import PageLists, PagePool
 from sphkv.attention.cuda.tables import build_tables, turn_rows
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import AngleCodebook
 from sphkv.core.rope import RopeSpec
-from sphkv.store.paging import PositionMode
 
 ENTRY_POINT = "sphkv_decode"
 MAX_WINDOW = (1 << 31) - 1
@@ -67,6 +66,7 @@ class _Params(ctypes.Structure):
                 "group",
                 "blocks",
                 "ctas",
+                "uneven",
                 "turn_rows",
                 "turn_shift",
                 "window",
@@ -99,19 +99,8 @@ class TurnTable:
         return cls(turn_rows(rope, max_positions, step=step, device=device), step)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Build:
-    """A compiled kernel and the tables laid out for it."""
-
-    shape: KernelShape
-    tables: Tensor
-    kernel: Kernel
-
-
 class CudaDecode:
-    """Attention of one layer over the pages of one coded tier.
-
-    Each position mode has a kernel of its own, loaded at the first call or by :meth:`prepare`.
+    """Attention of one layer over the pages of one coded tier that store positions alike.
 
     Args:
         codebook: Slots of the layer and tier, on the GPU.
@@ -120,9 +109,10 @@ class CudaDecode:
         value_bits: Width of value codes: 2, 3, 4, 8 or 16.
         group: Query heads per KV head.
         max_batch: Largest batch of a call.
-        shape: Kernel shape for contiguous pages; by default the one that fits the codebook.
+        shape: Kernel shape; by default the one that fits the codebook, for contiguous pages.
 
     Attributes:
+        passes: Times the pages are read, a few query heads at a time.
         overlaps: Begin while the kernel queued last still runs, which must be one that lets others
             begin and whose only result read here is ``merge_with``.
     """
@@ -142,15 +132,18 @@ class CudaDecode:
         self.shape = shape or KernelShape.of_codebook(codebook, value_bits=value_bits, group=group)
         self.kv_heads, self.group, self.max_batch = codebook.points.shape[0], group, max_batch
         self.overlaps = False
-        self._codebook, self._rope, self._turns = codebook, rope, turns
-        self._builds: dict[PositionMode, _Build] = {}
-        self.prepare(PositionMode.CONTIGUOUS)
-        columns, blocks = self.shape.columns, ceil_div(group, self.shape.columns)
-        heads = self.kv_heads * blocks
+        self._turns = turns
+        self._kernel = Kernel(
+            load_cubin(ENTRY_POINT, self.shape.defines(), architecture(device)),
+            ENTRY_POINT,
+            shared_bytes=self.shape.shared_bytes,
+            threads=self.shape.threads,
+        )
+        self._tables = build_tables(codebook, rope, self.shape)
+        columns, passes = self.shape.columns, ceil_div(group, self.shape.columns)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        ctas = max(1, processors // heads)
-        self._grid = (self.kv_heads, blocks, ctas)
-        parts = heads * (max_batch + ctas) * columns
+        self.passes, self._most_blocks = passes, max(self.kv_heads, processors // passes)
+        parts = passes * (self.kv_heads * max_batch + self._most_blocks) * columns
         # a word of a part is there when it is not minus one; a launch leaves all of them so again
         words = torch.full((parts, self.shape.head_dim), -1, dtype=torch.int32, device=device)
         self._part_out, self._part_lse = words, words[:, : self.shape.head_dim // 64].clone()
@@ -160,8 +153,7 @@ class CudaDecode:
             part_lse=self._part_lse.data_ptr(),
             kv_heads=self.kv_heads,
             group=group,
-            blocks=blocks,
-            ctas=ctas,
+            blocks=passes,
             turn_rows=turns.rows.shape[1],
             turn_shift=turns.step.bit_length() - 1,
         )
@@ -171,33 +163,18 @@ class CudaDecode:
     def spare_processors(self) -> int:
         """Multiprocessors that a launch leaves free."""
         properties = torch.cuda.get_device_properties(self._part_out.device)
-        return properties.multi_processor_count - math.prod(self._grid)
+        return properties.multi_processor_count - self.passes * self._blocks_of(None)
+
+    def _blocks_of(self, asked: int | None) -> int:
+        """Thread blocks of a pass: as many for every head, or so many shared by its pages."""
+        if asked is None:
+            return self._most_blocks // self.kv_heads * self.kv_heads
+        return min(max(asked, self.kv_heads), self._most_blocks)
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the look-up tables of all position modes in use."""
-        return sum(build.tables.nbytes for build in self._builds.values())
-
-    def prepare(self, mode: PositionMode) -> None:
-        """Load the kernel and tables for pages of one position mode; do it before a graph capture.
-
-        Args:
-            mode: How the pages store positions.
-        """
-        if mode in self._builds:
-            return
-        shape = self.shape
-        if mode is not PositionMode.CONTIGUOUS:
-            shape = replace(shape, positions=mode, teams=MAX_TEAMS).fitted()
-        device = self._codebook.points.device
-        kernel = Kernel(
-            load_cubin(ENTRY_POINT, shape.defines(), architecture(device)),
-            ENTRY_POINT,
-            shared_bytes=shape.shared_bytes,
-            threads=shape.threads,
-        )
-        tables = build_tables(self._codebook, self._rope, shape)
-        self._builds[mode] = _Build(shape, tables, kernel)
+        """Bytes of the look-up tables."""
+        return self._tables.nbytes
 
     def empty_result(self, batch: int, dtype: torch.dtype = torch.float32) -> PartialAttention:
         """Output buffers for a batch, to be passed to :meth:`attend` again and again."""
@@ -241,18 +218,18 @@ class CudaDecode:
             ``result``: output ``[batch, query_heads, head_dim]`` and log-sum-exp.
         """
         self._check(query, lists, options, query_positions)
-        self.prepare(pool.mode)
-        build = self._builds[pool.mode]
-        if pool.pages.shape[1] != build.shape.page_bytes:
-            raise ValueError(
-                f"pages must have {build.shape.page_bytes} bytes, got {pool.pages.shape[1]}"
-            )
+        shape = self.shape
+        if pool.mode is not shape.positions:
+            raise ValueError(f"positions must be {shape.positions.name}, got {pool.mode.name}")
+        if pool.pages.shape[1] != shape.page_bytes:
+            raise ValueError(f"pages must have {shape.page_bytes} bytes, got {pool.pages.shape[1]}")
         params, batch = self._params, lists.batch
         params.pages = pool.pages.data_ptr() if pool.address is None else pool.address
-        params.tables = build.tables.data_ptr()
+        params.tables = self._tables.data_ptr()
         params.page_list = lists.entries.data_ptr()
         params.row_start = lists.row_start.data_ptr()
         params.batch = batch
+        params.ctas, params.uneven = self._blocks_of(lists.blocks), int(lists.blocks is not None)
         params.query = query.data_ptr()
         params.query_is_bf16 = int(query.dtype == torch.bfloat16)
         params.query_positions = None if query_positions is None else query_positions.data_ptr()
@@ -265,7 +242,8 @@ class CudaDecode:
         params.softcap = (options.softcap or 0.0) * _LOG2E
         params.unrotate = int(self.shape.value_bits != 16)
         params.out_is_bf16 = int(result.output.dtype == torch.bfloat16)
-        build.kernel.launch(self._grid, self._arguments, overlaps=self.overlaps)
+        grid = (params.ctas, self.passes, 1)
+        self._kernel.launch(grid, self._arguments, overlaps=self.overlaps)
         return result
 
     def _check(

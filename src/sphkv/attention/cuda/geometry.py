@@ -214,7 +214,7 @@ class KernelShape:
         scratch = max(self._query_bytes, sums + results)
         is_turned = self.columns == MAX_COLUMNS and self.positions is not PositionMode.TOKENS
         zeros = self._turn_bytes if is_turned else 0
-        return self.table_bytes + zeros + scratch + 64 * self.teams + 16
+        return self.table_bytes + zeros + scratch + 64 * self.teams + 32
 
     @property
     def _query_bytes(self) -> int:

@@ -6,13 +6,16 @@ The check is of the kernel against the float64 oracle, on random pages of the re
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
 
-from sphkv.attention.cuda.decode import CudaDecode, TurnTable
-from sphkv.attention.cuda.geometry import PAGE_TOKENS, KernelShape
+from sphkv.attention.cuda.build import prepare
+from sphkv.attention.cuda.compiler import architecture
+from sphkv.attention.cuda.decode import ENTRY_POINT, CudaDecode, TurnTable
+from sphkv.attention.cuda.geometry import MAX_TEAMS, PAGE_TOKENS, TILE_KEYS, KernelShape
 from sphkv.attention.cuda.pages import PageLists, PagePool
 from sphkv.attention.cuda.synthetic import Oracle, random_pages, set_bases, set_counts, tier_layout
 from sphkv.attention.request import AttentionOptions
@@ -26,9 +29,13 @@ from sphkv.store.paging import PositionMode
 # Relative error of the output: half-precision products and weights.
 ERROR_FLOOR = 5e-3
 _ROW_PAGES = 5
+_PAGE_RUNS = PAGE_TOKENS // TILE_KEYS
 _LEAST_POSITIONS = 8192
 # Product steps a layer may do in vain to share its kernel with others.
 _SPARE_STEPS = 2
+
+
+_Kind = tuple[int, str, PositionMode]
 
 
 def self_test(
@@ -39,14 +46,14 @@ def self_test(
     group: int,
     shape: KernelShape | None = None,
 ) -> float:
-    """Run the kernel of one layer and tier on random pages.
+    """Run the kernel of one layer, tier and position mode on random pages.
 
     Args:
         codebook: Slots of the layer and tier, on the GPU.
         rope: The layer's rotary embedding.
         value_bits: Width of value codes.
         group: Query heads per KV head.
-        shape: Kernel shape; the one that fits the codebook if None.
+        shape: Kernel shape; the one that fits the codebook if None, for contiguous pages.
 
     Returns:
         Largest relative error over heads.
@@ -56,12 +63,15 @@ def self_test(
     """
     device = codebook.points.device
     heads, head_dim = codebook.points.shape[0], rope.head_dim
-    layout = tier_layout(head_dim, codebook.num_slots, value_bits)
+    mode = PositionMode.CONTIGUOUS if shape is None else shape.positions
+    layout = tier_layout(head_dim, codebook.num_slots, value_bits, mode)
     pages = random_pages(layout, heads * _ROW_PAGES, device=device)
     counts = torch.full((len(pages),), PAGE_TOKENS, device=device)
     counts[_ROW_PAGES - 1 :: _ROW_PAGES] = PAGE_TOKENS // 2 + 1
     set_counts(pages, counts)
-    set_bases(pages, layout, PAGE_TOKENS * torch.arange(_ROW_PAGES, device=device).repeat(heads))
+    words = {PositionMode.CONTIGUOUS: 1, PositionMode.RUNS: _PAGE_RUNS}.get(mode, PAGE_TOKENS)
+    bases = torch.arange(_ROW_PAGES * words, device=device) * (PAGE_TOKENS // words)
+    set_bases(pages, layout, bases.view(_ROW_PAGES, words).repeat(heads, 1).squeeze(1))
     turns = TurnTable.build(rope, max_positions=PAGE_TOKENS * _ROW_PAGES, device=device)
     decoder = CudaDecode(
         codebook, rope, turns, value_bits=value_bits, group=group, max_batch=1, shape=shape
@@ -72,7 +82,7 @@ def self_test(
     result = decoder.empty_result(1)
     result.output.fill_(torch.nan)
     options = AttentionOptions(scale=head_dim**-0.5)
-    decoder.attend(query, PagePool(pages, PositionMode.CONTIGUOUS), lists, options, result=result)
+    decoder.attend(query, PagePool(pages, mode), lists, options, result=result)
     oracle, worst = Oracle(codebook, rope, layout), 0.0
     for head in range(heads):
         rows = slice(head * group, (head + 1) * group)
@@ -101,7 +111,7 @@ class DecodeKernels:
         self._max_batch = 1
         self._turns: dict[RopeSpec, TurnTable] = {}
         self._num_positions = _LEAST_POSITIONS
-        self._held: WeakKeyDictionary[SphericalCodec, dict[tuple[int, str], CudaDecode]]
+        self._held: WeakKeyDictionary[SphericalCodec, dict[_Kind, CudaDecode]]
         self._held = WeakKeyDictionary()
         self._shapes: WeakKeyDictionary[SphericalCodec, dict[str, list[KernelShape]]]
         self._shapes = WeakKeyDictionary()
@@ -120,17 +130,27 @@ class DecodeKernels:
             self._max_batch = max(batch, 2 * self._max_batch)
             self._held.clear()
 
-    def get(self, codec: SphericalCodec, layer: int, tier: TierSpec) -> CudaDecode:
-        """The kernel of a layer at a tier.
+    def get(
+        self, codec: SphericalCodec, layer: int, tier: TierSpec, mode: PositionMode
+    ) -> CudaDecode:
+        """The kernel of a layer at a tier for pages of a position mode.
 
         Raises:
             KernelMismatchError: It does not give what the oracle gives.
         """
         held = self._held.setdefault(codec, {})
-        key = (layer, tier.name)
+        key = (layer, tier.name, mode)
         if key not in held:
-            held[key] = self._build(codec, layer, tier)
+            held[key] = self._build(codec, layer, tier, mode)
         return held[key]
+
+    def compile(
+        self, codec: SphericalCodec, wanted: Iterable[tuple[int, TierSpec, PositionMode]]
+    ) -> None:
+        """Compile what some layers, tiers and modes need, many kernels at a time."""
+        shapes = {self._shape(codec, layer, tier, mode) for layer, tier, mode in wanted}
+        builds = [(ENTRY_POINT, shape.defines()) for shape in shapes]
+        prepare(builds, architecture(self._device))
 
     def table_bytes(self, codec: SphericalCodec) -> int:
         """Bytes of the look-up tables made for a codec; those by position may serve others too."""
@@ -143,13 +163,16 @@ class DecodeKernels:
             kernel.table_bytes for kernel in self._held.get(codec, {}).values()
         )
 
-    def _build(self, codec: SphericalCodec, layer: int, tier: TierSpec) -> CudaDecode:
+    def _build(
+        self, codec: SphericalCodec, layer: int, tier: TierSpec, mode: PositionMode
+    ) -> CudaDecode:
         rope, group = codec.calibration.ropes[layer], codec.calibration.geometry.group_size
         if rope not in self._turns:
             self._turns[rope] = TurnTable.build(
                 rope, max_positions=self._num_positions, device=self._device
             )
-        codebook, shape = codec.codebook(layer, tier, self._device), self._shape(codec, layer, tier)
+        codebook = codec.codebook(layer, tier, self._device)
+        shape = self._shape(codec, layer, tier, mode)
         if (shape, group) not in self._checked:
             # random pages must not move the caller's random numbers
             with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
@@ -165,13 +188,19 @@ class DecodeKernels:
             shape=shape,
         )
 
-    def _shape(self, codec: SphericalCodec, layer: int, tier: TierSpec) -> KernelShape:
+    def _shape(
+        self, codec: SphericalCodec, layer: int, tier: TierSpec, mode: PositionMode
+    ) -> KernelShape:
         """One shape for all layers where that costs little: every shape is a compilation."""
         held = self._shapes.setdefault(codec, {})
         if tier.name not in held:
             held[tier.name] = _layer_shapes(codec, tier)
         own, common = held[tier.name][layer], _largest(held[tier.name])
-        return common if common is not None and common.steps <= own.steps + _SPARE_STEPS else own
+        if common is not None and common.steps <= own.steps + _SPARE_STEPS:
+            own = common
+        if mode is PositionMode.CONTIGUOUS:
+            return own
+        return replace(own, positions=mode, teams=MAX_TEAMS).fitted()
 
 
 def _layer_shapes(codec: SphericalCodec, tier: TierSpec) -> list[KernelShape]:

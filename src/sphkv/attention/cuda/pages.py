@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.attention.cuda.fragments import (
@@ -23,7 +24,7 @@ from sphkv.attention.cuda.fragments import (
     unpack_keys,
     unpack_values,
 )
-from sphkv.attention.cuda.geometry import is_served
+from sphkv.attention.cuda.geometry import PAGE_TOKENS, is_served
 from sphkv.attention.plans import ListedPages, count_pages, list_starts
 from sphkv.codec.packing import pack_nibbles, pack_value_codes
 from sphkv.codec.states import SphericalCodec
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from sphkv.attention.cuda.encode import CudaEncoder
     from sphkv.attention.triton.encode import TritonEncoder
 
+_Integers = NDArray[np.int64]
 _LOWER_HALF = (1 << 32) - 1
 HOPPER = (9, 0)
 # Page numbers have 32 bits; as many lie below the lowest slab as above it.
@@ -78,11 +80,14 @@ class PageLists:
             base, which the kernel needs before the page arrives; see :func:`list_entries`.
         row_start: ``[kv_heads * batch + 1]`` int32 into ``entries``.
         batch: Sequences.
+        blocks: Thread blocks that the heads share by their numbers of pages; None gives all of a
+            GPU to them, as many to each.
     """
 
     entries: Tensor
     row_start: Tensor
     batch: int
+    blocks: int | None = None
 
     @property
     def page_ids(self) -> Tensor:
@@ -134,16 +139,27 @@ class LayerLists:
         """The lists of a layer, as the kernel reads them."""
         return PageLists(self._flat[layer], self._starts[layer], self._batch)
 
-    def replace(self, layer: int, lists: PageLists) -> None:
-        """Take over the lists of a layer."""
-        counts = lists.row_start.diff().to(self._counts.device, torch.int64)
-        if int(counts.max()) > self._entries.shape[2]:
-            raise ValueError(
-                f"a list has {int(counts.max())} pages, room is {self._entries.shape[2]}"
-            )
-        self._counts[layer] = counts
-        is_used = torch.arange(self._entries.shape[2], device=counts.device) < counts[:, None]
-        self._entries[layer][is_used] = lists.entries.to(counts.device)
+    def fill(self, entries: Tensor, counts: _Integers) -> None:
+        """Take over the lists of all layers; nothing waits for the device.
+
+        Args:
+            entries: ``[total]`` int64 on the CPU, layer by layer, head by head, row by row.
+            counts: ``[layers, heads, sequences]`` pages.
+
+        Raises:
+            ValueError: A list has more pages than there is room for.
+        """
+        most, device = self._entries.shape[2], self._entries.device
+        if counts.max() > most:
+            raise ValueError(f"a list has {counts.max()} pages, room is {most}")
+        flat = counts.reshape(-1)
+        first = np.arange(flat.size) * most - (flat.cumsum() - flat)
+        at = torch.from_numpy(np.repeat(first, flat) + np.arange(flat.sum()))
+        self._entries.view(-1).index_copy_(
+            0, at.to(device, non_blocking=True), entries.to(device, non_blocking=True)
+        )
+        own = torch.from_numpy(counts.reshape(tuple(self._counts.shape)))
+        self._counts.copy_(own, non_blocking=True)
         self._flatten()
 
     def append(self, new: Tensor, is_grown: Tensor) -> None:
@@ -171,8 +187,68 @@ class LayerLists:
         self._starts[:, 1:] = ends
 
 
+class FixedLists:
+    """Lists of all layers that are written anew as a whole, in place.
+
+    Attributes:
+        shape: Layers, KV heads and sequences.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], room: int, device: torch.device) -> None:
+        """Empty lists with room for so many pages of a layer."""
+        self.shape = shape
+        layers, heads, batch = shape
+        self._entries = torch.zeros(layers, max(1, room), dtype=torch.int64, device=device)
+        self._starts = torch.zeros(layers, heads * batch + 1, dtype=torch.int32, device=device)
+
+    @classmethod
+    def with_room(cls, counts: _Integers, *, part: int, device: torch.device) -> FixedLists:
+        """Room for pages ``[layers, heads, sequences]`` and a ``part``-th of them more."""
+        layers, heads, batch = counts.shape
+        most = int(counts.sum((1, 2)).max())
+        return cls((layers, heads, batch), most + most // part + heads * batch, device)
+
+    def layer(self, layer: int) -> PageLists:
+        """The lists of a layer, as the kernel reads them."""
+        return PageLists(self._entries[layer], self._starts[layer], self.shape[2])
+
+    def replace(self, entries: Tensor, counts: _Integers, *, by_row: bool = False) -> bool:
+        """Take over lists; nothing waits for the device.
+
+        Args:
+            entries: ``[total]`` int64 on the CPU, layer by layer, head by head, row by row.
+            counts: ``[layers, heads, sequences]`` pages.
+            by_row: List sequence by sequence, then head by head.
+
+        Returns:
+            False if there is no room; then nothing has changed.
+        """
+        layers, room = self._entries.shape
+        flat = counts.reshape(layers, -1)
+        if int(flat.sum(1).max()) > room:
+            return False
+        if by_row:
+            # the places of each list before and after
+            ends = flat.reshape(-1).cumsum()
+            sizes = flat.reshape(-1)
+            places = [np.arange(end - n, end) for end, n in zip(ends, sizes, strict=True)]
+            order = np.arange(flat.size).reshape(counts.shape).transpose(0, 2, 1).reshape(-1)
+            if entries.numel():
+                entries = entries[torch.from_numpy(np.concatenate([places[k] for k in order]))]
+            flat = counts.transpose(0, 2, 1).reshape(layers, -1)
+        starts = np.zeros((layers, flat.shape[1] + 1), dtype=np.int32)
+        starts[:, 1:] = flat.cumsum(1)
+        padded = np.zeros((layers, room), dtype=np.int64)
+        padded[np.arange(room) < flat.sum(1)[:, None]] = entries.numpy()
+        self._entries.copy_(torch.from_numpy(padded), non_blocking=True)
+        self._starts.copy_(torch.from_numpy(starts), non_blocking=True)
+        return True
+
+
 class FragmentOrder:
     """A ``PageOrder`` of the store: fragment order where the kernel serves a layout."""
+
+    page_tokens = PAGE_TOKENS
 
     def __init__(self) -> None:
         self._cuda: CudaEncoder | None = None
@@ -185,6 +261,10 @@ class FragmentOrder:
 
             self._cuda = CudaEncoder()
         return self._cuda
+
+    def takes(self, layout: PageLayout) -> bool:
+        """Whether the kernel serves a layout."""
+        return is_served(layout)
 
     def alignment(self, layout: PageLayout) -> int:
         """The size of a page, so that the kernel finds pages of all slabs by number."""
@@ -282,8 +362,12 @@ class ServedPages:
 
 def page_base(allocator: PageAllocator, layout: PageLayout) -> int:
     """An address far below all slabs of a layout, so that later ones are not below it either."""
-    lowest = min(slab.data.data_ptr() for slab in allocator.slabs() if slab.layout == layout)
-    return max(lowest % layout.page_bytes, lowest - _NUMBERS_BELOW * layout.page_bytes)
+    slabs, size = list(allocator.slabs()), layout.page_bytes
+    mine = [slab.data.data_ptr() for slab in slabs if slab.layout == layout]
+    if not mine:
+        # slabs to come lie whole pages from address zero
+        mine = [slabs[0].data.data_ptr() // size * size]
+    return max(min(mine) % size, min(mine) - _NUMBERS_BELOW * size)
 
 
 def page_numbers(addresses: Tensor, base: int, layout: PageLayout) -> Tensor:

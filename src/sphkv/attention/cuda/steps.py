@@ -3,38 +3,56 @@
 
 Everything a step reads or counts lies in tensors that keep their place: lists of pages, lengths
 of tails, positions. A step appends the new states to the tails, attends, and needs no word from
-the host. Between steps the host counts along, and lengthens the lists of rows that sealed a page.
+the host. Between steps the host counts along, lengthens the lists of rows that sealed a page, and
+lists anew what a controller demoted or dropped.
+
+A layer is read by one launch for its dense states and one for every tier and position mode of its
+coded pages. Each launch begins as soon as all blocks of the one before it have begun, takes as
+many multiprocessors as its pages are work, and merges what the one before has found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from sphkv.attention.cuda.decode import CudaDecode
 from sphkv.attention.cuda.dense import MAX_GROUP, DenseDecode, DenseStates
 from sphkv.attention.cuda.geometry import is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
 from sphkv.attention.cuda.pages import (
     HOPPER,
+    FixedLists,
     LayerLists,
+    PageLists,
+    PagePool,
     list_entries,
     page_base,
     page_numbers,
-    place_pages,
 )
 from sphkv.attention.partial import PartialAttention
-from sphkv.attention.plans import ListedPages, count_pages, list_pages, list_starts
 from sphkv.attention.request import AttentionOptions, spherical_codec
 from sphkv.attention.triton.dense import TailList
 from sphkv.codec.states import SphericalCodec
 from sphkv.errors import UnsupportedBatchError
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
-from sphkv.store.sequence import OpenTail, pool_of_tag
+from sphkv.store.sequence import OpenTail, PointerTable, page_tag, pool_of_tag
 from sphkv.store.store import PageStore
+
+_Integers = NDArray[np.int64]
+DENSE_PROCESSORS = 4
+"""Multiprocessors left to the dense states of a layer."""
+
+# What a page costs beside its product steps, in such steps.
+_PAGE_STEPS = 10
+# Pages that lists have room for beyond those of now, in parts of them.
+_ROOM_PART = 4
 
 
 def _sealed_layout(store: PageStore, sequence: int) -> PageLayout:
@@ -44,9 +62,9 @@ def _sealed_layout(store: PageStore, sequence: int) -> PageLayout:
     return PageLayout(tiers.id_of(tier.name), tier, head_dim, PositionMode.CONTIGUOUS)
 
 
-def _dense_layout(store: PageStore) -> PageLayout:
-    tiers, head_dim = store.config.tiers, store.config.geometry.head_dim
-    return PageLayout(tiers.dense_id, tiers[tiers.dense_id], head_dim, PositionMode.CONTIGUOUS)
+def _layout_of_tag(store: PageStore, tag: int) -> PageLayout:
+    tier_id, mode = pool_of_tag(tag)
+    return PageLayout(tier_id, store.config.tiers[tier_id], store.config.geometry.head_dim, mode)
 
 
 def why_not_captured(
@@ -77,8 +95,8 @@ def _why_not_kernels(store: PageStore, sequence: int) -> str:
         return f"{store.config.seal_tokens} tokens are sealed at once, in several pages"
     if store.allocator.order is None:
         return "the store keeps its pages in an order that the decode kernel does not read"
-    if not any(slab.layout == sealed for slab in store.allocator.slabs()):
-        return f"no page of tier {sealed.tier.name!r} is sealed yet"
+    if next(store.allocator.slabs(), None) is None:
+        return "no page is sealed yet"
     if group > MAX_GROUP:
         return f"{group} query heads share a KV head, the dense kernel takes {MAX_GROUP}"
     # no self-test watches over the kernel of dense states: it serves where it was checked
@@ -100,15 +118,16 @@ def _why_not_batch(store: PageStore, sequences: Sequence[int]) -> str:
 def _why_not_sequence(store: PageStore, sequence: int) -> str:
     """Why steps of one sequence cannot be captured, by its pages and tails."""
     tiers = store.config.tiers
-    readable = {tiers.id_of(store.seal_tier(sequence)), tiers.dense_id}
     extents = set()
     for layer in range(store.config.geometry.num_layers):
         for tag in store.table(sequence, layer).present_tags():
             tier_id, mode = pool_of_tag(tag)
-            if tier_id not in readable or mode is not PositionMode.CONTIGUOUS:
+            is_dense = tier_id == tiers.dense_id and mode is PositionMode.CONTIGUOUS
+            if not is_dense and not is_served(_layout_of_tag(store, tag)):
                 return (
                     f"layer {layer} of sequence {sequence} has pages of tier "
-                    f"{tiers[tier_id].name!r} with {mode.name.lower()} positions"
+                    f"{tiers[tier_id].name!r} with {mode.name.lower()} positions, which the decode "
+                    "kernel does not read"
                 )
         tail = store.open_tail(sequence, layer)
         if tail is None:
@@ -117,6 +136,65 @@ def _why_not_sequence(store: PageStore, sequence: int) -> str:
     if len(extents) > 1:
         return f"layers of sequence {sequence} differ in length: tails are {sorted(extents)}"
     return ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _FoundPages:
+    """Pages of one tag in all layers.
+
+    Attributes:
+        page_ids: Of each layer, head by head, row by row.
+        counts: ``[layers, heads, rows]``.
+    """
+
+    page_ids: list[_Integers]
+    counts: _Integers
+
+
+def _find_pages(tables: Sequence[Sequence[PointerTable]]) -> dict[int, _FoundPages]:
+    """Pages by tag; ``tables`` are those of each layer and row."""
+    tags = sorted({tag for layer in tables for table in layer for tag in table.present_tags()})
+    layers, heads = len(tables), len(tables[0][0].num_pages)
+    found = {
+        tag: _FoundPages([], np.zeros((layers, heads, len(tables[0])), dtype=np.int64))
+        for tag in tags
+    }
+    for layer, rows in enumerate(tables):
+        ids = np.concatenate([table.page_ids.numpy() for table in rows], 1)
+        every = np.concatenate([table.tags.numpy() for table in rows], 1)
+        ends = np.cumsum([table.capacity for table in rows])
+        for tag, pages in found.items():
+            is_mine = every == tag
+            pages.page_ids.append(ids[is_mine])
+            before = np.concatenate([np.zeros((heads, 1), np.int64), is_mine.cumsum(1)], 1)
+            pages.counts[layer] = np.diff(before[:, [0, *ends]], axis=1)
+    return found
+
+
+def launch_work(kernel: CudaDecode, pages: int) -> int:
+    """What a launch over so many pages is to do, in product steps."""
+    return pages * (kernel.shape.steps + _PAGE_STEPS)
+
+
+def share_blocks(work: Sequence[int], blocks: int, *, least: int) -> list[int]:
+    """Thread blocks of launches that run side by side, by their work.
+
+    Args:
+        work: Of each launch, in any unit.
+        blocks: Multiprocessors.
+        least: Blocks that a launch has in any case; those of small ones are soon done.
+    """
+    total = max(1, sum(work))
+    return [max(least, blocks * own // total) for own in work]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launch:
+    """One launch over the coded pages of a layer."""
+
+    kernel: CudaDecode
+    pool: PagePool
+    lists: PageLists
 
 
 class CapturedSteps:
@@ -149,17 +227,34 @@ class CapturedSteps:
         self._positions32 = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
         self._extents = torch.zeros(num_rows, 2, dtype=torch.int64, device=self._device)
         self._dense = DenseDecode(geometry.head_dim, geometry.group_size, self._device)
-        shape = (num_rows, geometry.num_query_heads)
+        partial = (num_rows, geometry.num_query_heads)
         # all layers use it in turn
         self._partial = PartialAttention(
-            torch.empty(*shape, geometry.head_dim, device=self._device),
-            torch.empty(shape, device=self._device),
+            torch.empty(*partial, geometry.head_dim, device=self._device),
+            torch.empty(partial, device=self._device),
         )
-        self._base = page_base(store.allocator, self._sealed)
-        heads, most = geometry.num_kv_heads, max_tokens // page + 1
-        self._lists = LayerLists(len(layers), heads, num_rows, most, self._device)
-        self._dense_states = [self._lay_out(layer) for layer in layers]
         self._tables = [[store.table(row, layer) for row in sequences] for layer in layers]
+        tiers = store.config.tiers
+        self._dense_tag = page_tag((tiers.dense_id, PositionMode.CONTIGUOUS))
+        self._sealed_tag = page_tag((self._sealed.tier_id, PositionMode.CONTIGUOUS))
+        found = _find_pages(self._tables)
+        self._bases = {
+            tag: page_base(store.allocator, _layout_of_tag(store, tag))
+            for tag in {*found, self._sealed_tag} - {self._dense_tag}
+        }
+        heads, most = geometry.num_kv_heads, max_tokens // page + 1
+        self._growing = LayerLists(len(layers), heads, num_rows, most, self._device)
+        self._fixed = {
+            tag: FixedLists.with_room(pages.counts, part=_ROOM_PART, device=self._device)
+            for tag, pages in found.items()
+            if tag != self._sealed_tag
+        }
+        if self._dense_tag not in self._fixed:
+            shape = (len(layers), heads, num_rows)
+            self._fixed[self._dense_tag] = FixedLists(shape, heads * num_rows, self._device)
+        self._fill(found)
+        self._dense_states = [self._tails_of(layer) for layer in layers]
+        self._launches = self._plan(found)
         self._version = self._table_version()
         self.recount()
 
@@ -167,26 +262,92 @@ class CapturedSteps:
         """Rises with every change of a pointer table."""
         return sum(table.version for tables in self._tables for table in tables)
 
-    def _lay_out(self, layer: int) -> DenseStates:
-        """List the coded pages of a layer; its tails and dense pages."""
-        store, heads = self._store, self._store.config.geometry.num_kv_heads
-        listed = [list_pages(store, row, layer, has_positions=is_served) for row in self._sequences]
-        coded = [pages.get(self._sealed) for pages in listed]
-        placed = place_pages(
-            store.allocator, self._sealed, coded, heads, device=self._device, base=self._base
-        )
-        self._pool = placed.pool
-        self._lists.replace(layer, placed.lists)
-        layout = _dense_layout(store)
-        dense: list[ListedPages | None] = [pages.get(layout) for pages in listed]
-        # a kernel wants an address, used or not
-        found = [np.zeros(1, dtype=np.int64), *(pages.addresses for pages in dense if pages)]
+    def _fill(self, found: dict[int, _FoundPages]) -> bool:
+        """Write all lists in place; False if pages are of a kind or number without room."""
+        if not set(found) <= {*self._fixed, self._sealed_tag}:
+            return False
+        store, allocator = self._store, self._store.allocator
+        layers, _, rows = next(iter(self._fixed.values())).shape
+        heads = store.config.geometry.num_kv_heads
+        no_pages = np.zeros((layers, heads, rows), np.int64)
+        none = _FoundPages([np.zeros(0, np.int64)] * layers, no_pages)
+        for tag in (*self._fixed, self._sealed_tag):
+            pages = found.get(tag, none)
+            ids = torch.from_numpy(np.concatenate(pages.page_ids))
+            addresses = allocator.addresses(ids)
+            if tag == self._dense_tag:
+                # the dense kernel wants addresses, sequence by sequence
+                if not self._fixed[tag].replace(addresses, pages.counts, by_row=True):
+                    return False
+                continue
+            numbers = page_numbers(addresses, self._bases[tag], _layout_of_tag(store, tag))
+            positions: Tensor | int = 0
+            if pool_of_tag(tag)[1] is PositionMode.CONTIGUOUS:
+                # others tell their positions themselves
+                positions = allocator.first_positions(ids).cpu()
+            entries = list_entries(numbers, positions)
+            if tag != self._sealed_tag:
+                if not self._fixed[tag].replace(entries, pages.counts):
+                    return False
+                continue
+            self._growing.fill(entries, pages.counts)
+        return True
+
+    def _plan(self, found: dict[int, _FoundPages]) -> list[list[_Launch]]:
+        """Launches of every layer, most work first; the seal tier's is there in any case."""
+        codec, tiers = self._codec, self._store.config.tiers
+        tags = [tag for tag in found if tag != self._dense_tag]
+        wanted: list[list[int]] = []
+        for layer in range(len(self._tables)):
+            present = [tag for tag in tags if found[tag].counts[layer].sum()]
+            wanted.append(sorted({*present, self._sealed_tag}))
+        kinds = [
+            (layer, tiers[pool_of_tag(tag)[0]], pool_of_tag(tag)[1])
+            for layer, own in enumerate(wanted)
+            for tag in own
+        ]
+        self.kernels.compile(codec, kinds)
+        return [self._plan_layer(layer, own, found) for layer, own in enumerate(wanted)]
+
+    def _plan_layer(
+        self, layer: int, tags: Sequence[int], found: dict[int, _FoundPages]
+    ) -> list[_Launch]:
+        launches, work = [], []
+        for tag in tags:
+            layout = _layout_of_tag(self._store, tag)
+            kernel = self.kernels.get(self._codec, layer, layout.tier, layout.position_mode)
+            kernel.overlaps = True
+            if tag == self._sealed_tag:
+                lists = self._growing.layer(layer)
+            else:
+                lists = self._fixed[tag].layer(layer)
+            blank = torch.empty(1, layout.page_bytes, dtype=torch.uint8, device="meta")
+            pool = PagePool(blank, layout.position_mode, self._bases[tag])
+            launches.append(_Launch(kernel, pool, lists))
+            pages = int(found[tag].counts[layer].sum()) if tag in found else 0
+            work.append(launch_work(kernel, pages))
+        if len(launches) == 1:
+            # heads have as many pages each
+            return launches
+        properties = torch.cuda.get_device_properties(self._device)
+        room = properties.multi_processor_count - DENSE_PROCESSORS
+        heads = self._store.config.geometry.num_kv_heads
+        shares = share_blocks(work, room // launches[0].kernel.passes, least=heads)
+        order = sorted(range(len(work)), key=lambda at: -work[at])
+        return [
+            replace(launches[at], lists=replace(launches[at].lists, blocks=shares[at]))
+            for at in order
+        ]
+
+    def _tails_of(self, layer: int) -> DenseStates:
+        """Tails and dense pages of a layer."""
+        dense = self._fixed[self._dense_tag].layer(layer)
         return DenseStates(
-            TailList.of(store, self._sequences, layer).addresses.to(self._device),
+            TailList.of(self._store, self._sequences, layer).addresses.to(self._device),
             self._extents,
-            torch.from_numpy(np.concatenate(found)).to(self._device),
-            (1 + list_starts(count_pages(dense, heads))).to(self._device),
-            layout,
+            dense.entries,
+            dense.row_start,
+            _layout_of_tag(self._store, self._dense_tag),
         )
 
     def _tails(self) -> list[OpenTail]:
@@ -223,7 +384,7 @@ class CapturedSteps:
             raise UnsupportedBatchError(
                 f"captured steps do not drop pages behind a window of {options.window} tokens"
             )
-        kernel = self.kernels.get(self._codec, layer, self._sealed.tier)
+        launches = self._launches[layer]
         query = query[:, :, 0].contiguous()
         if query.dtype != torch.bfloat16:
             query = query.float()
@@ -234,24 +395,25 @@ class CapturedSteps:
             self._dense_states[layer],
             options,
             result=self._partial,
-            spare_processors=kernel.spare_processors,
+            spare_processors=DENSE_PROCESSORS,
         )
-        kernel.overlaps = True
-        result = kernel.empty_result(len(query), query.dtype)
-        kernel.attend(
-            query,
-            self._pool,
-            self._lists.layer(layer),
-            options,
-            result=result,
-            merge_with=self._partial,
-            query_positions=self._positions32,
-            sink_logits=None if sink_logits is None else sink_logits.float(),
-        )
+        result = launches[0].kernel.empty_result(len(query), query.dtype)
+        for launch in launches:
+            is_last = launch is launches[-1]
+            launch.kernel.attend(
+                query,
+                launch.pool,
+                launch.lists,
+                options,
+                result=result if is_last else self._partial,
+                merge_with=self._partial,
+                query_positions=self._positions32,
+                sink_logits=sink_logits.float() if is_last and sink_logits is not None else None,
+            )
         return result.output[:, :, None]
 
-    def prepare(self) -> None:
-        """Make room for the next step: full tails become pages in the lists.
+    def prepare(self, make_room: Callable[[], bool]) -> bool:
+        """Make room for the next step, and follow what that changed; see ``StepGraph.prepare``.
 
         Raises:
             UnsupportedBatchError: A sequence is as long as it may get, or its pages changed.
@@ -264,10 +426,16 @@ class CapturedSteps:
             raise UnsupportedBatchError(
                 f"a sequence has {longest} tokens, room is {self.max_tokens}"
             )
-        if self._store.make_room(self._sequences, num_new=1):
+        is_only_grown = make_room()
+        if self._table_version() == self._version:
+            return True
+        if is_only_grown:
             self._list_newest(np.array(before))
-            self._version = self._table_version()
-            self.recount()
+        elif not self._fill(_find_pages(self._tables)):
+            return False
+        self._version = self._table_version()
+        self.recount()
+        return True
 
     def commit(self) -> None:
         """Tell the store about the step that was queued."""
@@ -286,6 +454,6 @@ class CapturedSteps:
         addresses = self._store.allocator.addresses(torch.from_numpy(ids)).transpose(1, 2)
         grown = torch.from_numpy(is_grown)
         # unused entries of other rows count from the base as well
-        addresses = torch.where(grown, addresses, self._base)
-        numbers = page_numbers(addresses, self._base, self._sealed)
-        self._lists.append(list_entries(numbers, torch.from_numpy(bases)), grown)
+        addresses = torch.where(grown, addresses, self._bases[self._sealed_tag])
+        numbers = page_numbers(addresses, self._bases[self._sealed_tag], self._sealed)
+        self._growing.append(list_entries(numbers, torch.from_numpy(bases)), grown)

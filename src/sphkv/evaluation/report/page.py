@@ -101,6 +101,7 @@ def render_report(
         ("Needles by depth, each method's star", depth_curves(records, frontiers)),
         ("Needles by depth, % found", facet_table(records, "needle", "depth")),
         ("Questions by place of the answer, F1", facet_table(records, "qa", "position")),
+        ("Questions by number of distractors, F1", facet_table(records, "qa", "num_distractors")),
         ("Answers that differ from dense's, against budget", behaviour_curves(records, frontiers)),
         ("Behaviour against budget", behaviour_table(records)),
         ("Drift of single tokens", drift_bars(records, frontiers)),

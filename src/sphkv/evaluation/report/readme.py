@@ -14,7 +14,7 @@ from sphkv.evaluation.metrics.divergence import KL_TOLERANCE, NLL_TOLERANCE
 from sphkv.evaluation.metrics.statistics import MeanInterval, mean_interval, paired_interval
 from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM
 
-BEGIN, END = "<!-- decoding: begin -->", "<!-- decoding: end -->"
+_DECODING = "decoding"
 
 _STYLES = {
     JOINT: ("Spherical KV, retention", "#d9622b", "o"),
@@ -168,18 +168,24 @@ def _caption(records: Sequence[Mapping[str, Any]], points: Sequence[ComparedPoin
     )
 
 
-def write_readme(path: Path, table: str) -> None:
-    """Put the table between the markers of a Markdown file.
+def markers(name: str) -> tuple[str, str]:
+    """Comments of a Markdown file between which a table of that name stands."""
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def write_readme(path: Path, table: str, *, name: str = _DECODING) -> None:
+    """Put a table between its markers in a Markdown file.
 
     Raises:
         ValueError: The file lacks a marker.
     """
     text = path.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{path} must hold {BEGIN!r} and {END!r} once each")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+    begin, end = markers(name)
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{path} must hold {begin!r} and {end!r} once each")
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    path.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
 
 
 def draw_decoding(records: Sequence[Mapping[str, Any]], path: Path) -> None:

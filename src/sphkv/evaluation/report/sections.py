@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,10 @@ from sphkv.evaluation.frontier import (
     winner,
 )
 from sphkv.evaluation.metrics.divergence import DRIFT_EDGES
+from sphkv.evaluation.metrics.statistics import mean_interval, paired_interval
 from sphkv.evaluation.report.charts import Mark, Series, number_text, scatter, stacked_bars
 from sphkv.evaluation.retention.study import ablation_rows
-from sphkv.evaluation.runner.methods import JOINT, UNIFORM
+from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM
 
 Record = Mapping[str, Any]
 
@@ -35,12 +37,14 @@ _ABLATION_COLUMNS = {
     "budget": "budget",
     "variant": "variant",
     "lm_kl": "KL",
+    "lm_above": "KL above joint",
     "lm_worst": "worst token",
     "lm_same": "same top-1",
     "nll_delta": "NLL change",
     "tok_s": "tok/s",
     "attend_ms": "attention, ms",
     "qa_kl": "KL of answers",
+    "qa_above": "above joint",
     "qa_same": "same answers",
     "r_fail": "R_fail",
     "delta_t": "Delta T",
@@ -48,8 +52,13 @@ _ABLATION_COLUMNS = {
     "psi": "Psi",
     "num_prompts": "prompts",
     "num_answered": "of these answered by dense",
+    "qa_f1": "F1 of these",
+    "qa_f1_dense": "dense's",
     "note": "",
 }
+_POSITIONS = ("early", "middle", "late")
+_DISTRACTORS = "num_distractors"
+_DISTRACTOR_RANGES = ((8, "up to 8"), (16, "9 to 16"), (math.inf, "more than 16"))
 _FAILURE_COLUMNS = {
     "failure": "failure",
     "budget": "budget",
@@ -146,7 +155,7 @@ def budget_curves(frontiers: Sequence[PanelFrontier]) -> str:
 
 
 def facet_table(records: Sequence[Record], workload: str, facet: str) -> str:
-    """Quality by depth or answer position, a row per method and budget."""
+    """Quality by depth, place of the answer or number of distractors, by method and budget."""
     found: dict[tuple[str, str], dict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
     values: set[Any] = set()
     for record in records:
@@ -155,55 +164,72 @@ def facet_table(records: Sequence[Record], workload: str, facet: str) -> str:
         if facet not in record["facets"]:
             continue
         value = record["facets"][facet]
+        if facet == _DISTRACTORS:
+            value = next(name for most, name in _DISTRACTOR_RANGES if value <= most)
         values.add(value)
         found[record["method"], record["budget"]][value].append(record_quality(record))
     if not found:
         return ""
-    order = sorted(values, key=lambda v: ("early", "middle", "late").index(v) if v in
-                   ("early", "middle", "late") else v)  # fmt: skip
+    named = [*_POSITIONS, *(name for _, name in _DISTRACTOR_RANGES)]
+    order = sorted(values, key=lambda v: named.index(v) if v in named else v)
     rows = [
         [method, budget, *(statistics.fmean(cell[v]) if cell.get(v) else "-" for v in order)]
         for (method, budget), cell in found.items()
     ]
-    header = ["method", "budget", *(f"{facet} {value}" for value in order)]
+    header = ["method", "budget", *(f"{facet.replace('num_', '')} {value}" for value in order)]
     return table(header, rows)
 
 
-def behaviour_table(records: Sequence[Record]) -> str:
-    """Length drift, disagreement and failures of answered workloads, by budget."""
+def behaviour_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Score, length drift, disagreement and failures of answered workloads, by budget.
+
+    Differences of scores are paired, with their 95% intervals over prompts; None where there is
+    nothing to compare with.
+    """
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in records:
         if record["status"] == "measured" and "length_drift" in record["quality"]:
             groups[record["workload"], record["method"], record["budget"]].append(record)
-    if not groups:
-        return ""
-    rows = []
-    for (workload, method, budget), group in groups.items():
-        quality = [record["quality"] for record in group]
-        rows.append(
-            [
-                workload,
-                method,
-                budget,
-                statistics.fmean(abs(q["length_drift"]) for q in quality),
-                100 * statistics.fmean(1.0 - q.get("is_same", 1.0) for q in quality),
-                100 * statistics.fmean(q.get("agreement_f1", q.get("is_same", 0)) for q in quality),
-                100 * statistics.fmean(float(_has_failed(q)) for q in quality),
-                statistics.fmean(q["kl"] for q in quality) if "kl" in quality[0] else "-",
-                _increase(quality),
-            ]
-        )
-    header = (
-        "workload", "method", "budget", "Delta T, tokens", "Disagree, %",
-        "F1 against dense's answer", "R_fail, %", "KL", "S_traj over dense's",
-    )  # fmt: skip
-    return table(header, rows)
+    dense = {
+        record["case"]: record_quality(record)
+        for (_, method, _), group in groups.items()
+        for record in group
+        if method == DENSE
+    }
+    return [_behaviour(*key, group, dense) for key, group in groups.items()]
 
 
-def _increase(quality: Sequence[Mapping[str, Any]]) -> float | str:
-    """How much more ``S_traj`` is than dense's, where answers were drawn over seeds."""
+def _behaviour(
+    workload: str, method: str, budget: str, group: Sequence[Record], dense: Mapping[str, float]
+) -> dict[str, Any]:
+    quality = [record["quality"] for record in group]
+    own = {record["case"]: record_quality(record) for record in group}
+    is_paired = method != DENSE and any(case in dense for case in own)
+    agreement = [q.get("agreement_f1", q.get("is_same", 0.0)) for q in quality]
     drawn = [q["s_traj"] - q["s_traj_reference"] for q in quality if "s_traj" in q]
-    return statistics.fmean(drawn) if drawn else "-"
+    return {
+        "workload": workload,
+        "method": method,
+        "budget": budget,
+        "prompts": len(group),
+        "score": statistics.fmean(own.values()),
+        "above dense": str(paired_interval(own, dense)) if is_paired else None,
+        "Delta T, tokens": statistics.fmean(abs(q["length_drift"]) for q in quality),
+        "Disagree, %": 100 * statistics.fmean(1.0 - q.get("is_same", 1.0) for q in quality),
+        "F1 against dense's answer": 100 * statistics.fmean(agreement),
+        "R_fail, %": 100 * statistics.fmean(float(_has_failed(q)) for q in quality),
+        "KL": statistics.fmean(q["kl"] for q in quality) if "kl" in quality[0] else None,
+        "S_traj over dense's": str(mean_interval(drawn)) if drawn else None,
+    }
+
+
+def behaviour_table(records: Sequence[Record]) -> str:
+    """What ``behaviour_rows`` found; empty without answers."""
+    rows = behaviour_rows(records)
+    if not rows:
+        return ""
+    cells = [["-" if cell is None else cell for cell in row.values()] for row in rows]
+    return table(list(rows[0]), cells)
 
 
 def behaviour_curves(records: Sequence[Record], frontiers: Sequence[PanelFrontier]) -> str:
@@ -444,7 +470,7 @@ def ablation_part(records: Sequence[Record], *, beta: float = BETA) -> str:
         f"<p class='soft'>Psi is minus the KL plus {beta:g} times the logarithm of the speed. The "
         "synergy gap is Psi of the joint variant minus the best of KeepDrop, Quant and Decoupled "
         "at the same budget. R_fail is the share of answers with a failure that dense does not "
-        "have.</p>"
+        "have. Differences from the joint variant are paired, with 95% intervals over prompts.</p>"
         + table(list(_ABLATION_COLUMNS.values()), rows)
         + table(("budget", "synergy gap", "best single lever"), gaps)
     )

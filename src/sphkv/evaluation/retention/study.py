@@ -17,6 +17,7 @@ from typing import Any
 from sphkv.errors import SplitError
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
 from sphkv.evaluation.metrics.answers import failure_rate
+from sphkv.evaluation.metrics.statistics import mean_interval, paired_interval
 from sphkv.evaluation.records import content_id, load_records
 from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM, find_variant
 from sphkv.evaluation.sweep.config import QAWorkload, SplitWorkload, SweepConfig
@@ -72,7 +73,9 @@ class AblationConfig:
         length: Tokens of a prompt, one of the manifest's.
         num_following: Tokens after a stretch.
         num_texts: Stretches of books.
-        num_questions: Questions that dense answers.
+        num_questions: Questions.
+        answerable_f1: F1 from which dense must answer a question from its passages alone for it to
+            be asked; 0 takes the first ones, whatever dense says to them.
         num_needles: Hidden sentences.
         clutter: Tokens of a book in front of every question's passages.
         num_seeds: Answers drawn beside the greedy one; 0 for none.
@@ -93,6 +96,7 @@ class AblationConfig:
     num_following: int = FOLLOWING_TOKENS
     num_texts: int = 4
     num_questions: int = 4
+    answerable_f1: float = ANSWERED_F1
     num_needles: int = 0
     clutter: int = 0
     num_seeds: int = 0
@@ -127,7 +131,7 @@ class AblationConfig:
                 self.length,
                 num_questions=self.num_questions,
                 max_new_tokens=_ANSWER_TOKENS,
-                answerable_f1=ANSWERED_F1,
+                answerable_f1=self.answerable_f1,
                 clutter=self.clutter,
                 split=self.split,
                 purpose=self.purpose,
@@ -152,15 +156,36 @@ class AblationConfig:
 def ablation_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Means over prompts, one row per budget and variant, in the order of the records.
 
-    ``lm_*`` are of stretches, ``qa_*`` and what follows them of questions and needles that dense
-    answers: divergence, answers that are dense's, failures that dense does not have, change of
-    length, variance over seeds. A variant that some prompt leaves without a contract has no means.
+    ``lm_*`` are of stretches. Of questions and needles there are the divergence (``qa_kl``),
+    answers that are dense's token by token, failures that dense does not have, the change of length
+    and the variance over seeds; these compare with dense's answer, be it right or wrong.
+    ``*_interval`` is a mean divergence with its 95% interval over prompts, ``*_above`` how much it
+    is above ``joint``'s at the budget, paired, with that one's.
+    ``num_answered`` says how many dense gets right, ``qa_f1`` and ``qa_f1_dense`` are of those. A
+    variant that some prompt leaves without a contract has no means.
     """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for record in records:
         if record["method"] != DENSE:
             groups.setdefault((record["budget"], record["method"]), []).append(record)
-    return [_row(*key, members) for key, members in groups.items()]
+    rows = [_row(*key, members) for key, members in groups.items()]
+    for row, ((budget, _), members) in zip(rows, groups.items(), strict=True):
+        joint = groups.get((budget, JOINT), [])
+        for name, workloads in (("lm", ("lm",)), ("qa", ("qa", "needle"))):
+            own, base = _measured(members, workloads), _measured(joint, workloads)
+            row[f"{name}_interval"] = (
+                str(mean_interval([member["quality"]["kl"] for member in own])) if own else None
+            )
+            row[f"{name}_above"] = _above(own, base)
+    return rows
+
+
+def _above(members: Sequence[Mapping[str, Any]], joint: Sequence[Mapping[str, Any]]) -> str | None:
+    """Divergence above the joint variant's with its interval; None of itself and without pairs."""
+    own, base = ({m["case"]: m["quality"]["kl"] for m in part} for part in (members, joint))
+    if members == joint or not own.keys() & base.keys():
+        return None
+    return str(paired_interval(own, base))
 
 
 def _row(budget: str, variant: str, members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -175,17 +200,16 @@ def _row(budget: str, variant: str, members: Sequence[Mapping[str, Any]]) -> dic
     row["attend_ms"] = _mean(
         [1e3 * text["times"]["attend_s"] / text["times"]["num_measured"] for text in texts]
     )
-    answered = [
-        member["quality"]
-        for member in _measured(members, ("qa", "needle"))
-        if member["quality"]["f1_reference"] >= ANSWERED_F1
-    ]
+    asked = [member["quality"] for member in _measured(members, ("qa", "needle"))]
+    row["qa_kl"] = _mean([quality["kl"] for quality in asked])
+    row["qa_same"] = _mean([quality["is_same"] for quality in asked])
+    row["r_fail"] = failure_rate([q["failures"] for q in asked]) if asked else None
+    row["delta_t"] = _mean([abs(quality["length_drift"]) for quality in asked])
+    row["s_traj"] = _mean([quality["s_traj"] for quality in asked if "s_traj" in quality])
+    answered = [quality for quality in asked if quality["f1_reference"] >= ANSWERED_F1]
     row["num_answered"] = len(answered)
-    row["qa_kl"] = _mean([quality["kl"] for quality in answered])
-    row["qa_same"] = _mean([quality["is_same"] for quality in answered])
-    row["r_fail"] = failure_rate([q["failures"] for q in answered]) if answered else None
-    row["delta_t"] = _mean([abs(quality["length_drift"]) for quality in answered])
-    row["s_traj"] = _mean([quality["s_traj"] for quality in answered if "s_traj" in quality])
+    row["qa_f1"] = _mean([quality["f1"] for quality in answered])
+    row["qa_f1_dense"] = _mean([quality["f1_reference"] for quality in answered])
     done = [member for member in members if member["status"] == "measured"]
     row["peak"] = max((member["memory"]["peak_share"] for member in done), default=None)
     return row

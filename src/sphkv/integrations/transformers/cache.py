@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sphkv.attention.api import get_backend
+from sphkv.attention.request import DecodeBackend
 from sphkv.cache.config import PROMPT_CALIBRATION, CacheConfig, RetentionConfig
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.files import load_engine, read_config, save_engine
 from sphkv.cache.method import MethodRecord
-from sphkv.cache.plan import choose_seal_tier, parse_tiers, retention_tiers
+from sphkv.cache.plan import choose_seal_tier, parse_tiers, refresh_share, retention_tiers
 from sphkv.codec.calibration import Calibration, CalibrationOptions
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
@@ -31,6 +32,7 @@ from sphkv.retention.gate import GateOptions
 from sphkv.retention.policy import ControlOptions, RetentionPolicy, load_policy
 from sphkv.retention.protection import ProtectionRule, SegmentSpans
 from sphkv.store.ledger import ByteLedger
+from sphkv.store.order import PageOrder
 
 DEFAULT_BUDGET = "25%"
 Span = tuple[int, int]
@@ -71,8 +73,8 @@ class RetentionOptions:
         policy: Weights, or a file that ``sphkv fit-policy`` wrote; equal weights if None.
         score: What values states, a name of ``sphkv.retention.scores.SCORES``.
         gate: Stability gate, told the margin of the two best tokens of every pass; off if None.
-        page_tokens: States of a coded page, a multiple of 32. Small pages suit tight budgets and
-            short prompts.
+        page_tokens: States of a coded page, a multiple of 32; as many as the backend's kernels
+            read fastest if None. Small pages suit tight budgets and short prompts.
         seal_tier: Tier at which new states leave the dense tail; the budget chooses if None.
     """
 
@@ -81,7 +83,7 @@ class RetentionOptions:
     policy: RetentionPolicy | Path | str | None = None
     score: str = "attention"
     gate: GateOptions | None = None
-    page_tokens: int = 32
+    page_tokens: int | None = None
     seal_tier: str | None = None
 
 
@@ -147,8 +149,10 @@ class SphericalCache(AttachedCache):
         """
         options = options or CacheOptions()
         layout = describe_model(model)
-        config = _plan_config(layout, budget, retention, tiers, context, options)
-        engine = _make_engine(model, config, calibration, options.backend)
+        backend = get_backend(options.backend, layout.device)
+        order = backend.page_order
+        config = _plan_config(layout, budget, retention, tiers, context, options, order)
+        engine = _make_engine(model, config, calibration, backend)
         return cls(model, engine, cuda_graphs=options.cuda_graphs)
 
     @property
@@ -296,7 +300,7 @@ class SphericalCache(AttachedCache):
         config = read_config(
             Path(folder), layout.geometry, layout.ropes, layout.windows, device=str(layout.device)
         )
-        engine = _make_engine(model, config, None, backend)
+        engine = _make_engine(model, config, None, get_backend(backend, layout.device))
         load_engine(engine, Path(folder))
         return cls(model, engine)
 
@@ -314,6 +318,7 @@ def _plan_config(
     tiers: Tiers | None,
     context: int | None,
     options: CacheOptions,
+    order: PageOrder | None,
 ) -> CacheConfig:
     """From what a user asks for to a config; raises where the parts exclude each other."""
     table = parse_tiers(tiers, layout.geometry.head_dim)
@@ -329,7 +334,8 @@ def _plan_config(
     if is_forced or has_choice:
         asked = retention if isinstance(retention, RetentionOptions) else RetentionOptions()
         assert parsed is not None
-        control = _retention_config(layout, parsed, asked, table if tiers is not None else None)
+        own = table if tiers is not None else None
+        control = _retention_config(layout, parsed, asked, own, order)
     return CacheConfig(
         layout.geometry,
         layout.ropes,
@@ -349,12 +355,16 @@ def _plan_config(
 
 
 def _retention_config(
-    layout: ModelLayout, budget: ByteBudget, asked: RetentionOptions, table: TierTable | None
+    layout: ModelLayout,
+    budget: ByteBudget,
+    asked: RetentionOptions,
+    table: TierTable | None,
+    order: PageOrder | None,
 ) -> RetentionConfig:
     policy = asked.policy
     if isinstance(policy, Path | str):
         policy = load_policy(Path(policy))
-    tiers = retention_tiers(layout.geometry.head_dim, asked.page_tokens, table)
+    tiers = retention_tiers(layout.geometry.head_dim, asked.page_tokens, table, order=order)
     seal = asked.seal_tier or choose_seal_tier(tiers, budget, layout.geometry)
     return RetentionConfig(
         tiers,
@@ -364,6 +374,7 @@ def _retention_config(
         protection=ProtectionRule(spans=tuple(asked.protect)),
         segments=SegmentSpans(tuple(asked.retrieved)),
         gate=asked.gate,
+        refresh_share=refresh_share(tiers, order),
     )
 
 
@@ -371,7 +382,7 @@ def _make_engine(
     model: PreTrainedModel,
     config: CacheConfig,
     calibration: Calibration | Path | str | None,
-    backend: str,
+    backend: DecodeBackend,
 ) -> CacheEngine:
     if isinstance(calibration, Path | str):
         calibration = load_calibration(calibration, geometry=config.geometry, ropes=config.ropes)
@@ -379,7 +390,7 @@ def _make_engine(
     return CacheEngine(
         config,
         calibration=calibration,
-        backend=get_backend(backend, config.device),
+        backend=backend,
         model_id=Path(name).name,
     )
 

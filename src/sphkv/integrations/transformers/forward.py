@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from sphkv.attention.request import AttentionOptions
+from sphkv.attention.request import AttentionOptions, StepGraph
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.step import StepTokens
 from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
@@ -43,6 +43,7 @@ class DecoderGraph:
         """Nothing is captured yet."""
         self._engine = engine
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._steps: StepGraph | None = None
         self._input_ids = torch.empty(0)
         self._hidden = torch.empty(0)
         self._num_single = 0
@@ -83,7 +84,7 @@ class DecoderGraph:
     ) -> BaseModelOutputWithPast:
         """One pass of the decoder; nothing waits for the GPU."""
         ids, cache = kwargs["input_ids"], kwargs["past_key_values"]
-        if self._graph is None:
+        if self._graph is None or self._steps is not self._engine.graph:
             self._capture(forward, ids, cache)
         assert self._graph is not None
         self._input_ids.copy_(ids)
@@ -110,6 +111,7 @@ class DecoderGraph:
         """Record one step; the steps run to warm up leave no trace."""
         step = self._engine.graph
         assert step is not None
+        self._steps = step
         self._input_ids = ids.clone()
         self._is_capturing = True
         try:

@@ -29,7 +29,7 @@ class ServeOptions:
     Attributes:
         key_bits: Code bits per key element, radius not counted; 16 with 16 value bits for
             bfloat16.
-        value_bits: Bits per value element: 2, 3, 4, 8 or 16.
+        value_bits: Bits per value element: 2, 3, 4, 8 or 16; 3 on CPUs, 4 on GPUs if not given.
         sink_tokens: First tokens of a sequence that stay dense, inside their own block.
         budget_bytes: Bytes of a token and KV head, on average, that the heads of a block share by
             need; then ``key_bits`` and ``value_bits`` are not used. None for one tier everywhere.
@@ -61,8 +61,12 @@ class ServeOptions:
         return coded_tier(self.key_bits, self.value_bits, page_tokens=block_tokens)
 
     @classmethod
-    def from_config(cls, additional_config: object) -> ServeOptions | None:
+    def from_config(cls, additional_config: object, **defaults: int) -> ServeOptions | None:
         """Read vLLM's ``additional_config``; None where it does not name us.
+
+        Args:
+            additional_config: What the server was given.
+            defaults: Options where it names none, other than those of this class.
 
         Raises:
             ValueError: An option is unknown or out of range.
@@ -76,7 +80,7 @@ class ServeOptions:
         unknown = sorted(set(given) - known)
         if unknown:
             raise ValueError(f"unknown options {unknown} of sphkv; known are {sorted(known)}")
-        return cls(**given)
+        return cls(**{**defaults, **given})
 
 
 def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:

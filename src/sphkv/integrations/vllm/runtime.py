@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,16 +23,54 @@ if TYPE_CHECKING:
     from sphkv.integrations.vllm.steps import StepPlan, TailWrites
 
 
-class Runtime:
-    """Codebooks, block layout, kernels and tails of one worker.
+class WorkerRuntime:
+    """What serving needs on every device.
 
     Attributes:
         options: What the server was asked for.
-        block: Layout of a block.
         num_kv_heads: KV heads of this worker.
         max_sequences: Sequences that may run at once.
         layer_ids: Index of every attention layer by its name.
         calibrator: Set while the worker calibrates itself.
+    """
+
+    def __init__(self, options: ServeOptions, num_kv_heads: int, max_sequences: int) -> None:
+        self.options = options
+        self.num_kv_heads = num_kv_heads
+        self.max_sequences = max_sequences
+        self.layer_ids: dict[str, int] = {}
+        self.calibrator: Calibrator | None = None
+
+    def observe(
+        self, layer: int, states: tuple[Tensor, Tensor, Tensor], options: AttentionOptions
+    ) -> Tensor | None:
+        """Learn about a layer from the states of a text at start-up; None at other times.
+
+        Returns:
+            The layer's attention output ``[rows, query_heads, head_dim]``.
+        """
+        query, keys, values = (part.transpose(0, 1) for part in states)
+        if not self._learn(layer, (query, keys, values), options):
+            return None
+        return causal_attention(query, keys, values, scale=options.scale).transpose(0, 1)
+
+    def _learn(
+        self, layer: int, states: tuple[Tensor, Tensor, Tensor], options: AttentionOptions
+    ) -> bool:
+        """Fit codebooks, if that is what the text is for; states are ``[heads, tokens, ...]``."""
+        if self.calibrator is None:
+            return False
+        query, keys, _ = states
+        positions = torch.arange(query.shape[1], device=query.device)
+        self.calibrator.add_layer(layer, keys.float(), query.float(), positions)
+        return True
+
+
+class Runtime(WorkerRuntime):
+    """Codebooks, block layout, kernels and tails of one worker on a CPU.
+
+    Attributes:
+        block: Layout of a block.
         is_learning: Set while the worker measures what the tiers do to its layers.
         retention: Shares a block's bytes among its heads; None where all have one tier.
     """
@@ -46,7 +84,7 @@ class Runtime:
         head_dim: int,
         max_sequences: int,
     ) -> None:
-        self.options = options
+        super().__init__(options, num_kv_heads, max_sequences)
         self.block: CodedBlock | BudgetedBlock
         self.retention: BlockRetention | None = None
         if options.budget_bytes is None:
@@ -60,14 +98,15 @@ class Runtime:
                 sink_tokens=options.sink_tokens,
             )
             self.retention = BlockRetention(self.block, max_sequences)
-        self.num_kv_heads = num_kv_heads
-        self.max_sequences = max_sequences
-        self.layer_ids: dict[str, int] = {}
-        self.calibrator: Calibrator | None = None
         self.is_learning = False
         self._pools: dict[tuple[str, ...], TailPool] = {}
         self._codec: SphericalCodec | None = None
         self._paged: PagedAttention | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a key."""
+        return self.block.head_dim
 
     @property
     def tail_shape(self) -> tuple[int, int, int]:
@@ -203,35 +242,25 @@ class Runtime:
             raise RuntimeError("errors are learnt with a budget, after the calibration")
         self.retention.learn_errors(self._codec, layer, states, scale=scale)
 
-    def observe(
+    def _learn(
         self, layer: int, states: tuple[Tensor, Tensor, Tensor], options: AttentionOptions
-    ) -> Tensor | None:
-        """Learn about a layer from the states of a text at start-up; None at other times.
-
-        Returns:
-            The layer's attention output ``[rows, query_heads, head_dim]``.
-        """
-        query, keys, values = (part.transpose(0, 1) for part in states)
-        if self.calibrator is not None:
-            self.calibrator.add_layer(layer, keys, query, torch.arange(query.shape[1]))
-        elif self.is_learning:
-            self.learn(layer, (query, keys, values), scale=options.scale)
-        else:
-            return None
-        return causal_attention(query, keys, values, scale=options.scale).transpose(0, 1)
+    ) -> bool:
+        if self.is_learning:
+            self.learn(layer, states, scale=options.scale)
+        return super()._learn(layer, states, options) or self.is_learning
 
 
-_active: Runtime | None = None
+_active: WorkerRuntime | None = None
 
 
-def activate(runtime: Runtime | None) -> None:
+def activate(runtime: WorkerRuntime | None) -> None:
     """Make a runtime the one of this process."""
     global _active
     _active = runtime
 
 
-def active_runtime() -> Runtime:
-    """The runtime of this process.
+def active_runtime() -> Any:
+    """The runtime of this process, of the kind that its worker set up.
 
     Raises:
         RuntimeError: The worker is not ours, so nothing was set up.

@@ -190,12 +190,54 @@ INLINE void write_empty_rows(const Params& p, const int* rows, Row row, int tid)
 // multiprocessor to the others, while every block has a table to fetch and sums to merge.
 constexpr int LEAST_PAGES = 2;
 
+// Which head a block has, and which of the head's blocks it is. Found once and kept in shared memory:
+// while a block works on pages it has no register to spare.
+struct BlockPlace {
+  int head, cta, ctas, parts;
+
+  // Blocks of all heads one after the other, last one first: a block waits for blocks of its head with
+  // later pages, so they must begin before it.
+  INLINE BlockPlace(const Params& p, int lane) {
+    const int heads = p.kv_heads, at = p.ctas - 1 - blockIdx.x;
+    if (!p.uneven) {
+      ctas = p.ctas / heads;
+      head = heads - 1 - blockIdx.x % heads, cta = ctas - 1 - blockIdx.x / heads;
+      parts = head * (p.batch + ctas);
+      return;
+    }
+    const int total = p.row_start[heads * p.batch] - p.row_start[0];
+    int index = 0;
+    for (int h = lane; h < round_up(heads, 32); h += 32)
+      index += __popc(__ballot_sync(ALL_LANES, h < heads && first_of(p, h, total) <= at));
+    head = index - 1;
+    const int first = first_of(p, head, total);
+    cta = at - first, ctas = first_of(p, head + 1, total) - first;
+    parts = head * p.batch + first;
+  }
+
+  // Every head has one block, and of the others as its pages demand.
+  static INLINE int first_of(const Params& p, int head, int total) {
+    const int before = p.row_start[head * p.batch] - p.row_start[0];
+    return head + (int)((uint32_t)(p.ctas - p.kv_heads) * (uint32_t)before / (uint32_t)max(total, 1));
+  }
+
+  INLINE void keep() const {
+    store_shared2(SHARED_BASE + PLACE_OFFSET, head, cta);
+    store_shared2(SHARED_BASE + PLACE_OFFSET + 8, ctas, parts);
+  }
+};
+
+INLINE int kept_head() { return load_shared(SHARED_BASE + PLACE_OFFSET); }
+INLINE int kept_cta() { return load_shared(SHARED_BASE + PLACE_OFFSET + 4); }
+INLINE int kept_ctas() { return load_shared(SHARED_BASE + PLACE_OFFSET + 8); }
+INLINE int kept_parts() { return load_shared(SHARED_BASE + PLACE_OFFSET + 12); }
+
 // A head's pages in the list, and how many blocks share them.
 struct HeadPages {
   int start, count, ctas;
 
-  INLINE HeadPages(const Params& p, int start, int count)
-      : start(start), count(count), ctas(min(p.ctas, (count + LEAST_PAGES - 1) / LEAST_PAGES)) {}
+  INLINE HeadPages(int start, int count, int most)
+      : start(start), count(count), ctas(min(most, (count + LEAST_PAGES - 1) / LEAST_PAGES)) {}
 
   // First page of block `cta`. 32 bits: a head's pages times blocks stays far below 2^32.
   INLINE int first(int cta) const { return start + (uint32_t)(cta * count) / max(ctas, 1); }
@@ -206,9 +248,6 @@ struct HeadPages {
   }
 };
 
-// A block waits for blocks with later pages: they begin before it.
-INLINE int block_of_head(const Params& p) { return p.ctas - 1 - blockIdx.z; }
-
 // First row with pages at or behind `start`; all lanes of a warp find it together.
 INLINE int first_row(const int* rows, int batch, int start, int lane) {
   int index = 0;
@@ -217,14 +256,13 @@ INLINE int first_row(const int* rows, int batch, int start, int lane) {
   return index;
 }
 
-// Bounds of the head's rows. While a block works on pages it has no register to spare: what is needed
-// between rows only is found anew, from numbers that the compiler must take for new ones.
-INLINE const int* head_rows(const Params& p) { return p.row_start + unknown(blockIdx.x) * p.batch; }
+// Bounds of the head's rows, found anew between rows.
+INLINE const int* head_rows(const Params& p) { return p.row_start + kept_head() * p.batch; }
 
 // Which blocks share a row, for its end.
 INLINE void keep_parts(const Params& p, int index) {
   const int* rows = head_rows(p);
-  const HeadPages head(p, rows[0], rows[p.batch] - rows[0]);
+  const HeadPages head(rows[0], rows[p.batch] - rows[0], kept_ctas());
   const int first = head.owner(rows[index]), last = head.owner(rows[index + 1] - 1);
   store_shared2(SHARED_BASE + KEPT_OFFSET, index + first, last - first + 1);
 }
@@ -273,12 +311,12 @@ INLINE void attend_rows(const Params& p, int first, int end, Row& row, RowStart&
       if (place.lane == 0) barrier_arrive(empty_barrier(stage.index));
       stage.advance<TEAMS>();
     }
-    row.head = unknown(blockIdx.x), row.block = unknown(blockIdx.y);
-    row.part = row.index + block_of_head(p);
+    row.head = kept_head(), row.block = unknown(blockIdx.y);
+    row.parts = kept_parts(), row.part = row.index + kept_cta();
     finish_row(p, row, run, acc, unknown(tid));
     at = stop, is_next = true;
   }
-  if (block_of_head(p) == 0) write_empty_rows(p, head_rows(p), row, tid);
+  if (kept_cta() == 0) write_empty_rows(p, head_rows(p), row, tid);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
@@ -287,9 +325,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   // addresses are built from constants, without adding a base register
   if (shared_address(shared_memory) != SHARED_BASE) __trap();
   const int tid = threadIdx.x;
+  // what comes next may take multiprocessors as soon as this launch has all it needs
+  start_dependents();
+  const BlockPlace place(p, tid & 31);
   Row row;
-  row.head = blockIdx.x;
+  row.head = place.head;
   row.block = blockIdx.y;
+  if (tid == 0) place.keep();
   const uint8_t* table = p.tables + (uint64_t)row.head * TABLE_BYTES;
   for (int k = tid; k < ZERO_BYTES / 4; k += BLOCK_THREADS)
     store_shared(SHARED_BASE + ZERO_OFFSET + 4 * k, 0u);
@@ -297,13 +339,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   if (tid == 0) request_table(table);
   RowStart start;
   start.load_map(table, tid);
-  const int* rows = head_rows(p);
-  const HeadPages head(p, rows[0], rows[p.batch] - rows[0]);
-  const int cta = block_of_head(p), first = head.first(cta), end = head.first(cta + 1);
+  const int* rows = p.row_start + place.head * p.batch;
+  const HeadPages head(rows[0], rows[p.batch] - rows[0], place.ctas);
+  const int first = head.first(place.cta), end = head.first(place.cta + 1);
   __syncthreads();
-  if (cta >= head.ctas) {
+  if (place.cta >= head.ctas) {
     barrier_wait(table_barrier(), 0);  // shared memory must outlive the copy
-    if (cta == 0 && tid < THREADS) write_empty_rows(p, rows, row, tid);
+    if (place.cta == 0 && tid < THREADS) write_empty_rows(p, rows, row, tid);
     return;
   }
   if constexpr (HAS_SUPPLIERS) {

@@ -13,7 +13,8 @@ struct Row {
   int index;     // sequence
   int head;      // KV head
   int block;     // which COLUMNS query heads of the group
-  int part;      // slot of this block's partial result
+  int parts;     // where the head's partial results begin
+  int part;      // slot of this block's partial result among them
   int first_part, num_parts;  // those of all blocks that share this row
 };
 
@@ -193,7 +194,8 @@ struct PartPlace {
 
   // `x`: query * HEAD_DIM + dimension.
   INLINE PartPlace(const Params& p, const Row& row, int part, int x) {
-    const uint64_t at = (uint64_t)(row.head * p.blocks + row.block) * (p.batch + p.ctas) + part;
+    const uint64_t at =
+        (uint64_t)row.block * (p.kv_heads * p.batch + p.ctas) + row.parts + part;
     out = p.part_out + at * PART_WORDS + x;
     lse = p.part_lse + at * PART_WARPS + x / 64;
   }

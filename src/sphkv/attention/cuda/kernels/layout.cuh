@@ -112,7 +112,7 @@ constexpr int STAT_BYTES = WARPS * COLUMNS * 4;
 constexpr int RESULT_BYTES = COLUMNS * HEAD_DIM * 4 + 4 * STAT_BYTES;
 constexpr int SCRATCH_BYTES = larger(TURNED * TURNED_BYTES, PASS_BYTES + RESULT_BYTES);
 constexpr int MAX_STAGES = 4 * TEAMS;
-constexpr int BARRIER_BYTES = 16 * MAX_STAGES + 16;
+constexpr int BARRIER_BYTES = 16 * MAX_STAGES + 32;
 constexpr int SHARED_LIMIT = 232448;
 constexpr int FITTING_STAGES =
     (SHARED_LIMIT - TABLE_BYTES - ZERO_BYTES - SCRATCH_BYTES - BARRIER_BYTES) / STAGE_BYTES;
@@ -133,6 +133,7 @@ constexpr int SCRATCH_OFFSET = ZERO_OFFSET + ZERO_BYTES;
 constexpr int RESULT_OFFSET = SCRATCH_OFFSET + PASS_BYTES;
 constexpr int BARRIER_OFFSET = SCRATCH_OFFSET + SCRATCH_BYTES;
 constexpr int KEPT_OFFSET = BARRIER_OFFSET + 16 * MAX_STAGES + 8;  // behind the table's barrier
+constexpr int PLACE_OFFSET = KEPT_OFFSET + 8;  // see BlockPlace
 constexpr int SHARED_BYTES = BARRIER_OFFSET + BARRIER_BYTES;
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "shared memory");
 
@@ -152,13 +153,14 @@ struct Params {
   const float* other_lse;
   void* out;                    // [batch][query_heads][HEAD_DIM] float or bfloat16
   float* lse;                   // [batch][query_heads]
-  uint32_t* part_out;           // [kv_heads * blocks][batch + ctas][COLUMNS][HEAD_DIM], see PartPlace
+  uint32_t* part_out;           // [blocks][kv_heads * batch + ctas][COLUMNS][HEAD_DIM], see PartPlace
   uint32_t* part_lse;           // the same with HEAD_DIM / 64
   int batch;
   int kv_heads;
   int group;            // query heads per KV head
   int blocks;           // passes over the columns: ceil(group / COLUMNS)
-  int ctas;             // per head and block
+  int ctas;             // of all heads, for each of these passes
+  int uneven;           // share them by the pages of each head, else alike
   int turn_rows;        // positions 16 apart
   int turn_shift;       // log2 of the positions between phases
   int window;           // 0 for none

@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense memory of the layers that share a block table: tails, sinks, and what a graph reads.
+
+A sequence's newest states are bfloat16 in the slot of its request until their block is full. Its
+first tokens may stay dense for good; then they are a small page of their own beside vLLM's blocks,
+found by the id of the sequence's first block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sphkv.attention.cuda.dense import DenseStates
+from sphkv.attention.cuda.geometry import PAGE_TOKENS, ceil_div
+from sphkv.attention.cuda.pages import PageLists
+from sphkv.attention.partial import PartialAttention
+from sphkv.attention.triton.block_lists import list_pages
+from sphkv.integrations.vllm.cuda.steps import (
+    DECODE_FIELDS,
+    BatchRows,
+    ChunkPlan,
+    Integers,
+    SealPlan,
+    TailWrites,
+    plan_chunks,
+    plan_decode,
+    plan_seals,
+    plan_tails,
+)
+from sphkv.store.layout import COUNT_OFFSET, HEADER_BYTES
+
+_HALF = torch.bfloat16.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """Sizes of a group of layers.
+
+    Attributes:
+        num_layers: Layers.
+        num_kv_heads: KV heads of this worker.
+        num_query_heads: Query heads of this worker.
+        head_dim: Elements of a key.
+        num_slots: Sequences that may run.
+        num_sinks: Sequences whose first tokens can be kept dense.
+        sink_tokens: How many tokens of each.
+        max_tokens: Longest sequence.
+        window: Positions a query sees; None for all.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    num_query_heads: int
+    head_dim: int
+    num_slots: int
+    num_sinks: int
+    sink_tokens: int
+    max_tokens: int
+    window: int | None = None
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of all tails, one more than slots."""
+        states = self.num_layers * (self.num_slots + 1) * self.num_kv_heads * PAGE_TOKENS
+        return 2 * _HALF * states * self.head_dim
+
+    @property
+    def sink_page_bytes(self) -> int:
+        """Bytes of the first tokens of one sequence, layer and head."""
+        return HEADER_BYTES + 2 * _HALF * self.sink_tokens * self.head_dim
+
+    @property
+    def sink_bytes(self) -> int:
+        """Bytes of all of them, and of an empty one."""
+        pages = self.num_layers * (self.num_sinks + 1) * self.num_kv_heads
+        return pages * self.sink_page_bytes
+
+    @property
+    def key_offset(self) -> int:
+        """Where the keys of such a page begin."""
+        return HEADER_BYTES
+
+    @property
+    def value_offset(self) -> int:
+        """Where its values begin."""
+        return HEADER_BYTES + _HALF * self.sink_tokens * self.head_dim
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of such a page; a kernel divides by it."""
+        return max(1, self.sink_tokens)
+
+
+class SinkLedger:
+    """Which sequences have their first tokens dense, and where.
+
+    A row belongs to the first block of a sequence. It stays while the block may be found by its
+    prefix, and is free when vLLM gives the block to someone else. Where rows run out a first block
+    is coded as any other.
+    """
+
+    def __init__(self, num_rows: int, *, keeps_prefixes: bool) -> None:
+        self._keeps_prefixes = keeps_prefixes
+        self._free = list(range(num_rows))
+        self._row_of: dict[int, int] = {}
+        self._first_block: dict[str, int] = {}
+
+    @property
+    def num_used(self) -> int:
+        """Rows in use."""
+        return len(self._row_of)
+
+    def begin(self, request: str, blocks: Sequence[int], num_found: int) -> None:
+        """A request got its first blocks, of which some were found by their prefix."""
+        if blocks:
+            self._first_block[request] = blocks[0]
+        self.reuse(blocks[num_found:])
+
+    def reuse(self, blocks: Sequence[int]) -> None:
+        """Blocks were given to a request that will write them."""
+        if self._row_of:
+            for block in blocks:
+                row = self._row_of.pop(block, None)
+                if row is not None:
+                    self._free.append(row)
+
+    def end(self, request: str) -> None:
+        """A request is gone."""
+        block = self._first_block.pop(request, None)
+        if block is not None and not self._keeps_prefixes:
+            self.reuse([block])
+
+    def assign(self, request: str) -> None:
+        """Find a row for a request whose first block becomes full."""
+        block = self._first_block.get(request)
+        if block is not None and block not in self._row_of and self._free:
+            self._row_of[block] = self._free.pop()
+
+    def row(self, request: str) -> int:
+        """Row of a request; -1 if it has none."""
+        return self._row_of.get(self._first_block.get(request, -1), -1)
+
+
+def _pinned(array: Integers, device: torch.device) -> Tensor:
+    """An array where a GPU can fetch it while the host goes on."""
+    flat = torch.from_numpy(array)
+    return flat.pin_memory() if device.type == "cuda" else flat
+
+
+def to_device(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
+    """Copy int64 arrays in one piece, without waiting."""
+    flat = _pinned(np.concatenate([array.ravel() for array in arrays]), device)
+    flat = flat.to(device, non_blocking=True)
+    parts = flat.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeStep:
+    """What the decoded rows of a step read, in memory that keeps its place.
+
+    Attributes:
+        rows: Rows, padded ones included.
+        tails: ``[layers, rows, heads, 2]`` int64 addresses.
+        extents: ``[rows, 2]`` int64 states of each tail and first position.
+        sinks: ``[layers, rows, heads]`` int64 addresses.
+        page_start: See ``DenseStates``.
+        shape: Where keys and values of sinks begin.
+        lists: Pages of each row and head; the same for all layers.
+        positions: ``[rows]`` int32 position of each new token; None without a window.
+        partial: Where the dense part of a layer goes.
+    """
+
+    rows: int
+    tails: Tensor
+    extents: Tensor
+    sinks: Tensor
+    page_start: Tensor
+    shape: GroupShape
+    lists: PageLists
+    positions: Tensor | None
+    partial: PartialAttention
+
+    def dense(self, index: int) -> DenseStates:
+        """Tails and sinks of a layer, by its index in the group."""
+        # a kernel asks the shape where keys and values of a dense page begin
+        layout: Any = self.shape
+        parts = (self.tails[index], self.extents, self.sinks[index], self.page_start)
+        return DenseStates(*parts, layout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceSeals:
+    """A ``SealPlan`` on the device.
+
+    Attributes:
+        plan: The plan.
+        held: ``[m]`` slots.
+        source: ``[blocks * 128]`` numbers of states.
+        positions: ``[blocks * heads, 128]``.
+        counts: ``[blocks * heads]``.
+        heads: ``[blocks * heads]`` head of each page.
+        blocks: ``[blocks]`` ids.
+        sink_source: ``[sequences, sink_tokens]``.
+        sink_rows: ``[sequences]``.
+    """
+
+    plan: SealPlan
+    held: Tensor
+    source: Tensor
+    positions: Tensor
+    counts: Tensor
+    heads: Tensor
+    blocks: Tensor
+    sink_source: Tensor
+    sink_rows: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceChunks:
+    """A ``ChunkPlan`` on the device; only the first two matter without context.
+
+    Attributes:
+        plan: The plan.
+        query_starts: ``[rows + 1]`` int32.
+        key_starts: ``[rows + 1]`` int32.
+        blocks: ``[pages]`` ids of pages to rebuild.
+        page_place: See ``ChunkPlan``.
+        sinks: Rows, offsets and places.
+        tails: Slots, offsets and places.
+        chunk_places: See ``ChunkPlan``.
+    """
+
+    plan: ChunkPlan
+    query_starts: Tensor
+    key_starts: Tensor
+    blocks: Tensor
+    page_place: Tensor
+    sinks: tuple[Tensor, Tensor, Tensor]
+    tails: tuple[Tensor, Tensor, Tensor]
+    chunk_places: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaStep:
+    """What every layer of a group does in a step.
+
+    Attributes:
+        num_tokens: Tokens of the batch that count.
+        decode: Rows with one new token; None if there is none.
+        chunks: Chunks of prompts.
+        seals: Blocks that become full in a step with chunks; None if none does.
+        tail_tokens: Tokens of chunks that stay dense: place in the batch, slot, offset.
+        pending: Blocks that a step of decoded rows alone fills, coded behind it.
+    """
+
+    num_tokens: int
+    decode: DecodeStep | None
+    chunks: tuple[DeviceChunks, ...]
+    seals: DeviceSeals | None
+    tail_tokens: tuple[Tensor, Tensor, Tensor] | None
+    pending: DeviceSeals | None
+
+
+class LayerGroup:
+    """Tails, sinks and lists of the layers that share a block table.
+
+    Attributes:
+        shape: Sizes.
+        keys: ``[layers, slots + 1, heads, 128, head_dim]`` bfloat16 tails.
+        values: The same for values.
+        ledger: Who has sinks.
+        room: States of the workspace that chunks with context are gathered in.
+    """
+
+    def __init__(
+        self, shape: GroupShape, device: torch.device, *, room: int, keeps_prefixes: bool
+    ) -> None:
+        self.shape, self.room, self._device = shape, room, device
+        layers, heads, rows = shape.num_layers, shape.num_kv_heads, shape.num_slots
+        tail = (layers, rows + 1, heads, PAGE_TOKENS, shape.head_dim)
+        self.keys = torch.zeros(tail, dtype=torch.bfloat16, device=device)
+        self.values = torch.zeros_like(self.keys)
+        pages = (layers, shape.num_sinks + 1, heads, shape.sink_page_bytes)
+        sinks = torch.zeros(pages, dtype=torch.uint8, device=device)
+        # the last row stays empty
+        sinks[:, : shape.num_sinks, :, COUNT_OFFSET] = shape.sink_tokens
+        self._sinks = sinks.view(torch.bfloat16)
+        self.ledger = SinkLedger(shape.num_sinks, keeps_prefixes=keeps_prefixes)
+        self._tail_table = torch.stack([_addresses(self.keys), _addresses(self.values)], -1)
+        self._sink_table = _addresses(sinks)
+        self._most = ceil_div(shape.max_tokens, PAGE_TOKENS) + 1
+        self._make_buffers()
+
+    def _make_buffers(self) -> None:
+        shape, device = self.shape, self._device
+        layers, heads, rows = shape.num_layers, shape.num_kv_heads, shape.num_slots
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*size, dtype=dtype, device=device)
+
+        self._plan = zeros(DECODE_FIELDS * rows + 1)
+        self._tails = zeros(layers * rows * heads * 2)
+        self._sink_pages = zeros(layers * rows * heads)
+        # one entry before the first: a kernel may look at the end of an empty list
+        self._entries = zeros(1 + heads * rows * self._most)
+        self._starts = zeros(heads * rows + 1, dtype=torch.int32)
+        self._positions = zeros(rows, dtype=torch.int32)
+        self._page_start = torch.arange(rows * heads + 1, dtype=torch.int32, device=device)
+        if not shape.sink_tokens:
+            self._page_start.zero_()
+        output = (rows, shape.num_query_heads)
+        self._partial = PartialAttention(
+            zeros(*output, shape.head_dim, dtype=torch.float32), zeros(*output, dtype=torch.float32)
+        )
+        self._head = torch.arange(heads, device=device)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of everything here."""
+        held = (self.keys, self.values, self._sinks, self._tail_table, self._sink_table)
+        buffers = (self._plan, self._tails, self._sink_pages, self._entries, self._partial.output)
+        return sum(part.nbytes for part in (*held, *buffers))
+
+    def sink_states(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[sinks + 1, heads, sink_tokens, head_dim]`` of the first tokens."""
+        shape = self.shape
+        size = shape.sink_tokens * shape.head_dim
+        starts = (shape.key_offset // _HALF, shape.value_offset // _HALF)
+        keys, values = (self._sinks[layer, :, :, at : at + size] for at in starts)
+        split = (shape.sink_tokens, shape.head_dim)
+        return keys.unflatten(-1, split), values.unflatten(-1, split)
+
+    def plan(
+        self,
+        query_starts: Integers,
+        num_tokens: Integers,
+        slots: Integers,
+        requests: Sequence[str],
+        table: Tensor,
+        *,
+        padded: int,
+    ) -> CudaStep:
+        """Work a step out; nothing waits for the device.
+
+        Args:
+            query_starts: ``[rows + 1]`` first token of each row, and the end.
+            num_tokens: ``[rows]`` length of each sequence after the step.
+            slots: ``[rows]`` slots; each belongs to one running request.
+            requests: ``[rows]`` ids of the requests; any other word for rows of a trial run.
+            table: ``[padded rows, columns]`` int32 block ids.
+            padded: Rows of the graph, for a step of decoded rows alone.
+        """
+        rows = self._rows(query_starts, num_tokens, slots, requests)
+        decoded, count = rows.num_decoded, len(num_tokens)
+        is_decode = decoded == count
+        batch = padded if is_decode else decoded
+        decode = self._plan_decode(rows, batch, table) if batch else None
+        full = np.flatnonzero(num_tokens // PAGE_TOKENS > rows.before // PAGE_TOKENS)
+        seals = None
+        if len(full):
+            plan = plan_seals(
+                rows,
+                full.tolist(),
+                num_batch=0 if is_decode else int(query_starts[-1]),
+                sink_tokens=self.shape.sink_tokens,
+            )
+            seals = self._seals_to_device(plan, table)
+        if is_decode:
+            return CudaStep(int(query_starts[-1]), decode, (), None, None, seals)
+        shape = self.shape
+        groups = plan_chunks(
+            rows, room=self.room, sink_tokens=shape.sink_tokens, window=shape.window
+        )
+        chunks = tuple(self._chunks_to_device(group, table) for group in groups)
+        return CudaStep(
+            int(query_starts[-1]), decode, chunks, seals, self._tails_to_device(rows), None
+        )
+
+    def _rows(
+        self, starts: Integers, num_tokens: Integers, slots: Integers, requests: Sequence[str]
+    ) -> BatchRows:
+        rows = BatchRows(starts, num_tokens, slots, np.full(len(num_tokens), -1, dtype=np.int64))
+        if not self.shape.num_sinks:
+            return rows
+        # first blocks that fill now may already be found by others in the same step
+        for row in np.flatnonzero(rows.seals_first_block()).tolist():
+            self.ledger.assign(requests[row])
+        rows.sinks[:] = [self.ledger.row(request) for request in requests]
+        return rows
+
+    def _plan_decode(self, rows: BatchRows, batch: int, table: Tensor) -> DecodeStep:
+        shape = self.shape
+        layers, heads = shape.num_layers, shape.num_kv_heads
+        packed = plan_decode(
+            rows,
+            padded=batch,
+            sink_tokens=shape.sink_tokens,
+            spare_slot=shape.num_slots,
+            spare_sink=shape.num_sinks,
+            window=shape.window,
+        )
+        plan = self._plan[: len(packed)]
+        plan.copy_(_pinned(packed, self._device), non_blocking=True)
+        slots, sinks = plan[6 * batch : 7 * batch], plan[7 * batch : 8 * batch]
+        tails = self._tails[: layers * batch * heads * 2].view(layers, batch, heads, 2)
+        torch.index_select(self._tail_table, 1, slots, out=tails)
+        pages = self._sink_pages[: layers * batch * heads].view(layers, batch, heads)
+        torch.index_select(self._sink_table, 1, sinks, out=pages)
+        lists = PageLists(self._entries[1:], self._starts[: heads * batch + 1], batch)
+        most = int(packed[3 * batch : 4 * batch].max())
+        list_pages(plan, table, lists, num_heads=heads, most_pages=most)
+        extents = plan[: 2 * batch].view(batch, 2)
+        positions = None
+        if shape.window is not None:
+            positions = self._positions[:batch].copy_(extents.sum(1) - 1)
+        partial = PartialAttention(self._partial.output[:batch], self._partial.lse[:batch])
+        return DecodeStep(
+            batch, tails, extents, pages, self._page_start, shape, lists, positions, partial
+        )
+
+    def _seals_to_device(self, plan: SealPlan, table: Tensor) -> DeviceSeals:
+        held, source, positions, counts, row, column, sink_source, sink_rows = to_device(
+            [
+                *(plan.held, plan.source, plan.positions, plan.counts),
+                *(plan.table_row, plan.table_column, plan.sink_source, plan.sink_rows),
+            ],
+            self._device,
+        )
+        heads = self.shape.num_kv_heads
+        return DeviceSeals(
+            plan,
+            held,
+            source.flatten(),
+            positions.repeat_interleave(heads, 0, output_size=heads * plan.num_blocks),
+            counts.repeat_interleave(heads, 0, output_size=heads * plan.num_blocks),
+            self._head.repeat(plan.num_blocks),
+            table[row, column].long(),
+            sink_source,
+            sink_rows,
+        )
+
+    def _chunks_to_device(self, plan: ChunkPlan, table: Tensor) -> DeviceChunks:
+        parts = to_device(
+            [
+                *(plan.query_starts, plan.key_starts),
+                *(plan.page_row, plan.page_column, plan.page_place),
+                *(plan.sink_rows, plan.sink_offsets, plan.sink_places),
+                *(plan.tail_slots, plan.tail_offsets, plan.tail_places),
+                plan.chunk_places,
+            ],
+            self._device,
+        )
+        row, column, place = parts[2:5]
+        return DeviceChunks(
+            plan,
+            parts[0].to(torch.int32),
+            parts[1].to(torch.int32),
+            table[row, column].long(),
+            place,
+            (parts[5], parts[6], parts[7]),
+            (parts[8], parts[9], parts[10]),
+            parts[11],
+        )
+
+    def _tails_to_device(self, rows: BatchRows) -> tuple[Tensor, Tensor, Tensor] | None:
+        writes: TailWrites = plan_tails(rows)
+        if not len(writes.tokens):
+            return None
+        tokens, slots, offsets = to_device(
+            [writes.tokens, writes.slots, writes.offsets], self._device
+        )
+        return tokens, slots, offsets
+
+
+def _addresses(states: Tensor) -> Tensor:
+    """Addresses ``[layers, rows, heads]`` int64 of ``states [layers, rows, heads, ...]``."""
+    layers, rows, heads = states.shape[:3]
+    size = states.stride(2) * states.element_size()
+    number = torch.arange(layers * rows * heads, device=states.device)
+    return (states.data_ptr() + number * size).view(layers, rows, heads)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM asks of the GPU's backend, without a GPU: sizes of blocks, layouts, plans of steps."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import customize_attention_spec
+
+from sphkv.integrations.vllm.cuda.backend import (
+    CudaMetadataBuilder,
+    CudaSphericalBackend,
+    CudaSphericalImpl,
+)
+from sphkv.integrations.vllm.cuda.groups import GroupShape, LayerGroup
+from sphkv.integrations.vllm.runtime import activate
+
+PAGE, HEADS, DIM = 12608, 8, 128
+
+
+class FakeRuntime:
+    """What the backend asks of a runtime."""
+
+    def __init__(self) -> None:
+        self.layout = SimpleNamespace(page_bytes=PAGE)
+        self.num_query_heads, self.num_kv_heads, self.head_dim = 4 * HEADS, HEADS, DIM
+        self.planned: dict[tuple[str, ...], Any] = {}
+        self.calls: list[Any] = []
+
+    def add_group(self, names: tuple[str, ...], window: int | None) -> Any:
+        self.calls.append((names, window))
+        return SimpleNamespace(shape=SimpleNamespace(num_slots=16), plan=self.plan)
+
+    def plan(self, *args: Any, **kwargs: Any) -> str:
+        self.calls.append((args, kwargs))
+        return "step"
+
+    def request_names(self, slots: Any) -> list[str]:
+        return [f"r{slot}" for slot in slots]
+
+
+@pytest.fixture
+def runtime():
+    fake = FakeRuntime()
+    activate(fake)  # type: ignore[arg-type]
+    yield fake
+    activate(None)
+
+
+def full_spec() -> Any:
+    return FullAttentionSpec(
+        block_size=128, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16
+    )
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_block_of_a_head_is_one_run_of_bytes():
+    spec = customize_attention_spec(CudaSphericalBackend, full_spec())
+    assert spec.page_size_bytes == HEADS * PAGE
+    assert CudaSphericalBackend.customize_spec(spec) == spec
+    assert CudaSphericalBackend.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
+    size = 2 * 3 * spec.page_size_bytes
+    raw = torch.zeros(size, dtype=torch.int8)
+    place = KVCacheTensor(
+        size=size,
+        layers=["a", "b"],
+        layer_stride=3 * spec.page_size_bytes,
+        block_stride=spec.page_size_bytes,
+    )
+    views = create_kv_cache_views(raw, spec, 3, KVCacheLayout.LBHNC, place)
+    assert [tuple(view.shape) for view in views] == [(3, HEADS, 1, PAGE)] * 2
+    assert views[0].stride()[:2] == (HEADS * PAGE, PAGE)
+    assert views[0].dtype == torch.uint8
+
+
+@pytest.mark.usefixtures("runtime")
+def test_windowed_layers_have_pages_of_the_same_size():
+    asked = SlidingWindowSpec(
+        block_size=1, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16, sliding_window=128
+    )
+    assert CudaSphericalBackend.customize_spec(asked).page_size_bytes == HEADS * 99
+    chosen = SlidingWindowSpec(
+        block_size=128, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16, sliding_window=128
+    )
+    assert CudaSphericalBackend.customize_spec(chosen).page_size_bytes == HEADS * PAGE
+
+
+def test_steps_are_planned_from_what_the_host_knows(runtime):
+    builder = CudaMetadataBuilder(full_spec(), ["a", "b"], None, torch.device("cpu"))
+    assert runtime.calls.pop() == (("a", "b"), None)
+    support = builder.get_cudagraph_support(None, full_spec())
+    assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    table = torch.zeros(4, 2, dtype=torch.int32)
+    common = SimpleNamespace(
+        num_reqs=4,
+        num_actual_tokens=4,
+        # two rows of a graph are padding
+        query_start_loc_cpu=torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor([7, 200, 0, 0], dtype=torch.int32),
+        req_idx=np.array([3, 1]),
+        block_table_tensor=table,
+    )
+    metadata = builder.build(0, common)
+    assert metadata.num_actual_tokens == 4
+    assert runtime.planned == {("a", "b"): metadata.step}
+    (starts, lengths, slots, names, given), options = runtime.calls.pop()
+    assert starts.tolist() == [0, 1, 2]
+    assert lengths.tolist() == [7, 200]
+    assert slots.tolist() == [3, 1]
+    assert names == ["r3", "r1"]
+    assert given is table
+    assert options == {"padded": 4}
+    common.req_idx = None
+    with pytest.raises(RuntimeError, match="which request"):
+        builder.build(0, common)
+    builder.build_for_cudagraph_capture(common)
+    assert runtime.calls.pop()[0][2].tolist() == [16] * 4
+
+
+def test_other_blocks_are_refused(runtime):
+    spec = FullAttentionSpec(block_size=64, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="blocks of 64 tokens"):
+        CudaMetadataBuilder(spec, ["a"], None, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"alibi_slopes": [1.0]}, "ALiBi"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"),
+        ({"kv_sharing_target_layer_name": "x"}, "shared between layers"),
+        ({"num_kv_heads": 4}, "unlike the others"),
+    ],
+)
+def test_layers_that_cannot_be_coded_are_refused(given: dict[str, Any], reason: str):
+    layer = {"num_heads": 32, "head_size": DIM, "scale": 1.0, "num_kv_heads": HEADS}
+    with pytest.raises(ValueError, match=reason):
+        CudaSphericalImpl(**{**layer, **given})
+
+
+def test_memory_is_what_was_foreseen():
+    shape = GroupShape(
+        num_layers=2,
+        num_kv_heads=2,
+        num_query_heads=4,
+        head_dim=64,
+        num_slots=3,
+        num_sinks=5,
+        sink_tokens=4,
+        max_tokens=512,
+    )
+    group = LayerGroup(shape, torch.device("cpu"), room=512, keeps_prefixes=False)
+    assert group.keys.nbytes + group.values.nbytes == shape.tail_bytes
+    keys, values = group.sink_states(1)
+    assert keys.shape == values.shape == (6, 2, 4, 64)
+    assert shape.sink_bytes == 2 * 6 * 2 * (64 + 2 * 4 * 64 * 2)
