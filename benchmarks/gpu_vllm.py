@@ -415,61 +415,88 @@ def _gap(one: dict[str, Any], other: dict[str, Any], most: int = 1 << 30) -> flo
 
 
 def run_loop(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
-    """Clients that each ask the next question when they have the answer to the last one."""
+    """Clients that each ask the next question when they have the answer to the last one.
+
+    Answers of the first round are cut short at random, so that requests end one by one from the
+    start. Time counts from the moment when as many requests run as ever will.
+    """
     from vllm import SamplingParams
 
     engine, draw = llm.llm_engine, random.Random(0)
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=given.new, min_tokens=given.new, ignore_eos=True,
-        detokenize=False,
-    )  # fmt: skip
-    asked, left = 0, given.requests
-    begun: dict[str, float] = {}
-    last: dict[str, float] = {}
-    first, gaps, most, tokens = [], [], 0, 0
+    load = _Load()
 
-    def ask() -> None:
-        nonlocal asked
+    def ask(count: int) -> None:
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False
+        )
         prompt = [draw.randrange(10, 30000) for _ in range(given.prompt)]
-        name = f"r{asked}"
-        asked += 1
-        begun[name] = time.perf_counter()
-        engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        engine.add_request(load.begin(), {"prompt_token_ids": prompt}, sampling)
 
-    begin = time.perf_counter()
-    for _ in range(min(given.clients, given.requests)):
-        ask()
-    while left and time.perf_counter() - begin < given.seconds:
+    for _ in range(given.clients):
+        ask(draw.randrange(given.new // 8, given.new))
+    started = time.perf_counter()
+    while time.perf_counter() - started < given.seconds + given.warm_up:
         outputs = engine.step()
-        now = time.perf_counter()
+        if time.perf_counter() - started > given.warm_up:
+            load.counts = True
+        for _ in range(load.note(outputs)):
+            ask(given.new)
+    return {"clients": given.clients, "window_s": given.seconds, **load.summary()}
+
+
+class _Load:
+    """When requests got what; counts from a moment on."""
+
+    def __init__(self) -> None:
+        self.counts = False
+        self._asked = 0
+        self._begun: dict[str, float] = {}
+        self._seen: dict[str, tuple[float, int]] = {}
+        self._first: list[float] = []
+        self._gaps: list[float] = []
+        self._marks: list[float] = []
+        self._tokens = self._most = self._ended = 0
+
+    def begin(self) -> str:
+        """Name of a new request."""
+        self._asked += 1
+        name = f"loop-{self._asked}"
+        self._begun[name] = time.perf_counter()
+        return name
+
+    def note(self, outputs: list[Any]) -> int:
+        """Take note of a step; how many requests ended."""
+        now, ended = time.perf_counter(), 0
         for one in outputs:
-            name = one.request_id
-            count = len(one.outputs[0].token_ids)
-            if count and name not in last:
-                first.append(now - begun[name])
-            elif name in last:
-                gaps.append(now - last[name])
-            last[name] = now
+            name, count = one.request_id, len(one.outputs[0].token_ids)
+            before, had = self._seen.get(name, (now, 0))
+            if self.counts:
+                self._tokens += count - had
+                (self._gaps if had else self._first).append(
+                    now - (before if had else self._begun[name])
+                )
+            self._seen[name] = (now, count)
             if one.finished:
-                tokens += count
-                left -= 1
-                del last[name]
-                if asked < given.requests:
-                    ask()
-        most = max(most, len(last))
-    seconds = time.perf_counter() - begin
-    return {
-        "clients": given.clients,
-        "requests": given.requests,
-        "unfinished": left,
-        "seconds": round(seconds, 2),
-        "tokens_per_s": round(tokens / seconds, 1),
-        "ttft_p50_s": _quantile(first, 0.5),
-        "gap_p50_ms": _quantile(gaps, 0.5, 1e3),
-        "gap_p95_ms": _quantile(gaps, 0.95, 1e3),
-        "gap_p99_ms": _quantile(gaps, 0.99, 1e3),
-        "most_running": most,
-    }
+                ended += 1
+                del self._seen[name]
+        self._most = max(self._most, len(self._seen))
+        self._ended += ended * self.counts
+        if self.counts:
+            self._marks.append(now)
+        return ended
+
+    def summary(self) -> dict[str, Any]:
+        """Throughput and latencies."""
+        seconds = self._marks[-1] - self._marks[0] if len(self._marks) > 1 else 0.0
+        return {
+            "tokens_per_s": round(self._tokens / seconds, 1) if seconds else None,
+            "requests_ended": self._ended,
+            "ttft_p50_s": _quantile(self._first, 0.5),
+            "gap_p50_ms": _quantile(self._gaps, 0.5, 1e3),
+            "gap_p95_ms": _quantile(self._gaps, 0.95, 1e3),
+            "gap_p99_ms": _quantile(self._gaps, 0.99, 1e3),
+            "most_running": self._most,
+        }
 
 
 def _quantile(values: list[float], share: float, factor: float = 1.0) -> float | None:
@@ -659,7 +686,7 @@ def main() -> None:
     for name, value in (
         ("batch", 8), ("prompt", 32000), ("new", 128), ("repeat", 2), ("layers", 0),
         ("max-model-len", 33000), ("max-num-seqs", 0), ("kv-bytes", 0), ("batched-tokens", 0),
-        ("timeout", 420), ("clients", 64), ("requests", 128), ("seconds", 120), ("log-lines", 60),
+        ("timeout", 420), ("clients", 64), ("requests", 128), ("seconds", 120), ("warm-up", 15), ("log-lines", 60),
         ("calibration-tokens", 512), ("turn-count", 0), ("turn-until", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
