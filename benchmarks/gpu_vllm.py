@@ -686,8 +686,9 @@ def main() -> None:
     for name, value in (
         ("batch", 8), ("prompt", 32000), ("new", 128), ("repeat", 2), ("layers", 0),
         ("max-model-len", 33000), ("max-num-seqs", 0), ("kv-bytes", 0), ("batched-tokens", 0),
-        ("timeout", 420), ("clients", 64), ("requests", 128), ("seconds", 120), ("warm-up", 15), ("log-lines", 60),
-        ("calibration-tokens", 512), ("turn-count", 0), ("turn-until", 0),
+        ("timeout", 420), ("clients", 64), ("requests", 128), ("seconds", 120),
+        ("warm-up", 15), ("log-lines", 60), ("calibration-tokens", 512),
+        ("turn-count", 0), ("turn-until", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
