@@ -167,6 +167,10 @@ def _add_serve(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     serve.add_argument("--max-running", type=int, help="sequences that a server runs at once")
     serve.add_argument("--block-tokens", type=int, default=128, help="32, 64, 96 or 128")
     serve.add_argument("--dtype", default="float32", help="float32 or bfloat16")
+    serve.add_argument("--device", default="cpu", help="cpu or cuda")
+    serve.add_argument(
+        "--stock-cache", action="append", help="a stock server of this cache type too, such as fp8"
+    )
     serve.add_argument("--out", help="file for the JSON record")
     serve.add_argument("--json", action="store_true", help="print JSON instead of a table")
     serve.set_defaults(run=_run_serve)
@@ -202,6 +206,8 @@ def _run_serve(args: argparse.Namespace) -> int:
         max_running=args.max_running,
         block_tokens=args.block_tokens,
         dtype=args.dtype,
+        device=args.device,
+        stock_caches=tuple(args.stock_cache or ()),
     )
     record = bench_serve(
         config,

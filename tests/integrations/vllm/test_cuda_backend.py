@@ -46,7 +46,7 @@ class FakeRuntime:
         return "step"
 
     def request_names(self, slots: Any) -> list[str]:
-        return [f"r{slot}" for slot in slots]
+        return [f"r{slot}" if slot != 2 else "" for slot in slots]
 
 
 @pytest.fixture
@@ -120,6 +120,9 @@ def test_steps_are_planned_from_what_the_host_knows(runtime):
     assert names == ["r3", "r1"]
     assert given is table
     assert options == {"padded": 4}
+    common.req_idx = np.array([3, 2])
+    builder.build(0, common)
+    assert runtime.calls.pop()[0][2].tolist() == [3, 16]
     common.req_idx = None
     with pytest.raises(RuntimeError, match="which request"):
         builder.build(0, common)

@@ -161,7 +161,7 @@ class Server:
         if self.group.ledger.row(sequence.name) >= 0:
             sinks = self.runtime.options.sink_tokens
         for block in range(old // 128):
-            raw = self.cache[layer, sequence.blocks[block], :, 0]
+            raw = self.cache[layer][sequence.blocks[block], :, 0]
             view = PageView(layout, FragmentOrder().from_slab(layout, raw))
             first, count = 128 * block, int(view.counts()[0])
             shift = 128 - count
@@ -288,6 +288,18 @@ def test_windows_list_only_what_they_see(kernels, calibration, window):
     server.step([(one, 1), (two, 1)], padded=2)
     server.step([(one, 90), (two, 120)])
     server.step([(one, 1), (two, 1)], padded=3)
+
+
+def test_layers_at_uneven_distances_are_stored_one_by_one(kernels, calibration):
+    server = Server(calibration)
+    # vLLM may put layers of other groups between those of one
+    server.cache = [part.clone() for part in server.cache]
+    server.runtime.bind({name: server.cache[at] for at, name in enumerate(NAMES)})
+    one = server.start("a", 0)
+    server.step([(one, 127)])
+    server.step([(one, 1)])
+    server.step([(one, 1)])
+    assert server.runtime._pools == {(0, 1): None}
 
 
 def test_no_sinks_and_three_bits(kernels, calibration):

@@ -38,6 +38,7 @@ _TIMEOUT_SECONDS = 1800
 _POLL_SECONDS = 2.0
 
 STOCK = "stock"
+DEVICES = ("cpu", "cuda")
 DTYPES = {"float32": 4, "bfloat16": 2}
 _TIER = re.compile(r"k(\d+(?:\.\d+)?)v(\d+)")
 _START_SECONDS = 600
@@ -183,6 +184,7 @@ def summarise(answers: Sequence[Answer], num_new: int) -> dict[str, Any]:
         "ttft_p95_s": percentile(first, 95),
         "inter_token_p50_ms": _milliseconds(percentile(gaps, 50)),
         "inter_token_p95_ms": _milliseconds(percentile(gaps, 95)),
+        "inter_token_p99_ms": _milliseconds(percentile(gaps, 99)),
     }
 
 
@@ -207,6 +209,8 @@ class ServeBenchConfig:
         max_running: Sequences that a server may run at once; as many as clients if None.
         dtype: Type that the model computes in.
         block_tokens: Tokens of a block.
+        device: ``"cpu"`` or ``"cuda"``: on a GPU servers compile and capture graphs.
+        stock_caches: More stock servers by vLLM's name of their cache type, such as ``fp8``.
     """
 
     model: str
@@ -221,6 +225,8 @@ class ServeBenchConfig:
     max_running: int | None = None
     dtype: str = "float32"
     block_tokens: int = 128
+    device: str = "cpu"
+    stock_caches: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Reject what no server can be asked for."""
@@ -234,6 +240,10 @@ class ServeBenchConfig:
             raise ValueError(f"prompt_tokens must rise from at least 1, got {least},{most}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {self.dtype!r}")
+        if self.device not in DEVICES:
+            raise ValueError(f"device must be one of {DEVICES}, got {self.device!r}")
+        if self.device == "cuda" and self.dtype != "bfloat16":
+            raise ValueError(f"on a GPU dtype must be bfloat16, got {self.dtype!r}")
         for name in ("text", "calibration"):
             path = getattr(self, name)
             if path is not None and ("\0" in path or not Path(path).is_file()):
@@ -273,7 +283,7 @@ class ServeBenchConfig:
 def bench_serve(
     config: ServeBenchConfig, *, command: str, progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Load the stock server, then a coded one per tier.
+    """Load the stock servers, then a coded one per tier.
 
     Args:
         config: What to do.
@@ -289,7 +299,7 @@ def bench_serve(
 
     model = str(resolve_source(config.model))
     rows = []
-    for name in (STOCK, *config.tiers):
+    for name in (STOCK, *config.stock_caches, *config.tiers):
         if progress is not None:
             progress(name)
         rows.append(_bench_one(config, model, name))
@@ -302,12 +312,17 @@ def bench_serve(
 
 
 def _bench_one(config: ServeBenchConfig, model: str, name: str) -> dict[str, Any]:
-    is_stock = name == STOCK
+    is_stock = name not in config.tiers
     cache_bytes = config.stock_cache_bytes if is_stock else config.cache_bytes
-    arguments = ["--dtype", config.dtype, "--enforce-eager"]
+    arguments = ["--dtype", config.dtype]
+    if config.device == "cpu":
+        arguments.append("--enforce-eager")
     arguments += ["--max-model-len", str(config.prompt_tokens[1] + config.new_tokens)]
     arguments += ["--max-num-seqs", str(config.max_running or config.clients)]
-    arguments += ["--block-size", str(config.block_tokens)]
+    if config.device == "cpu" or not is_stock:
+        arguments += ["--block-size", str(config.block_tokens)]
+    if name in config.stock_caches:
+        arguments += ["--kv-cache-dtype", name]
     arguments += ["--kv-cache-memory-bytes", str(cache_bytes)]
     if not is_stock:
         arguments += ["--sphkv", json.dumps(config.tier_options(name))]

@@ -158,11 +158,14 @@ class CudaMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         count = min(len(slots), common.num_reqs)
         starts = common.query_start_loc_cpu[: count + 1].numpy().astype(np.int64)
         lengths = common.seq_lens_cpu_upper_bound[:count].numpy().astype(np.int64)
-        requests = self._runtime.request_names(slots[:count])
+        own = slots[:count].astype(np.int64)
+        requests = self._runtime.request_names(own)
+        # trial runs have rows without a request, and must not touch the slot of one
+        own[[not name for name in requests]] = self._group.shape.num_slots
         step = self._group.plan(
             starts,
             lengths,
-            slots[:count].astype(np.int64),
+            own,
             requests,
             common.block_table_tensor,
             padded=common.num_reqs,

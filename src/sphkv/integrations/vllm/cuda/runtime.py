@@ -143,7 +143,7 @@ class CudaRuntime(WorkerRuntime):
         self._encoder = CudaEncoder()
         self._decode: list[CudaDecode] = []
         self._caches: dict[int, Tensor] = {}
-        self._pools: dict[tuple[int, ...], Tensor] = {}
+        self._pools: dict[tuple[int, ...], Tensor | None] = {}
         self._no_flags = torch.zeros(0, PAGE_TOKENS, dtype=torch.bool, device=device)
 
     @property
@@ -502,8 +502,7 @@ class CudaRuntime(WorkerRuntime):
         if self.device.type == "cuda":
             starts = starts.pin_memory().to(self.device, non_blocking=True)
         pages = self._encode(flat, coded, seals, seals.heads.repeat(len(layers)) + starts)
-        pool = self._pool(tuple(layers))
-        pool[:, seals.blocks] = _words(pages.view(len(layers), count, -1))
+        self._store(tuple(layers), seals.blocks, _words(pages.view(len(layers), count, -1)))
         if shifted:
             self._keep_sinks(group, index, whole, seals)
 
@@ -516,20 +515,28 @@ class CudaRuntime(WorkerRuntime):
             for sinks, tail in zip(group.sink_states(layer), tails, strict=True):
                 sinks[seals.sink_rows] = tail[at][held, :, offset].transpose(1, 2)
 
-    def _pool(self, layers: tuple[int, ...]) -> Tensor:
-        """Blocks of some layers as one tensor ``[layers, blocks, words]``."""
+    def _store(self, layers: tuple[int, ...], blocks: Tensor, words: Tensor) -> None:
+        """Write ``[layers, blocks, words]`` to blocks of some layers, at once where they can be."""
         if layers not in self._pools:
-            caches = [_words(self._caches[layer]).flatten(1) for layer in layers]
-            starts = [cache.data_ptr() for cache in caches]
-            steps = {b - a for a, b in pairwise(starts)}
-            if len(steps) > 1:
-                raise RuntimeError(f"layers {layers} lie at uneven distances {sorted(steps)}")
-            step = steps.pop() // _WORD.itemsize if steps else 0
-            first = caches[0]
-            self._pools[layers] = first.as_strided(
-                (len(layers), *first.shape), (step, *first.stride())
-            )
-        return self._pools[layers]
+            self._pools[layers] = _join_layers([self._caches[layer] for layer in layers])
+        pool = self._pools[layers]
+        if pool is not None:
+            pool[:, blocks] = words
+            return
+        for layer, part in zip(layers, words, strict=True):
+            _words(self._caches[layer]).flatten(1)[blocks] = part
+
+
+def _join_layers(caches: list[Tensor]) -> Tensor | None:
+    """Blocks of layers as one tensor ``[layers, blocks, words]``; None at uneven distances."""
+    flat = [_words(cache).flatten(1) for cache in caches]
+    steps = {b.data_ptr() - a.data_ptr() for a, b in pairwise(flat)} or {0}
+    first, step = flat[0], min(steps)
+    memory = {part.untyped_storage().data_ptr() for part in flat}
+    if len(memory) > 1 or len(steps) > 1 or step < 0 or step % _WORD.itemsize:
+        return None
+    size, strides = (len(flat), *first.shape), (step // _WORD.itemsize, *first.stride())
+    return first.as_strided(size, strides)
 
 
 def _as_pages(cache: Tensor) -> Tensor:
