@@ -51,7 +51,7 @@ class SearchTable:
 def build_search_table(
     codebook: AngleCodebook, rope: RopeSpec, device: torch.device | str
 ) -> SearchTable:
-    """Order the planes of every head as its slots are; waits for no device but for the codebook's."""
+    """Order the planes of every head as its slots are."""
     book = codebook.to(device)
     order = _plane_order(book.plane_bits)
     bits = book.plane_bits.gather(1, order)
