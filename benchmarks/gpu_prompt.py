@@ -122,6 +122,8 @@ def run_prompt(config, states, calibration=None):
     tokens = states[0][1].shape[1]
     positions = torch.arange(tokens)[None]
     engine.begin(StepTokens(torch.ones(1, tokens, dtype=torch.bool), positions))
+    if engine.plan is None:
+        raise SystemExit(f"the budget holds from {engine.ceiling.holds_from} tokens: give more")
     for layer, (query, keys, values) in enumerate(states):
         engine.update(layer, keys[None], values[None])
         if engine._calibrator is not None:

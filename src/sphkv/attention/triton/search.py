@@ -68,8 +68,9 @@ def build_search_table(
         seen,
         book.points,
         book.constant.gather(1, order[..., None].expand(-1, -1, 2)),
+        _turns(rope, order.device),
     )
-    return SearchTable(*(part.contiguous() for part in parts), _turns(rope, order.device))
+    return SearchTable(*(part.contiguous() for part in parts))
 
 
 def _plane_order(bits: Tensor) -> Tensor:
