@@ -110,6 +110,11 @@ class CudaEncoder:
             held[key] = build_encode_tables(self._search.get(codec, layer, layout.tier, device))
         return held[key]
 
+    def table_bytes(self, codec: SphericalCodec) -> int:
+        """Bytes of the tables made of a codec's calibration; all caches with it share them."""
+        held = _TABLES.get(codec.calibration, {}).values()
+        return self._search.table_bytes(codec) + sum(each.num_bytes for each in held)
+
     def _clip_weights(self, bits: int, device: torch.device) -> Tensor:
         if bits not in self._clips:
             self._clips[bits] = clip_fragments(bits).to(device)

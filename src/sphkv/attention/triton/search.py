@@ -89,6 +89,11 @@ def _turns(rope: RopeSpec, device: torch.device) -> Tensor:
 class SearchTables:
     """Search tables by calibration, layer and slots, built once in a process."""
 
+    def table_bytes(self, codec: SphericalCodec) -> int:
+        """Bytes of the tables made of a codec's calibration."""
+        held = _HELD.get(codec.calibration, {}).values()
+        return sum(getattr(table, name).nbytes for table in held for name in table.__slots__)
+
     def get(
         self, codec: SphericalCodec, layer: int, tier: TierSpec, device: torch.device
     ) -> SearchTable:
