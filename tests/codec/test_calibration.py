@@ -212,7 +212,7 @@ def test_a_kept_calibration_is_found_again_by_its_model(calibration, tmp_path, m
     path.write_bytes(path.read_bytes()[:-8])
     _RECENT.clear()
     assert find_calibration(key, **where) is None
-    with pytest.raises(ValueError, match="'../x'"):
+    with pytest.raises(ValueError, match=r"'\.\./x'"):
         find_calibration("../x", **where)
 
 

@@ -88,10 +88,10 @@ def find_calibration(
         geometry: What the model has.
         ropes: Rotary embeddings of its layers.
     """
-    recent = (key, geometry, ropes)
+    path, recent = _kept_path(key), (key, geometry, ropes)
     if recent not in _RECENT:
         try:
-            found = load_calibration(_kept_path(key), geometry=geometry, ropes=ropes)
+            found = load_calibration(path, geometry=geometry, ropes=ropes)
         except (FileNotFoundError, ValueError):
             # a damaged file is as good as none: the next prompt replaces it
             return None
