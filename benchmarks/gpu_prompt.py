@@ -3,9 +3,9 @@
 
 ``PYTHONPATH=src python3 benchmarks/gpu_prompt.py --output results/gpu/prompt.json``
 
-States are random, in the shape of a model, with the few tokens per head that real heads attend to; no
-model runs. Every prompt is a new cache with the same codebooks. ``--check`` compares decisions about
-the same states on the CPU and the device, ``--profile`` says where the host's time goes.
+States are random, in the shape of a model, with a few tokens that heads attend to; no model runs.
+Every prompt is a new cache with the same codebooks. ``--check`` compares decisions about the same
+states on the CPU and the device, ``--profile`` says where the host's time goes.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def make_config(args, device):
 
 
 def make_states(config, layer, tokens, device):
-    """Query of the last 256 tokens, keys and values in bfloat16; one token in ten draws attention."""
+    """Query of the last 256 tokens, keys and values in bfloat16; one in ten draws attention."""
     geometry, rope = config.geometry, config.ropes[layer]
     generator = torch.Generator(device).manual_seed(layer)
     heads, dim = geometry.num_kv_heads, geometry.head_dim
@@ -122,6 +122,8 @@ def run_prompt(config, states, calibration=None):
     tokens = states[0][1].shape[1]
     positions = torch.arange(tokens)[None]
     engine.begin(StepTokens(torch.ones(1, tokens, dtype=torch.bool), positions))
+    if engine.plan is None:
+        raise SystemExit(f"the budget holds from {engine.ceiling.holds_from} tokens: give more")
     for layer, (query, keys, values) in enumerate(states):
         engine.update(layer, keys[None], values[None])
         if engine._calibrator is not None:

@@ -3,12 +3,22 @@
 
 import torch
 
-from sphkv.attention.cuda.search_grid import CELLS, build_search_grid, joint_planes
+from sphkv.attention.cuda import search_grid
+from sphkv.attention.cuda.search_grid import (
+    CELLS,
+    build_search_grid,
+    find_candidates,
+    joint_planes,
+)
+from sphkv.attention.triton.grid import candidates_of_cells
 from sphkv.attention.triton.search import build_search_table
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import coded_tier
 from sphkv.testing.cases import CacheCase, random_calibration, random_states
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
 def test_candidates_hold_the_nearest_sum():
@@ -21,16 +31,21 @@ def test_candidates_hold_the_nearest_sum():
     unit = rope.unrotate(rope.to_planes(keys), torch.arange(5, 261))
     unit = unit / keys.norm(dim=-1)[..., None, None]
     kinds = set()
+    joint = joint_planes(table)
     for head in range(2):
-        for at, joint in enumerate(joint_planes(table, head)):
-            kinds.add(joint.half)
-            plane = int(table.planes[head, joint.plane, 0])
-            point = unit[head, :, plane] @ table.roots[head, joint.plane].view(2, 2).T
-            second = table.seen[head, joint.second, joint.half or 0]
-            if joint.half is not None:
+        for at, place in enumerate(joint.is_joint[head].nonzero()[:, 0].tolist()):
+            assert int(joint.number[head, place]) == at
+            first, slot, half = (
+                int(part[head, place]) for part in (joint.first, joint.second, joint.half)
+            )
+            kinds.add(half)
+            plane = int(table.planes[head, place, 0])
+            point = unit[head, :, plane] @ table.roots[head, place].view(2, 2).T
+            second = table.seen[head, slot, max(half, 0)]
+            if half >= 0:
                 # codes beyond the fourth point of a half must not be named
-                second = torch.cat([second[:: 1 + 3 * joint.half][:4], torch.full((12, 2), 1e3)])
-            sums = (table.seen[head, joint.first, 0][:, None] + second).flatten(0, 1)
+                second = torch.cat([second[:: 1 + 3 * half][:4], torch.full((12, 2), 1e3)])
+            sums = (table.seen[head, first, 0][:, None] + second).flatten(0, 1)
             box = grid.boxes[head, at]
             cell = ((point - box[:2]) * box[2:]).clamp(0, CELLS - 1).long()
             chosen = grid.candidates[head, at, cell[:, 0] * CELLS + cell[:, 1]].long()
@@ -40,4 +55,26 @@ def test_candidates_hold_the_nearest_sum():
             assert float(is_long.float().mean()) < 0.1
             found = torch.where(is_long, distance.amin(1), found)
             torch.testing.assert_close(found, distance.amin(1), rtol=1e-6, atol=1e-9)
-    assert kinds == {None, 0, 1}
+    assert kinds == {-1, 0, 1}
+
+
+def test_the_kernel_names_the_same_candidates(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    sums = torch.randn(2, 16, 1, 2, generator=draw) + torch.randn(2, 1, 16, 2, generator=draw) / 4
+    sums, is_sum = sums.flatten(1, 2), torch.ones(2, 256, dtype=torch.bool)
+    is_sum[1] = torch.arange(256) % 16 < 4
+    given = []
+
+    def listen(*grid):
+        given.append(grid)
+        return cell_candidates(*grid)
+
+    cell_candidates = search_grid._cell_candidates
+    monkeypatch.setattr(search_grid, "_cell_candidates", listen)
+    right, _ = find_candidates(sums, is_sum)
+    sums, is_sum, lines, middle = (
+        torch.stack(part).to(DEVICE) for part in zip(*given, strict=True)
+    )
+    found = candidates_of_cells(sums, is_sum, lines, middle, 8, block=4 if HAS_GPU else 256)
+    # sums that are as near as another may change places by rounding
+    assert float((found.cpu() != right).float().mean()) < 1e-3

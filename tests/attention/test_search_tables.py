@@ -69,10 +69,11 @@ def test_planes_know_their_slots_and_grids(tables):
     word = built.planes[..., 1]
     slot, singles, grid = word & 0xFFFF, word >> 16 & 0xFF, word >> 24 & 0xFF
     assert torch.equal(singles, table.planes[..., 3])
+    joint = joint_planes(table)
     for head in range(2):
-        for at, joint in enumerate(joint_planes(table, head)):
-            assert int(grid[head, joint.plane]) == at
-            assert int(slot[head, joint.plane]) == joint.first
+        for at, plane in enumerate(joint.is_joint[head].nonzero()[:, 0].tolist()):
+            assert int(grid[head, plane]) == at
+            assert int(slot[head, plane]) == int(joint.first[head, plane])
 
 
 def _check_scores(scores, root, centre, points, draw):

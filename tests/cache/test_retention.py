@@ -25,6 +25,7 @@ from sphkv.core.rope import RopeSpec
 from sphkv.errors import BudgetError
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.measure import PromptWork
+from sphkv.retention.notes import RunNotes
 from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import ProtectionRule
 
@@ -391,7 +392,8 @@ def test_the_drift_of_a_contract_is_that_of_its_pages():
     residency = residency_of(engine)
     assert engine.store is not None
     pages = engine.store.page_list(engine.rows[0].sequence)
-    assert residency._drift_of(residency._run_tiers(pages), 640) == pytest.approx(residency.drift)
+    notes, tier_id = RunNotes.join(residency.notes), residency._run_tiers(pages)
+    assert residency._drift_of(notes, tier_id, 640) == pytest.approx(residency.drift)
 
 
 def test_a_loaded_gate_goes_on_where_it_was(tmp_path):

@@ -8,7 +8,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from sphkv.codec.calibration import CalibrationOptions, Calibrator
-from sphkv.codec.calibration_file import load_calibration, save_calibration
+from sphkv.codec.calibration_file import (
+    _RECENT,
+    find_calibration,
+    keep_calibration,
+    load_calibration,
+    model_key,
+    save_calibration,
+)
 from sphkv.codec.codebook import PlaneCodebooks
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.geometry import KVGeometry
@@ -186,3 +193,37 @@ def test_codec_error_stays_within_the_tier(calibration, tier):
     new_keys, new_values = codec.decode(0, tier, encoded, positions)
     assert (new_keys - keys).square().mean() < bound * keys.square().mean()
     assert (new_values - values).square().mean() < value_bound * values.square().mean()
+
+
+def test_a_kept_calibration_is_found_again_by_its_model(calibration, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPHKV_CACHE", str(tmp_path))
+    weights = [torch.arange(600.0).view(20, 30), torch.ones(7)]
+    key = model_key("tiny", weights)
+    where = {"geometry": GEOMETRY, "ropes": calibration.ropes}
+    assert find_calibration(key, **where) is None
+    path = keep_calibration(calibration, key)
+    assert tmp_path in path.parents
+    found = find_calibration(key, **where)
+    assert found is not None
+    assert torch.equal(found.planes.stages, calibration.planes.stages)
+    assert found.source == "kept"
+    # caches that are made one after the other share it, and so what a device makes of it
+    assert find_calibration(key, **where) is found
+    path.write_bytes(path.read_bytes()[:-8])
+    _RECENT.clear()
+    assert find_calibration(key, **where) is None
+    with pytest.raises(ValueError, match=r"'\.\./x'"):
+        find_calibration("../x", **where)
+
+
+def test_a_model_key_tells_models_apart():
+    weights = [torch.arange(600.0).view(20, 30), torch.ones(7)]
+    others = [
+        ("tiny", [weights[0].flatten(), weights[1]]),
+        ("tiny", [weights[0] + 1, weights[1]]),
+        ("tiny", weights[:1]),
+        ("huge", weights),
+    ]
+    keys = {model_key(about, some) for about, some in [("tiny", weights), *others]}
+    assert len(keys) == 5
+    assert model_key("tiny", [each.clone() for each in weights]) in keys

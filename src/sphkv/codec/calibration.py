@@ -60,7 +60,8 @@ class Calibration:
         ropes: Rotary embedding of every layer.
         planes: Codebooks stacked over layers: every tensor is ``[layers, heads, planes, ...]``.
         model_id: The model's name, for the record.
-        source: ``"text"``, ``"prompt"`` or ``"default"``.
+        source: ``"text"``, ``"default"``, ``"prompt"`` while a prompt is calibrated on and for what
+            it gave, ``"kept"`` for that read from a file.
         num_tokens: Samples per head behind the fit; 0 for the data-free default.
     """
 

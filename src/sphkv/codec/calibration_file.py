@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import asdict
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,86 @@ from sphkv.core.rope import RopeSpec
 
 FORMAT = "sphkv-calibration-2"
 _MAX_BYTES = 1 << 32
+# Elements of each weight that tell models apart.
+_SAMPLED = 64
+_KEY_LENGTH = 32
+# Calibrations that stay in memory for the next cache, with all tables that were made of them.
+_MOST_RECENT = 1
+_RECENT: OrderedDict[tuple[str, KVGeometry, tuple[RopeSpec, ...]], Calibration] = OrderedDict()
+
+
+def model_key(about: str, weights: Iterable[Tensor]) -> str:
+    """A name for a model that another one, or the same with other weights, does not have.
+
+    Args:
+        about: Text that tells its shape, such as its configuration.
+        weights: Some of its weights, always in the same order; evenly spaced elements are read.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    digest = hashlib.sha256(about.encode())
+    samples = []
+    for weight in weights:
+        flat = weight.detach().reshape(-1)
+        samples.append(flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].float())
+        digest.update(str(tuple(weight.shape)).encode())
+    if samples:
+        digest.update(torch.cat(samples).cpu().numpy().tobytes())
+    return digest.hexdigest()[:_KEY_LENGTH]
+
+
+def calibration_folder() -> Path:
+    """Where calibrations that caches make are kept: below ``SPHKV_CACHE``, or the user's cache."""
+    given = os.environ.get("SPHKV_CACHE")
+    if given:
+        return Path(given) / "calibrations"
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "sphkv" / "calibrations"
+
+
+def keep_calibration(calibration: Calibration, key: str) -> Path:
+    """Save a calibration so that ``find_calibration`` finds it; replaces an older one.
+
+    Args:
+        calibration: Codebooks of all layers.
+        key: What ``model_key`` says of the model.
+    """
+    path = _kept_path(key)
+    save_calibration(replace(calibration, source="kept"), path)
+    _RECENT.pop((key, calibration.geometry, calibration.ropes), None)
+    return path
+
+
+def find_calibration(
+    key: str, *, geometry: KVGeometry, ropes: tuple[RopeSpec, ...]
+) -> Calibration | None:
+    """A calibration that was kept for a model; None without one that is whole and fits.
+
+    The last one stays in memory, and with it the tables that a device made of it.
+
+    Args:
+        key: What ``model_key`` says of the model.
+        geometry: What the model has.
+        ropes: Rotary embeddings of its layers.
+    """
+    path, recent = _kept_path(key), (key, geometry, ropes)
+    if recent not in _RECENT:
+        try:
+            found = load_calibration(path, geometry=geometry, ropes=ropes)
+        except (FileNotFoundError, ValueError):
+            # a damaged file is as good as none: the next prompt replaces it
+            return None
+        _RECENT[recent] = found
+        while len(_RECENT) > _MOST_RECENT:
+            _RECENT.popitem(last=False)
+    return _RECENT[recent]
+
+
+def _kept_path(key: str) -> Path:
+    if len(key) != _KEY_LENGTH or set(key) - set("0123456789abcdef"):
+        raise ValueError(f"a model key is {_KEY_LENGTH} hexadecimal digits, got {key!r}")
+    return calibration_folder() / f"{key}.safetensors"
 
 
 def save_calibration(calibration: Calibration, path: Path | str) -> None:

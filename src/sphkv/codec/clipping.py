@@ -88,7 +88,8 @@ def clipped_starts(unit: Tensor, widths: tuple[int, ...]) -> Tensor:
     along, square = sums
     step = along / square
     best = (along * step).argmax(dim=-1, keepdim=True)
-    return step.gather(-1, best) / CELLS_PER_UNIT
+    start: Tensor = step.gather(-1, best) / CELLS_PER_UNIT
+    return start
 
 
 def _middles() -> Tensor:

@@ -166,16 +166,35 @@ def sum_points(first: Tensor, second: Tensor) -> Tensor:
 
 def _cluster_means(x: Tensor, weight: Tensor, index: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Weight ``[n, levels, 1]`` and column means ``[n, levels, c]`` of each cluster."""
-    rows = x.shape[0]
-    flat = (index + levels * torch.arange(rows, device=x.device).unsqueeze(1)).reshape(-1)
-
-    def total(column: Tensor) -> Tensor:
-        counted = torch.bincount(flat, column.reshape(-1), minlength=rows * levels)
-        return counted.reshape(rows, levels)
-
-    mass = total(weight).unsqueeze(-1)
-    sums = torch.stack([total(weight * column) for column in x.unbind(-1)], -1)
+    columns = torch.cat([weight.unsqueeze(-1), weight.unsqueeze(-1) * x], -1)
+    count = _bin_sums if x.device.type == "cpu" else _one_hot_sums
+    mass, sums = count(columns, index, levels).split([1, x.shape[-1]], -1)
     return mass, sums / mass.clamp(min=_TINY)
+
+
+def _bin_sums(columns: Tensor, index: Tensor, levels: int) -> Tensor:
+    """Sums ``[n, levels, c]`` of ``columns [n, tokens, c]`` over clusters ``index [n, tokens]``."""
+    rows = len(columns)
+    flat = (index + levels * torch.arange(rows).unsqueeze(1)).reshape(-1)
+    sums = [
+        torch.bincount(flat, column.reshape(-1), minlength=rows * levels).reshape(rows, levels)
+        for column in columns.unbind(-1)
+    ]
+    return torch.stack(sums, -1)
+
+
+def _one_hot_sums(columns: Tensor, index: Tensor, levels: int) -> Tensor:
+    """``_bin_sums`` by products, always in the same order; counting in bins waits for a device."""
+    low = _one_hot(index % SLOT_LEVELS, min(levels, SLOT_LEVELS), columns.dtype)
+    if levels <= SLOT_LEVELS:
+        return torch.bmm(low.mT, columns)
+    high = _one_hot(index // SLOT_LEVELS, levels // SLOT_LEVELS, columns.dtype).mT
+    sums = [torch.bmm(high * column[:, None], low).flatten(1) for column in columns.unbind(-1)]
+    return torch.stack(sums, -1)
+
+
+def _one_hot(index: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+    return (index.unsqueeze(-1) == torch.arange(levels, device=index.device)).to(dtype)
 
 
 def _centroids(x: Tensor, weight: Tensor, index: Tensor, old: Tensor) -> Tensor:
@@ -246,10 +265,10 @@ def _principal_stages(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     mean = (share * x).sum(1, keepdim=True)
     offset = x - mean
     cov = torch.bmm((share * offset).transpose(1, 2), offset)
-    axes = torch.linalg.eigh(cov).eigenvectors  # [n, 2, 2], columns
+    axes = eigen_2x2(cov)[1]  # [n, 2, 2], columns
     along = torch.bmm(offset, axes)
-    minor = _lloyd_1d(along[..., 0].contiguous(), weight, levels=SLOT_LEVELS)
-    major = _lloyd_1d(along[..., 1].contiguous(), weight, levels=SLOT_LEVELS)
+    both = torch.cat([along[..., 0], along[..., 1]])
+    minor, major = _lloyd_1d(both, weight.repeat(2, 1), levels=SLOT_LEVELS).chunk(2)
     first = major.unsqueeze(-1) * axes[:, None, :, 1] + mean
     return first, minor.unsqueeze(-1) * axes[:, None, :, 0]
 
@@ -450,8 +469,26 @@ def metric_roots(metric: Tensor) -> tuple[Tensor, Tensor]:
     scale = trace.mean(-1).clamp(min=_TINY)[:, None, None, None]
     # a plane that no query ever excites still needs an invertible metric
     identity = torch.eye(2, dtype=metric.dtype, device=metric.device)
-    values, vectors = torch.linalg.eigh(2 * metric / scale + 1e-6 * identity)
+    values, vectors = eigen_2x2(2 * metric / scale + 1e-6 * identity)
     values = torch.maximum(values, 1e-4 * values.amax(-1, keepdim=True))
     root = vectors @ torch.diag_embed(values.sqrt()) @ vectors.transpose(-1, -2)
     inverse = vectors @ torch.diag_embed(values.rsqrt()) @ vectors.transpose(-1, -2)
     return root, inverse
+
+
+def eigen_2x2(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Rising eigenvalues ``[..., 2]`` of symmetric matrices ``[..., 2, 2]``, and their vectors.
+
+    In closed form on a device, whose solver would be waited for; a vector's sign means nothing.
+    """
+    if matrix.device.type == "cpu":
+        values, vectors = torch.linalg.eigh(matrix)
+        return values, vectors
+    xx, yy, xy = matrix[..., 0, 0], matrix[..., 1, 1], matrix[..., 0, 1]
+    middle, half = (xx + yy) / 2, (xx - yy) / 2
+    reach = torch.hypot(half, xy)
+    angle = 0.5 * torch.atan2(xy, half)
+    cos, sin = angle.cos(), angle.sin()
+    # the last column points along the longer axis
+    vectors = torch.stack([torch.stack([-sin, cos], -1), torch.stack([cos, sin], -1)], -1)
+    return torch.stack([middle - reach, middle + reach], -1), vectors

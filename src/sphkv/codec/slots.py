@@ -241,7 +241,8 @@ def lay_out_tiers(
     Returns:
         The slots of each tier by number.
     """
-    num_planes, found = distortion.shape[1], {}
+    num_planes = distortion.shape[1]
+    found: dict[int, SlotLayout] = {}
     limits = {num_slots: most_pairs(num_planes, num_slots) for num_slots in slots}
     for limit in dict.fromkeys(limits.values()):
         alike = tuple(num_slots for num_slots in limits if limits[num_slots] == limit)

@@ -154,8 +154,8 @@ class SphericalCodec:
         heads, count, _ = keys.shape
         pages = index.reshape(-1, CODED_PAGE_MULTIPLE)
         head_ids = torch.arange(heads, device=pages.device).repeat_interleave(len(pages) // heads)
-        states = (x.reshape(-1, CODED_PAGE_MULTIPLE, x.shape[2]) for x in (keys, values))
-        encoded = self.encode(layer, tier, *states, pages, head_ids=head_ids)
+        keys, values = (x.reshape(-1, CODED_PAGE_MULTIPLE, x.shape[2]) for x in (keys, values))
+        encoded = self.encode(layer, tier, keys, values, pages, head_ids=head_ids)
         coded = self.decode(layer, tier, encoded, pages, head_ids=head_ids)
         step = encoded.radius_step.reshape(heads, -1).repeat_interleave(CODED_PAGE_MULTIPLE, 1)
         return coded[0].reshape(heads, count, -1), coded[1].reshape(heads, count, -1), step

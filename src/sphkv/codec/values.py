@@ -203,8 +203,10 @@ def _snap(unit: Tensor, step: Tensor, half: float | Tensor) -> Tensor:
         step: ``[..., tokens, 1]``; may have a leading dimension more, one entry per width.
         half: Half the number of levels, or one per width.
     """
-    ratio = unit * _inverse(step)
-    return ratio.floor_().clamp_(-half, half - 1).add_(0.5)
+    ratio = (unit * _inverse(step)).floor_()
+    if isinstance(half, Tensor):
+        return ratio.clamp_(-half, half - 1).add_(0.5)
+    return ratio.clamp_(-half, half - 1).add_(0.5)
 
 
 def _fit_step(unit: Tensor, *, bits: int) -> Tensor:

@@ -24,11 +24,12 @@ def constant(
     Returns:
         ``[len(values)]``.
     """
-    return _made(values, dtype, torch.device(device), type(values[0]) if values else float)
+    kind = type(values[0]).__name__ if values else ""
+    return _made(values, dtype, torch.device(device), kind)
 
 
 @functools.lru_cache(maxsize=1024)
-def _made(values: Numbers, dtype: torch.dtype | None, device: torch.device, kind: type) -> Tensor:
+def _made(values: Numbers, dtype: torch.dtype | None, device: torch.device, kind: str) -> Tensor:
     # 1, 1.0 and True are equal keys but other tensors, hence the kind; and a tensor first made
     # under inference mode could never meet autograd again.
     del kind

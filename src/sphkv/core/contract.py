@@ -51,7 +51,7 @@ class WriteContract:
     granularity: int = 1
 
     def __post_init__(self) -> None:
-        """Reject wrong shapes and dtypes, and runs of 16 with mixed tiers."""
+        """Reject wrong shapes and dtypes, and on the CPU runs of 16 with mixed tiers."""
         _check_decision(self.tier_id, self.protected, self.granularity, num_dims=3)
 
     @classmethod
@@ -109,7 +109,8 @@ def _check_decision(tier_id: Tensor, protected: Tensor, granularity: int, num_di
         )
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}")
-    if granularity == 1 or tier_id.shape[-1] == 0:
+    # looking at tiers on a device would wait for it; who decides there spreads whole runs
+    if granularity == 1 or tier_id.shape[-1] == 0 or tier_id.device.type != "cpu":
         return
     whole = tier_id.shape[-1] // granularity * granularity
     runs, rest = tier_id[..., :whole].unflatten(-1, (-1, granularity)), tier_id[..., whole:]
@@ -122,7 +123,7 @@ def _check_fit(
 ) -> None:
     if tuple(tier_id.shape) != shape:
         raise ValueError(f"contract must have shape {shape}, got {tuple(tier_id.shape)}")
-    if tier_id.numel() == 0:
+    if tier_id.numel() == 0 or tier_id.device.type != "cpu":
         return
     highest = int(tier_id.max())
     if highest >= len(table):

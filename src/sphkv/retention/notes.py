@@ -302,7 +302,8 @@ def _run_drops(blocks: Mapping[BlockShape, LayerBlocks], num_tokens: int) -> Ten
     drop.scatter_(1, index, each[..., None].expand_as(found.units).flatten(1))
     per_run = drop[:, :count].unflatten(1, (-1, RUN_TOKENS // size))
     is_held = (per_run >= 0).any(2)
-    return per_run.clamp(min=0).sum(2).masked_fill(~is_held, torch.inf)
+    found_drops: Tensor = per_run.clamp(min=0).sum(2).masked_fill(~is_held, torch.inf)
+    return found_drops
 
 
 def _age_profile(importance: Tensor, drop: Tensor, age: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def rank_units(score: Tensor, is_free: Tensor, *, block_units: int) -> Tensor:
     rank = torch.arange(score.shape[1], device=score.device)
     order = torch.where(rank < is_free.sum(1, keepdim=True), order, -1)
     padded = torch.nn.functional.pad(order, (0, -order.shape[1] % block_units), value=-1)
-    return padded.unflatten(1, (-1, block_units))
+    return padded.view(len(padded), -1, block_units)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sphkv.core.contract import LayerContract, StateCodec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.tiers import RUN_TOKENS
 from sphkv.store.allocator import PoolKey
 from sphkv.store.layout import PageLayout, PageView, write_dense_pages, write_pages
 from sphkv.store.order import PageCodec, PageOrder
@@ -16,8 +17,10 @@ from sphkv.store.paging import (
     MAX_POSITION,
     PageBatch,
     PageRows,
+    RunPages,
     StateList,
     plan_pages,
+    plan_runs,
     select_states,
 )
 from sphkv.store.pool import EncodedPages, LayerChange, PagePool
@@ -171,15 +174,18 @@ def encode_pages(
     packed = []
     for batch in batches:
         key = (batch.tier_id, batch.position_mode)
-        parts = []
-        every = torch.arange(batch.num_pages, device=batch.source.device)
-        for index in every.split(encoder.most_pages):
-            rows, source = batch.rows.select(index), batch.source[index]
-            live = rows.live()[:, :, None]
-            chosen = (states.keys[source] * live, states.values[source] * live)
-            parts.append(encoder.encode(layout_of(key), chosen, rows, batch.head_ids[index]))
+        parts, is_full = [], batch.is_full
+        for first in range(0, batch.num_pages, encoder.most_pages):
+            at = slice(first, first + encoder.most_pages)
+            rows, source = batch.rows.select(at), batch.source[at]
+            chosen = (states.keys[source], states.values[source])
+            if not is_full:
+                live = rows.live()[:, :, None]
+                chosen = (chosen[0] * live, chosen[1] * live)
+            parts.append(encoder.encode(layout_of(key), chosen, rows, batch.head_ids[at]))
         pages = parts[0] if len(parts) == 1 else torch.cat(parts)
-        packed.append(EncodedPages.of(key, batch.head_ids, batch.rows.counts, pages, num_heads))
+        heads, counts = batch.on_cpu or (batch.head_ids, batch.rows.counts)
+        packed.append(EncodedPages.of(key, heads, counts, pages, num_heads))
     return packed
 
 
@@ -268,6 +274,18 @@ def plan_write(
     Returns:
         The new pages.
     """
+    flat = FlatStates(states.keys.flatten(0, 1), states.values.flatten(0, 1))
+    batches = _plan_batches(pool, contract, positions)
+    pending = _encode(pool, state, layer, flat, batches)
+    return LayerChange(state.tables[layer], pending=pending)
+
+
+def _plan_batches(pool: PagePool, contract: LayerContract, positions: Tensor) -> list[PageBatch]:
+    """Which states share a page; whole runs are planned on the CPU, waiting for the tiers once."""
+    tokens = len(positions)
+    is_gapless = tokens > 0 and int(positions[-1] - positions[0]) == tokens - 1
+    if contract.granularity == RUN_TOKENS and tokens % RUN_TOKENS == 0 and is_gapless:
+        return _plan_run_batches(pool, contract, int(positions[0]))
     tier_ids, protected = contract.tier_id.to(pool.device), contract.protected.to(pool.device)
     positions = positions.to(pool.device)
     batches: list[PageBatch] = []
@@ -280,9 +298,34 @@ def plan_write(
                 page_tokens=tier.page_tokens,
                 as_runs=pool.config.is_in_runs(tier_id),
             )
-    flat = FlatStates(states.keys.flatten(0, 1), states.values.flatten(0, 1))
-    pending = _encode(pool, state, layer, flat, batches)
-    return LayerChange(state.tables[layer], pending=pending)
+    return batches
+
+
+def _plan_run_batches(
+    pool: PagePool, contract: LayerContract, first_position: int
+) -> list[PageBatch]:
+    tier_ids = contract.tier_id[:, ::RUN_TOKENS].cpu().numpy()
+    plans: list[RunPages] = []
+    for tier_id, tier in enumerate(pool.config.tiers):
+        if tier.kind != "drop":
+            plans += plan_runs(
+                tier_ids,
+                tier_id=tier_id,
+                page_tokens=tier.page_tokens,
+                as_runs=pool.config.is_in_runs(tier_id),
+            )
+    if not plans:
+        return []
+    words = [torch.from_numpy(plan.words()) for plan in plans]
+    every = torch.cat(words)
+    if pool.device.type == "cuda":
+        # a copy from pinned memory waits for nothing
+        every = every.pin_memory().to(pool.device, non_blocking=True)
+    protected = contract.protected.to(pool.device)
+    split = every.split([len(each) for each in words])
+    return [
+        plan.batch(each, protected, first_position) for plan, each in zip(plans, split, strict=True)
+    ]
 
 
 def _encode(

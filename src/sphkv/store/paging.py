@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.core.constants import constant
@@ -77,6 +79,7 @@ class PageBatch:
         source: ``[rows, tokens]`` int64 row of each state in the flat keys and values; 0 for
             unused states.
         rows: Positions, counts and flags.
+        on_cpu: Heads and counts again, on the CPU, where that is known without waiting for them.
     """
 
     tier_id: int
@@ -84,6 +87,14 @@ class PageBatch:
     head_ids: Tensor
     source: Tensor
     rows: PageRows
+    on_cpu: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all pages are known to have no unused state."""
+        if self.on_cpu is None:
+            return False
+        return bool((self.on_cpu[1] == self.rows.positions.shape[1]).all())
 
     @property
     def num_pages(self) -> int:
@@ -164,6 +175,84 @@ def count_run_pages(tier_id: Tensor, page_runs: Sequence[int]) -> Tensor:
     broken.scatter_(1, index, 1)
     apart = broken[:, :-1].unflatten(1, (len(page_runs), -1)).sum(2)
     return torch.stack([pages - apart, apart], 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunPages:
+    """Pages of whole runs, all of one tier and position mode, planned on the CPU.
+
+    Attributes:
+        tier_id: Tier of the pages.
+        position_mode: How they store positions.
+        head_ids: ``[rows]`` int64 KV head of each page, not decreasing.
+        runs: ``[rows, page runs]`` int64 run of each place, 0 where there is none.
+        counts: ``[rows]`` int64 live runs of each page.
+    """
+
+    tier_id: int
+    position_mode: PositionMode
+    head_ids: NDArray[np.int64]
+    runs: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    def words(self) -> NDArray[np.int64]:
+        """Everything that a device must know, in one row of numbers."""
+        return np.concatenate([self.head_ids, self.counts, self.runs.ravel()])
+
+    def batch(self, words: Tensor, protected: Tensor, first_position: int) -> PageBatch:
+        """The pages with their states.
+
+        Args:
+            words: ``words`` on the device of the states.
+            protected: ``[heads, tokens]`` bool there.
+            first_position: Position of the first token; the others follow it.
+        """
+        rows, size = self.runs.shape
+        head_ids, counts, runs = words.split([rows, rows, rows * size])
+        each = torch.arange(RUN_TOKENS, device=words.device)
+        token = (runs.view(rows, size, 1) * RUN_TOKENS + each).flatten(1)
+        counts = counts * RUN_TOKENS
+        is_live = live_mask(counts, size * RUN_TOKENS)
+        source = torch.where(is_live, token + head_ids[:, None] * protected.shape[1], 0)
+        flags = protected.flatten()[source] & is_live
+        on_cpu = torch.from_numpy(self.head_ids), torch.from_numpy(self.counts * RUN_TOKENS)
+        positions = torch.where(is_live, token + first_position, 0)
+        page_rows = PageRows(positions, counts, flags)
+        return PageBatch(self.tier_id, self.position_mode, head_ids, source, page_rows, on_cpu)
+
+
+def plan_runs(
+    tier_ids: NDArray[np.uint8], *, tier_id: int, page_tokens: int, as_runs: bool = False
+) -> list[RunPages]:
+    """``plan_pages`` of whole runs.
+
+    Args:
+        tier_ids: ``[heads, runs]`` tier of every run.
+        tier_id: The tier to plan.
+        page_tokens: States that fit one page, whole runs.
+        as_runs: Whether pages of consecutive runs tell a position per run as well.
+    """
+    num_heads, num_runs = tier_ids.shape
+    head_ids, runs = np.divmod(np.flatnonzero(tier_ids == tier_id), max(1, num_runs))
+    if not len(runs):
+        return []
+    size = page_tokens // RUN_TOKENS
+    per_head = np.bincount(head_ids, minlength=num_heads)
+    pages = -(-per_head // size)
+    rank = np.arange(len(runs)) - np.repeat(per_head.cumsum() - per_head, per_head)
+    row = np.repeat(pages.cumsum() - pages, per_head) + rank // size
+    table = np.zeros((int(pages.sum()), size), dtype=np.int64)
+    table[row, rank % size] = runs
+    counts = np.bincount(row, minlength=len(table))
+    page_heads = np.repeat(np.arange(num_heads), pages)
+    last = table[np.arange(len(table)), counts - 1]
+    is_contiguous = (last - table[:, 0] == counts - 1) & (not as_runs)
+    modes = ((PositionMode.CONTIGUOUS, is_contiguous), (PositionMode.RUNS, ~is_contiguous))
+    return [
+        RunPages(tier_id, mode, page_heads[chosen], table[chosen], counts[chosen])
+        for mode, chosen in modes
+        if chosen.any()
+    ]
 
 
 def plan_pages(

@@ -21,6 +21,7 @@ from sphkv.attention.cuda.search_tables import (
     clip_fragments,
 )
 from sphkv.attention.triton.search import SearchTables
+from sphkv.codec.calibration import Calibration
 from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS
 from sphkv.codec.states import SphericalCodec
 from sphkv.codec.values import COARSE_STEP, NUM_REFINEMENTS, READ_GAIN
@@ -33,6 +34,11 @@ _POINTERS = (
     *("keys", "values", "positions", "counts", "heads", "flags", "pages"),
     *("kinds", "planes", "slots", "places", "grid", "weights"),
 )
+
+
+# Caches with the same codebooks share tables: they are made once in a process.
+_TABLES: WeakKeyDictionary[Calibration, dict[tuple[int, int, str], EncodeTables]]
+_TABLES = WeakKeyDictionary()
 
 
 class _EncodeParams(ctypes.Structure):
@@ -66,8 +72,6 @@ class CudaEncoder:
         self._kernels: dict[tuple[str, ...], Kernel] = {}
         self._encode: dict[PageLayout, tuple[Kernel, Kernel]] = {}
         self._search = SearchTables()
-        self._tables: WeakKeyDictionary[SphericalCodec, dict[tuple[int, int], EncodeTables]]
-        self._tables = WeakKeyDictionary()
         self._clips: dict[int, Tensor] = {}
 
     @staticmethod
@@ -100,11 +104,16 @@ class CudaEncoder:
     def _table(
         self, codec: SphericalCodec, layer: int, layout: PageLayout, device: torch.device
     ) -> EncodeTables:
-        held = self._tables.setdefault(codec, {})
-        key = (layer, layout.num_nibbles)
+        held = _TABLES.setdefault(codec.calibration, {})
+        key = (layer, layout.num_nibbles, str(device))
         if key not in held:
             held[key] = build_encode_tables(self._search.get(codec, layer, layout.tier, device))
         return held[key]
+
+    def table_bytes(self, codec: SphericalCodec) -> int:
+        """Bytes of the tables made of a codec's calibration; all caches with it share them."""
+        held = _TABLES.get(codec.calibration, {}).values()
+        return self._search.table_bytes(codec) + sum(each.num_bytes for each in held)
 
     def _clip_weights(self, bits: int, device: torch.device) -> Tensor:
         if bits not in self._clips:

@@ -38,6 +38,11 @@ class EncodeTables:
     places: Tensor
     grid: Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors but ``kinds``, which belong to the search table."""
+        return sum(each.nbytes for each in (self.planes, self.slots, self.places, self.grid))
+
 
 def build_encode_tables(table: SearchTable) -> EncodeTables:
     """Records of all heads."""

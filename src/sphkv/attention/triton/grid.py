@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: N803, PLR0913
 """Which sums of two points may be nearest to some point of a cell; see ``cuda/search_grid.py``."""
 
 import torch

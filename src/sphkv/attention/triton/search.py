@@ -51,7 +51,7 @@ class SearchTable:
 def build_search_table(
     codebook: AngleCodebook, rope: RopeSpec, device: torch.device | str
 ) -> SearchTable:
-    """Order the planes of every head as its slots are; waits for no device but for the codebook's."""
+    """Order the planes of every head as its slots are."""
     book = codebook.to(device)
     order = _plane_order(book.plane_bits)
     bits = book.plane_bits.gather(1, order)
@@ -68,8 +68,9 @@ def build_search_table(
         seen,
         book.points,
         book.constant.gather(1, order[..., None].expand(-1, -1, 2)),
+        _turns(rope, order.device),
     )
-    return SearchTable(*(part.contiguous() for part in parts), _turns(rope, order.device))
+    return SearchTable(*(part.contiguous() for part in parts))
 
 
 def _plane_order(bits: Tensor) -> Tensor:
@@ -87,6 +88,11 @@ def _turns(rope: RopeSpec, device: torch.device) -> Tensor:
 
 class SearchTables:
     """Search tables by calibration, layer and slots, built once in a process."""
+
+    def table_bytes(self, codec: SphericalCodec) -> int:
+        """Bytes of the tables made of a codec's calibration."""
+        held = _HELD.get(codec.calibration, {}).values()
+        return sum(getattr(table, name).nbytes for table in held for name in table.__slots__)
 
     def get(
         self, codec: SphericalCodec, layer: int, tier: TierSpec, device: torch.device

@@ -53,7 +53,7 @@ from sphkv.retention.measure import (
 from sphkv.retention.policy import RetentionPolicy, save_policy
 from sphkv.retention.pricing import rank_units
 from sphkv.retention.protection import widen_to_runs
-from sphkv.retention.scores import unit_tokens
+from sphkv.retention.scores import count_states, sum_blocks, sum_units
 
 _PARTS = 6
 
@@ -245,6 +245,7 @@ def _drop_probe(
     for layer in chosen:
         part, found = prompt.layers[layer], layers[layer]
         kept = torch.ones(part.keys.shape[:2], dtype=torch.bool)
+        gone_of_head = []
         for head in range(part.keys.shape[0]):
             order = {
                 0: found.features.shift[head, middle].argsort(),
@@ -255,11 +256,13 @@ def _drop_probe(
             }[number]
             gone = middle[order[: middle.numel() // 3]]
             kept[head, gone] = False
-            drop += float(drop_losses(found.rows, part.values, gone[None], head)[-1])
+            gone_of_head.append(gone)
             if found.features.surprise is not None:
                 drop += float(found.features.surprise[head, gone].sum())
             votes += float(found.features.mass[head, gone].sum())
             age += float((1 / (tokens - gone).float()).sum())
+        units = torch.stack(gone_of_head)[:, None]
+        drop += float(drop_losses(found.rows, part.values, units)[:, -1].sum())
         method.change(layer, part.keys, part.values, kept=kept)
     kl = _kl(runner, prompt, method)
     label = ("least pulling", "oldest", "arbitrary")[number]
@@ -328,15 +331,18 @@ def _excess(config: MeasureConfig, layer: int, states: LayerStates, num_later: i
     later = replace(later, is_valid=torch.ones_like(later.is_valid))
     free = ~widen_to_runs(protected_states(config, features.radius))
     score, most = pool_runs(features, RUN_TOKENS).shift, surprise_shift(rows, known)
-    coverage = rows.coverage()
-    found = []
-    for head in range(keys.shape[0]):
-        runs = rank_units(score[head], free[head, ::RUN_TOKENS], block_units=1)
-        gone = unit_tokens(runs[runs.shape[0] // 2 :], RUN_TOKENS, tokens).reshape(1, -1)
-        predicted = drop_losses(rows, known, gone, head)[-1] * (1 / coverage[head, gone]).mean()
-        lost = drop_losses(later, values, gone, head)[-1]
-        found.append(torch.stack([lost - predicted, most[head, gone].sum()]))
-    return torch.stack(found)
+    is_free = free[:, ::RUN_TOKENS]
+    runs, count = rank_units(score, is_free, block_units=1)[..., 0], is_free.sum(1, keepdim=True)
+    is_gone = torch.arange(runs.shape[1]) >= count // 2
+    gone = torch.where(is_gone, runs, -1)[:, None]  # the less important half as one block
+    weight, most_gone = (
+        sum_blocks(sum_units(part, RUN_TOKENS)[..., None], gone)[:, 0, 0]
+        for part in (1 / rows.coverage(), most)
+    )
+    predicted = drop_losses(rows, known, gone, granularity=RUN_TOKENS)[:, -1]
+    predicted = predicted * weight / count_states(gone, RUN_TOKENS, tokens)[:, 0]
+    lost = drop_losses(later, values, gone, granularity=RUN_TOKENS)[:, -1]
+    return torch.stack([lost - predicted, most_gone], 1)
 
 
 def head_sensitivity(model: Any, input_ids: Tensor, *, seed: int = 0) -> Tensor:
