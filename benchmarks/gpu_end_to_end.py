@@ -17,7 +17,8 @@ first short prompt pays beyond the same one later, to compile or load kernels an
 tables. What every prompt pays: ``t_prefill_s``, ``t_allocate_write_s`` (its states are on the GPU;
 the clock stops while they are made) and ``t_capture_s`` (the first steps of ``generate``: page
 lists, decode tables, self-test, CUDA graph).
-``--profile`` prints where the time of a step goes.
+``--profile`` prints where the time of a step goes. ``--budget 10%`` measures the controller instead
+of one tier, its refreshes among the steps; its prompt is written with random queries.
 """
 
 import argparse
@@ -49,7 +50,9 @@ DENSE_CONFIGS = ((128, 8, 3, 32), (64, 4, 3, 16), (64, 4, 4, 32), (64, 4, 3, 64)
 DENSE_STEPS, STEPS, WARM_UP = 32, 256, 4
 # steps of generate before the captured one runs by itself, and of an eager one
 SETTLE, EAGER_STEPS = 6, 8
-SET_UP_TOKENS = 2048
+SET_UP_TOKENS = 4096
+# newest tokens whose queries a controller decides by
+WATCHED = 512
 # what a dense batch needs beside its pages: a layer of states, buffers of a step
 SPARE_BYTES = 6 << 30
 
@@ -154,7 +157,9 @@ def fill_cache(cache, states, batch):
 
         def write(layer=layer, keys=keys, values=values):
             engine.update(layer, keys, values)
-            engine.end_layer(layer, keys)
+            group = engine.config.geometry.group_size
+            newest = keys[:, :, -WATCHED:].repeat_interleave(group, 1)
+            engine.end_layer(layer, newest + torch.randn_like(newest))
 
         seconds += timed(write)[0]
     return seconds + timed(engine.finish)[0]
@@ -185,12 +190,12 @@ def generate(model, cache, count, batch):
     return [1e3 * (b - a) for a, b in pairwise([began, *clock.ends])]
 
 
-def measure_codes(model, cache, states, batch, is_profiled):
+def measure_codes(model, cache, states, batch, is_profiled, steps):
     """Decode from codes through ``generate``, as a record."""
     try:
         seconds = fill_cache(cache, states, batch)
         ledger = cache.ledger()
-        each = generate(model, cache, STEPS + SETTLE, batch)
+        each = generate(model, cache, steps + SETTLE, batch)
         if cache.engine.graph is None:
             raise RuntimeError("the steps of generate were not captured")
         if is_profiled:
@@ -199,7 +204,11 @@ def measure_codes(model, cache, states, batch, is_profiled):
         num_states = batch * states.context * states.layers * states.heads
         return {
             "step_ms": statistics.median(each),
+            "p95_step_ms": sorted(each)[int(0.95 * len(each))],
             "slowest_step_ms": max(each),
+            "peak_share": cache.engine.peak_share,
+            "changes": sum(row.residency.num_changes for row in cache.engine.rows),
+            "tiers": cache.describe().tiers,
             "tokens_per_s": batch * len(each) / sum(each) * 1e3,
             "t_allocate_write_s": seconds,
             "t_capture_s": (sum(first) - SETTLE * statistics.median(each)) / 1e3,
@@ -221,10 +230,14 @@ def measure_eager(model, states, batch):
     return statistics.median(generate(model, dense, EAGER_STEPS, batch)[2:])
 
 
-def calibrated_cache(model):
+def calibrated_cache(model, budget):
     """A cache that has calibrated itself on a random prompt, empty again."""
     tokens = torch.randint(0, model.config.vocab_size, (1, SET_UP_TOKENS), device="cuda")
-    cache = SphericalCache.for_model(model, tiers=TIER)
+    cache = (
+        SphericalCache.for_model(model, tiers=TIER)
+        if budget is None
+        else SphericalCache.for_model(model, budget, retention=True)
+    )
     with torch.no_grad():
         model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache.reset()
@@ -280,7 +293,7 @@ def measure_point(model, cache, states, batch, has_room, args):
     dense = {"error": "not run" if args.no_dense else "does not fit in memory"}
     if has_room:
         dense = try_to(lambda: measure_dense(model, states, batch, args.profile))
-    ours = try_to(lambda: measure_codes(model, cache, states, batch, args.profile))
+    ours = try_to(lambda: measure_codes(model, cache, states, batch, args.profile, args.steps))
     record = {"batch": batch, "dense": dense, "codes": ours}
     if has_room and args.eager:
         record["eager_ms"] = try_to(lambda: measure_eager(model, states, batch))
@@ -293,20 +306,21 @@ def measure_shape(shape, args):
     """Records of one model, as they come."""
     began = time.perf_counter()
     build_s, model = timed(lambda: build_model(shape, num_layers=args.layers))
-    calibrate_s, cache = timed(lambda: calibrated_cache(model))
+    calibrate_s, cache = timed(lambda: calibrated_cache(model, args.budget))
     first_s, later_s = (short_prompt(model, cache) for _ in range(2))
     print(f"{shape}: built {build_s:.1f} s, calibrated {calibrate_s:.1f}, set up {first_s:.1f}")
     common = {
         "shape": shape,
         "layers": model.config.num_hidden_layers,
         "layers_of_shape": SHAPES[shape]["num_hidden_layers"],
-        "tier": TIER,
+        "tier": TIER if args.budget is None else None,
+        "budget": args.budget,
         "t_calibrate_s": calibrate_s,
         "t_set_up_s": first_s - later_s,
     }
     prompts = {}
     for context, wanted in POINTS[shape]:
-        if context not in args.contexts:
+        if context not in args.contexts or (args.batches and wanted not in args.batches):
             continue
         if context not in prompts:
             prompts[context] = {} if args.no_prefill else measure_prefill(model, cache, context)
@@ -330,6 +344,9 @@ def main():
     parser.add_argument("--no-dense", action="store_true", help="skip the dense cache")
     parser.add_argument("--eager", action="store_true", help="time transformers' own cache too")
     parser.add_argument("--no-prefill", action="store_true", help="do not time the prompt")
+    parser.add_argument("--budget", help="let the controller decide under this budget")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--batches", type=int, nargs="*", help="only points of these batches")
     args = parser.parse_args()
     records = []
     for shape in args.shapes:

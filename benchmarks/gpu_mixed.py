@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention over what the controller keeps: tiers, runs and dense pages of a layer, in one pass.
+"""Decode attention over what the controller keeps of a layer: tiers, runs and dense pages.
 
 ``PYTHONPATH=src python3 benchmarks/gpu_mixed.py --allocation FILE --output results/gpu/mixed.json``
 
 ``FILE`` holds the controller's decisions about a real prompt: tier of every run of 16 tokens of
-every layer and head, by budget. They are tiled to the length, a shift apart in every sequence, and
-filled with random codes; heads of neighbouring layers make up a layer of Llama-3.1-8B's shape. A few
-rows are compared with a float64 oracle first. FlashAttention 3 and FlashInfer run beside, where they
-are installed. ``--profile`` launches every case once, for a profiler that counts DRAM bytes.
+every layer and head, by budget. They are tiled to the length, a shift apart in every sequence,
+and filled with random codes; heads of neighbouring layers make up a layer of Llama-3.1-8B's
+shape. A few rows are compared with a float64 oracle first. FlashAttention 3 and FlashInfer run
+beside, where they are installed. ``--profile`` launches every case once, for a profiler that counts DRAM bytes.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Kind:
 
 def tile(tier_id, batch, context, seed):
     """``[heads, batch, runs]`` tiers: a prompt's decision repeated, shifted in every sequence."""
-    heads, runs = tier_id.shape
+    runs = tier_id.shape[1]
     wanted = context // RUN
     generator = torch.Generator().manual_seed(seed)
     shift = torch.randint(0, runs, (batch,), generator=generator)
@@ -135,7 +135,7 @@ class Layer:
         shares = share_blocks(work, room, least=heads)
         for kind, share in zip(self.kinds, shares, strict=True):
             kind.lists = PageLists(kind.lists.entries, kind.lists.row_start, batch, share)
-        self.kinds = [self.kinds[i] for i in sorted(range(len(work)), key=lambda at: -work[at])]
+        self.kinds = [self.kinds[i] for i in sorted(range(len(work)), key=lambda at: work[at])]
         self._dense_pages(tiers, len(names) - 1)
         self.coded_bytes = sum(kind.pages.numel() for kind in self.kinds)
         self.num_bytes = self.coded_bytes + self.pages.numel() + self.tails.numel() * 2
@@ -290,7 +290,7 @@ def main():
             ratios = " ".join(f"{k[:-3]} {v:.0f} us x{v / us:.2f}" for k, v in beside.items())
             print(
                 f"{budget}% {(batch, context)} {us:.1f} us, {row['share_of_dense']:.1%} of dense "
-                f"bytes, kept {row['kept']:.0%}, {row['share_of_copy']:.0%} of copy, error {error:.1e} "
+                f"bytes, kept {row['kept']:.0%}, {row["share_of_copy"]:.0%} of copy, error {error:.1e} "
                 f"{ratios} launches {row['launches']}", flush=True,
             )  # fmt: skip
             del layers

@@ -50,7 +50,7 @@ def test_every_list_grows_where_it_lies():
 
 def test_lists_are_written_anew_where_they_lie():
     counts = np.array([[[1, 2], [0, 1]], [[0, 1], [0, 0]]])
-    lists = FixedLists.with_room(counts, part=4, device=torch.device("cpu"))
+    lists = FixedLists.with_room(counts, more=1, device=torch.device("cpu"))
     held = [lists.layer(layer) for layer in range(2)]
     assert lists.replace(torch.arange(1, 6), counts)
     assert rows(held[0]) == [[1], [2, 3], [], [4]]

@@ -202,11 +202,11 @@ class FixedLists:
         self._starts = torch.zeros(layers, heads * batch + 1, dtype=torch.int32, device=device)
 
     @classmethod
-    def with_room(cls, counts: _Integers, *, part: int, device: torch.device) -> FixedLists:
-        """Room for pages ``[layers, heads, sequences]`` and a ``part``-th of them more."""
+    def with_room(cls, counts: _Integers, *, more: int, device: torch.device) -> FixedLists:
+        """Room for pages ``[layers, heads, sequences]`` and so many more in every layer."""
         layers, heads, batch = counts.shape
         most = int(counts.sum((1, 2)).max())
-        return cls((layers, heads, batch), most + most // part + heads * batch, device)
+        return cls((layers, heads, batch), most + more + heads * batch, device)
 
     def layer(self, layer: int) -> PageLists:
         """The lists of a layer, as the kernel reads them."""
@@ -308,6 +308,9 @@ class FragmentCodec:
         """Pages of states on a GPU; see ``PageCodec.encode``."""
         if not states[0].is_cuda:
             return None
+        if is_served(layout):
+            # pages that are demoted come as float32; next to codes of a few bits it is the same
+            states = (states[0].to(torch.bfloat16), states[1].to(torch.bfloat16))
         if (
             _is_hopper(states[0].device)
             and isinstance(codec, SphericalCodec)

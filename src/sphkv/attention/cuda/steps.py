@@ -51,7 +51,7 @@ DENSE_PROCESSORS = 4
 
 # What a page costs beside its product steps, in such steps.
 _PAGE_STEPS = 10
-# Pages that lists have room for beyond those of now, in parts of them.
+# Pages that lists have room for beyond those of now, in parts of a layer's.
 _ROOM_PART = 4
 
 
@@ -238,20 +238,28 @@ class CapturedSteps:
         self._dense_tag = page_tag((tiers.dense_id, PositionMode.CONTIGUOUS))
         self._sealed_tag = page_tag((self._sealed.tier_id, PositionMode.CONTIGUOUS))
         found = _find_pages(self._tables)
+        tags = {*found, self._sealed_tag, self._dense_tag}
+        if any(pool_of_tag(tag)[1] is PositionMode.RUNS for tag in tags):
+            # a controller has decided, and may demote to any tier
+            coded = [tier_id for tier_id, tier in enumerate(tiers) if tier.is_coded]
+            every = [page_tag((tier_id, PositionMode.RUNS)) for tier_id in coded]
+            tags |= {tag for tag in every if is_served(_layout_of_tag(store, tag))}
         self._bases = {
             tag: page_base(store.allocator, _layout_of_tag(store, tag))
-            for tag in {*found, self._sealed_tag} - {self._dense_tag}
+            for tag in tags - {self._dense_tag}
         }
         heads, most = geometry.num_kv_heads, max_tokens // page + 1
         self._growing = LayerLists(len(layers), heads, num_rows, most, self._device)
+        no_pages = np.zeros((len(layers), heads, num_rows), dtype=np.int64)
+        held = sum((pages.counts for pages in found.values()), no_pages).sum((1, 2)).max()
         self._fixed = {
-            tag: FixedLists.with_room(pages.counts, part=_ROOM_PART, device=self._device)
-            for tag, pages in found.items()
-            if tag != self._sealed_tag
+            tag: FixedLists.with_room(
+                found[tag].counts if tag in found else no_pages,
+                more=int(held) // _ROOM_PART,
+                device=self._device,
+            )
+            for tag in sorted(tags - {self._sealed_tag})
         }
-        if self._dense_tag not in self._fixed:
-            shape = (len(layers), heads, num_rows)
-            self._fixed[self._dense_tag] = FixedLists(shape, heads * num_rows, self._device)
         self._fill(found)
         self._dense_states = [self._tails_of(layer) for layer in layers]
         self._launches = self._plan(found)
@@ -294,20 +302,16 @@ class CapturedSteps:
         return True
 
     def _plan(self, found: dict[int, _FoundPages]) -> list[list[_Launch]]:
-        """Launches of every layer, most work first; the seal tier's is there in any case."""
+        """Launches of every layer; lists that are empty now may fill."""
         codec, tiers = self._codec, self._store.config.tiers
-        tags = [tag for tag in found if tag != self._dense_tag]
-        wanted: list[list[int]] = []
-        for layer in range(len(self._tables)):
-            present = [tag for tag in tags if found[tag].counts[layer].sum()]
-            wanted.append(sorted({*present, self._sealed_tag}))
+        layers = range(len(self._tables))
         kinds = [
             (layer, tiers[pool_of_tag(tag)[0]], pool_of_tag(tag)[1])
-            for layer, own in enumerate(wanted)
-            for tag in own
+            for layer in layers
+            for tag in self._bases
         ]
         self.kernels.compile(codec, kinds)
-        return [self._plan_layer(layer, own, found) for layer, own in enumerate(wanted)]
+        return [self._plan_layer(layer, sorted(self._bases), found) for layer in layers]
 
     def _plan_layer(
         self, layer: int, tags: Sequence[int], found: dict[int, _FoundPages]
@@ -333,7 +337,8 @@ class CapturedSteps:
         room = properties.multi_processor_count - DENSE_PROCESSORS
         heads = self._store.config.geometry.num_kv_heads
         shares = share_blocks(work, room // launches[0].kernel.passes, least=heads)
-        order = sorted(range(len(work)), key=lambda at: -work[at])
+        # the last launch is the longest, so that the others are merged while it runs
+        order = sorted(range(len(work)), key=lambda at: work[at])
         return [
             replace(launches[at], lists=replace(launches[at].lists, blocks=shares[at]))
             for at in order
