@@ -288,11 +288,13 @@ def main():
             row["command"] = "PYTHONPATH=src python3 benchmarks/gpu_mixed.py"
             rows.append(row)
             ratios = " ".join(f"{k[:-3]} {v:.0f} us x{v / us:.2f}" for k, v in beside.items())
+            dense, kept, speed = (row[k] for k in ("share_of_dense", "kept", "share_of_copy"))
             print(
-                f"{budget}% {(batch, context)} {us:.1f} us, {row['share_of_dense']:.1%} of dense "
-                f"bytes, kept {row['kept']:.0%}, {row["share_of_copy"]:.0%} of copy, error {error:.1e} "
-                f"{ratios} launches {row['launches']}", flush=True,
-            )  # fmt: skip
+                f"{budget}% {(batch, context)} {us:.1f} us, {dense:.1%} of dense bytes, kept "
+                f"{kept:.0%}, {speed:.0%} of copy, error {error:.1e} {ratios} "
+                f"launches {row['launches']}",
+                flush=True,
+            )
             del layers
             torch.cuda.empty_cache()
             if args.output:
