@@ -130,9 +130,11 @@ class Layer:
                 layout = PageLayout(tier, spec, MODEL.head_dim, PositionMode.RUNS)
                 kinds.append(build_kind(layout, tiers, tier, rope, turns, seed, batch))
         self.kinds = [kind for kind in kinds if kind is not None]
-        work = [launch_work(kind.decoder, int(kind.lists.row_start[-1])) for kind in self.kinds]
+        work = [
+            launch_work(kind.decoder.shape, int(kind.lists.row_start[-1])) for kind in self.kinds
+        ]
         room = torch.cuda.get_device_properties(DEVICE).multi_processor_count - DENSE_PROCESSORS
-        shares = share_blocks(work, room, least=heads)
+        shares = share_blocks(work, room, heads=heads)
         for kind, share in zip(self.kinds, shares, strict=True):
             kind.lists = PageLists(kind.lists.entries, kind.lists.row_start, batch, share)
         self.kinds = [self.kinds[i] for i in sorted(range(len(work)), key=lambda at: work[at])]

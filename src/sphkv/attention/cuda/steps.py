@@ -13,6 +13,7 @@ many multiprocessors as its pages are work, and merges what the one before has f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from sphkv.attention.cuda.decode import CudaDecode
 from sphkv.attention.cuda.dense import MAX_GROUP, DenseDecode, DenseStates
-from sphkv.attention.cuda.geometry import is_served
+from sphkv.attention.cuda.geometry import KernelShape, is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels
 from sphkv.attention.cuda.pages import (
     HOPPER,
@@ -51,6 +52,8 @@ DENSE_PROCESSORS = 4
 
 # What a page costs beside its product steps, in such steps.
 _PAGE_STEPS = 10
+# How much longer a page takes if no other team works while it is on its way.
+_ALONE = 1.5
 # Pages that lists have room for beyond those of now, in parts of a layer's.
 _ROOM_PART = 4
 
@@ -171,21 +174,26 @@ def _find_pages(tables: Sequence[Sequence[PointerTable]]) -> dict[int, _FoundPag
     return found
 
 
-def launch_work(kernel: CudaDecode, pages: int) -> int:
-    """What a launch over so many pages is to do, in product steps."""
-    return pages * (kernel.shape.steps + _PAGE_STEPS)
+def launch_work(shape: KernelShape, pages: int) -> float:
+    """What a launch over so many pages is to do, in product steps of one team.
+
+    A single team waits for every page it asks for.
+    """
+    alone = _ALONE if shape.teams == 1 else 1
+    return pages * alone * (shape.steps + _PAGE_STEPS) / shape.teams
 
 
-def share_blocks(work: Sequence[int], blocks: int, *, least: int) -> list[int]:
+def share_blocks(work: Sequence[float], blocks: int, *, heads: int) -> list[int]:
     """Thread blocks of launches that run side by side, by their work.
 
     Args:
         work: Of each launch, in any unit.
         blocks: Multiprocessors.
-        least: Blocks that a launch has in any case; those of small ones are soon done.
+        heads: KV heads; each has a block of its own in every launch, which is soon done where the
+            head has few pages.
     """
-    total = max(1, sum(work))
-    return [max(least, blocks * own // total) for own in work]
+    total = max(1.0, sum(work))
+    return [heads + math.ceil(blocks * own / total) for own in work]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -316,7 +324,8 @@ class CapturedSteps:
     def _plan_layer(
         self, layer: int, tags: Sequence[int], found: dict[int, _FoundPages]
     ) -> list[_Launch]:
-        launches, work = [], []
+        launches: list[_Launch] = []
+        work: list[float] = []
         for tag in tags:
             layout = _layout_of_tag(self._store, tag)
             kernel = self.kernels.get(self._codec, layer, layout.tier, layout.position_mode)
@@ -329,14 +338,14 @@ class CapturedSteps:
             pool = PagePool(blank, layout.position_mode, self._bases[tag])
             launches.append(_Launch(kernel, pool, lists))
             pages = int(found[tag].counts[layer].sum()) if tag in found else 0
-            work.append(launch_work(kernel, pages))
+            work.append(launch_work(kernel.shape, pages))
         if len(launches) == 1:
             # heads have as many pages each
             return launches
         properties = torch.cuda.get_device_properties(self._device)
         room = properties.multi_processor_count - DENSE_PROCESSORS
         heads = self._store.config.geometry.num_kv_heads
-        shares = share_blocks(work, room // launches[0].kernel.passes, least=heads)
+        shares = share_blocks(work, room // launches[0].kernel.passes, heads=heads)
         # the last launch is the longest, so that the others are merged while it runs
         order = sorted(range(len(work)), key=lambda at: work[at])
         return [
