@@ -7,7 +7,8 @@
 every layer and head, by budget. They are tiled to the length, a shift apart in every sequence,
 and filled with random codes; heads of neighbouring layers make up a layer of Llama-3.1-8B's
 shape. A few rows are compared with a float64 oracle first. FlashAttention 3 and FlashInfer run
-beside, where they are installed. ``--profile`` launches every case once, for a profiler that counts DRAM bytes.
+beside, where they are installed. ``--profile`` launches every case once, for a profiler that
+counts DRAM bytes.
 """
 
 import argparse

@@ -562,7 +562,9 @@ class RetentionResidency:
                     if room < len(left):
                         page_ids = self._compact(page_ids)
                         room = max(1, (limit - self._used()) // cost - spare)
-                    self._store.demote(self._sequence, layer, page_ids[left[:room]], tier)
+                    self._store.demote(
+                        self._sequence, layer, page_ids[left[:room]], tier, is_checked=True
+                    )
                     left = left[room:]
             page_ids = self._compact(page_ids)
 

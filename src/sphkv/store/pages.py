@@ -357,17 +357,31 @@ def read_by_layout(
         yield page_ids[chosen].to(pool.device), heads[chosen].to(pool.device), view
 
 
-def plan_drop(pool: PagePool, table: PointerTable, page_ids: Tensor) -> LayerChange:
-    """Give up pages that hold no protected state."""
-    for ids, _, view in read_by_layout(pool, table, page_ids):
-        _refuse_protected(ids, view)
+def plan_drop(
+    pool: PagePool, table: PointerTable, page_ids: Tensor, *, is_checked: bool = False
+) -> LayerChange:
+    """Give up pages that hold no protected state; reads them unless that is known."""
+    if is_checked:
+        table.find(page_ids)
+    else:
+        for ids, _, view in read_by_layout(pool, table, page_ids):
+            _refuse_protected(ids, view)
     return LayerChange(table, removed=page_ids)
 
 
 def plan_demotion(
-    pool: PagePool, state: SequenceState, layer: int, page_ids: Tensor, tier_id: int
+    pool: PagePool,
+    state: SequenceState,
+    layer: int,
+    page_ids: Tensor,
+    tier_id: int,
+    *,
+    is_checked: bool = False,
 ) -> LayerChange:
-    """Re-encode pages at a lower tier, packing the states of each head together."""
+    """Re-encode pages at a lower tier, packing the states of each head together.
+
+    ``is_checked``: it is known that they hold no protected state.
+    """
     table = state.tables[layer]
     tiers = pool.config.tiers
     parts = []
@@ -377,7 +391,8 @@ def plan_demotion(
                 f"pages {ids.tolist()} are at tier {view.layout.tier.name!r}, which is not "
                 f"above {tiers[tier_id].name!r}"
             )
-        _refuse_protected(ids, view)
+        if not is_checked:
+            _refuse_protected(ids, view)
         parts.append(decode_pages(view, heads, layer=layer, codec=state.codec))
     if not parts:
         return LayerChange(table)

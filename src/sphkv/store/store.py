@@ -416,7 +416,13 @@ class PageStore:
         self._writer.write_prompt(states, layer, spans, (keys, values), first_position)
 
     def demote(
-        self, sequence: int, layer: int, page_ids: Sequence[int] | Tensor, tier: int | str
+        self,
+        sequence: int,
+        layer: int,
+        page_ids: Sequence[int] | Tensor,
+        tier: int | str,
+        *,
+        is_checked: bool = False,
     ) -> None:
         """Re-encode pages at a lower tier; states of one head are packed together.
 
@@ -425,6 +431,8 @@ class PageStore:
             layer: Layer of the pages.
             page_ids: Ids of pages of any heads and tiers above ``tier``.
             tier: Id or name; the drop tier drops the pages.
+            is_checked: Whether the caller knows, from ``page_list``, that they hold no protected
+                state: then they are not read for that.
 
         Raises:
             ValueError: A page is not of this layer, not above ``tier``, or holds a
@@ -435,20 +443,35 @@ class PageStore:
         tiers = self.config.tiers
         tier_id = tiers.id_of(tier) if isinstance(tier, str) else tier
         if tiers[tier_id].kind == "drop":
-            self.drop(sequence, layer, page_ids)
+            self.drop(sequence, layer, page_ids, is_checked=is_checked)
             return
         ids = torch.as_tensor(page_ids, dtype=torch.int64)
-        self._pool.commit([plan_demotion(self._pool, state, layer, ids, tier_id)])
+        change = plan_demotion(self._pool, state, layer, ids, tier_id, is_checked=is_checked)
+        self._pool.commit([change])
 
-    def drop(self, sequence: int, layer: int, page_ids: Sequence[int] | Tensor) -> None:
+    def drop(
+        self,
+        sequence: int,
+        layer: int,
+        page_ids: Sequence[int] | Tensor,
+        *,
+        is_checked: bool = False,
+    ) -> None:
         """Give up pages of a layer.
+
+        Args:
+            sequence: Their owner.
+            layer: Their layer.
+            page_ids: Ids of pages of any heads and tiers.
+            is_checked: See ``demote``.
 
         Raises:
             ValueError: A page is not of this layer or holds a protected state.
         """
         state = self._get(sequence, layer)
         ids = torch.as_tensor(page_ids, dtype=torch.int64)
-        self._pool.commit([plan_drop(self._pool, state.tables[layer], ids)])
+        table = state.tables[layer]
+        self._pool.commit([plan_drop(self._pool, table, ids, is_checked=is_checked)])
 
     def crop(self, sequence: int, num_tokens: int) -> None:
         """Forget all states at positions from ``num_tokens`` on, protected ones too.
