@@ -553,12 +553,16 @@ class RetentionResidency:
         page_ids, limit = pages.page_ids, max(limit, self._used())
         spare = self._store.config.max_slab_pages - 1
         # drops first: what is demoted takes new places
-        for tier in sorted(set(tier_id.tolist())):
+        gone = tier_id == self._plan.tiers.drop_id
+        if bool(gone.any()):
+            self._store.drop_listed(self._sequence, pages.layer_ids[gone], page_ids[gone])
+            page_ids = self._compact(page_ids)
+        for tier in sorted(set(tier_id[~gone].tolist())):
             cost = int(self._tier_bytes[tier])
             for layer in sorted(set(pages.layer_ids[tier_id == tier].tolist())):
                 left = ((tier_id == tier) & (pages.layer_ids == layer)).nonzero()[:, 0]
                 while len(left):
-                    room = len(left) if cost == 0 else (limit - self._used()) // cost - spare
+                    room = (limit - self._used()) // cost - spare
                     if room < len(left):
                         page_ids = self._compact(page_ids)
                         room = max(1, (limit - self._used()) // cost - spare)

@@ -443,35 +443,41 @@ class PageStore:
         tiers = self.config.tiers
         tier_id = tiers.id_of(tier) if isinstance(tier, str) else tier
         if tiers[tier_id].kind == "drop":
-            self.drop(sequence, layer, page_ids, is_checked=is_checked)
+            self.drop(sequence, layer, page_ids)
             return
         ids = torch.as_tensor(page_ids, dtype=torch.int64)
         change = plan_demotion(self._pool, state, layer, ids, tier_id, is_checked=is_checked)
         self._pool.commit([change])
 
-    def drop(
-        self,
-        sequence: int,
-        layer: int,
-        page_ids: Sequence[int] | Tensor,
-        *,
-        is_checked: bool = False,
-    ) -> None:
+    def drop(self, sequence: int, layer: int, page_ids: Sequence[int] | Tensor) -> None:
         """Give up pages of a layer.
-
-        Args:
-            sequence: Their owner.
-            layer: Their layer.
-            page_ids: Ids of pages of any heads and tiers.
-            is_checked: See ``demote``.
 
         Raises:
             ValueError: A page is not of this layer or holds a protected state.
         """
         state = self._get(sequence, layer)
         ids = torch.as_tensor(page_ids, dtype=torch.int64)
-        table = state.tables[layer]
-        self._pool.commit([plan_drop(self._pool, table, ids, is_checked=is_checked)])
+        self._pool.commit([plan_drop(self._pool, state.tables[layer], ids)])
+
+    def drop_listed(self, sequence: int, layer_ids: Tensor, page_ids: Tensor) -> None:
+        """Give up pages of several layers at once; none of them is read.
+
+        Args:
+            sequence: Their owner.
+            layer_ids: ``[pages]`` int64 layer of each.
+            page_ids: ``[pages]`` int64 ids, which ``page_list`` has told to be unprotected.
+
+        Raises:
+            ValueError: A page is not of its layer.
+        """
+        state = self._get(sequence)
+        changes = [
+            plan_drop(
+                self._pool, state.tables[layer], page_ids[layer_ids == layer], is_checked=True
+            )
+            for layer in sorted(set(layer_ids.tolist()))
+        ]
+        self._pool.commit(changes)
 
     def crop(self, sequence: int, num_tokens: int) -> None:
         """Forget all states at positions from ``num_tokens`` on, protected ones too.
