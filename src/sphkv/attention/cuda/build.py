@@ -66,8 +66,10 @@ def usual_builds() -> Iterator[Build]:
 def tier_builds(tiers: TierTable, head_dim: int) -> Iterator[Build]:
     """Kernels that encode and reorder the pages of some tiers, in runs or not."""
     for tier_id, tier in enumerate(tiers):
+        if not tier.has_value_codes:
+            continue
         layouts = [PageLayout(tier_id, tier, head_dim, mode) for mode in _MODES]
-        if tier.has_value_codes and is_served(layouts[0]):
+        if is_served(layouts[0]):
             yield reorder_build(layouts[0])
             for layout in layouts:
                 yield from encode_builds(layout)
