@@ -26,12 +26,16 @@ from sphkv.cache.config import CacheConfig, RetentionConfig
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.plan import choose_seal_tier, parse_tiers, retention_tiers
 from sphkv.cache.step import StepTokens
+from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.retention.controller import RetentionController
+from sphkv.retention.measure import MeasureConfig, measure_layer, paged_tokens
 from sphkv.retention.notes import RunNotes
+from sphkv.retention.policy import BlockShape
 from sphkv.retention.pricing import LayerPricer
+from sphkv.store.forecast import contract_bytes
 from sphkv.store.store import PageStore
 
 STAGES = {
@@ -140,21 +144,44 @@ def run_prompt(config, states, calibration=None):
     return engine, found[0], made
 
 
+def decide(config, engine, states):
+    """A contract about states where they are, in the bytes of an engine's store; and its prices."""
+    retention, store, tokens = config.retention, engine.store, states[0][1].shape[1]
+    measured = MeasureConfig(config.geometry, config.ropes, retention.tiers)
+    costs = residency.page_costs(config, engine.plan, store)
+    pricer = LayerPricer(costs, retention.policy, retention.options)
+    controller = RetentionController(costs, retention.options)
+    codec, priced = SphericalCodec(engine.calibration), []
+    for layer, part in enumerate(states):
+        priced.append(pricer.price(measure_layer(measured, codec, layer, part)))
+        controller.add_layer(priced[-1])
+    paged = paged_tokens(tokens)
+    limit = engine.ceiling.bytes_at(tokens)
+    contract = controller.decide(limit, lambda found: contract_bytes(store, found, paged))
+    return contract, [each.blocks[BlockShape.WHOLE].distortion.cpu() for each in priced]
+
+
 def check_devices(args):
-    """Part of the states that get another tier on the device than on the CPU, and why."""
-    args = argparse.Namespace(**{**vars(args), "layers": 2, "heads": 4})
-    on_cpu = make_config(args, "cpu")
-    states = [make_states(on_cpu, layer, args.check, "cpu") for layer in range(2)]
-    # the calibration of one device for both, so that only decisions differ
-    _, _, calibration = run_prompt(on_cpu, states)
-    _, right, _ = run_prompt(on_cpu, states, calibration)
-    moved = [tuple(part.to(args.device) for part in layer) for layer in states]
-    _, found, _ = run_prompt(make_config(args, args.device), moved, calibration)
-    differ = found.tier_id.cpu() != right.tier_id
+    """Part of the states that get another tier on the device than on the CPU, and prices' gap."""
+    args = argparse.Namespace(**{**vars(args), "layers": 2})
+    config = make_config(args, args.device)
+    states = [make_states(config, layer, args.check, args.device) for layer in range(2)]
+    engine, _, calibration = run_prompt(config, states)
+    engine = CacheEngine(config, calibration=calibration)
+    tokens = torch.ones(1, args.check, dtype=torch.bool)
+    engine.begin(StepTokens(tokens, torch.arange(args.check)[None]))
+    found, prices = decide(config, engine, states)
+    moved = [tuple(part.cpu() for part in layer) for layer in states]
+    right, others = decide(config, engine, moved)
+    gap = max(
+        float(((one - two).abs() / two.clamp(min=1e-30)).max())
+        for one, two in zip(prices, others, strict=True)
+    )
     return {
         "tokens": args.check,
-        "share_other_tier": float(differ.float().mean()),
+        "share_other_tier": float((found.tier_id.cpu() != right.tier_id.cpu()).float().mean()),
         "share_other_protection": float((found.protected.cpu() != right.protected).float().mean()),
+        "relative_gap_of_whole_heads": gap,
     }
 
 

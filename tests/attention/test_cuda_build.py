@@ -8,6 +8,7 @@ import torch
 
 from sphkv.attention.cuda import build, compiler
 from sphkv.attention.cuda.geometry import KernelShape
+from sphkv.core.tiers import ladder
 from sphkv.errors import CudaUnavailableError
 
 TARGET = "sm_90a"
@@ -76,3 +77,18 @@ def test_sources_compile(tmp_path):
     builds.append(("sphkv_dense", ("-DSPHKV_HEAD_DIM=64", "-DSPHKV_GROUP=3", "-DSPHKV_ROWS=2")))
     for file in build.build(tmp_path, TARGET, builds):
         assert file.read_bytes()[:4] == b"\x7fELF"
+
+
+def test_missing_kernels_are_prepared_together_and_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compiler, "compile_with_nvcc", lambda *given: given[0].encode())
+    monkeypatch.setattr(compiler, "shipped_folder", lambda: tmp_path / "none")
+    monkeypatch.setattr(compiler, "cache_folder", lambda: tmp_path)
+    builds = list(build.tier_builds(ladder(128, names=("k2v3", "k4v4")), 128))
+    # keys and values in runs and in one piece, and a kernel that reorders
+    assert len(builds) == 2 * (2 * 2 + 1)
+    build.prepare_behind(builds[:3], TARGET).join()
+    assert "compiling 3 kernels" in capsys.readouterr().err
+    assert build.prepare(builds, TARGET) == len(builds) - 3
+    assert build.prepare(builds, TARGET) == 0
+    assert "7 kernels" in capsys.readouterr().err
+    assert compiler.load_cubin(*builds[0], TARGET) == builds[0][0].encode()

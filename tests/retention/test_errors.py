@@ -11,7 +11,7 @@ from sphkv.codec.calibration import Calibrator
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
-from sphkv.core.tiers import ladder
+from sphkv.core.tiers import coded_tier, ladder
 from sphkv.retention.errors import (
     common_error,
     key_bounds,
@@ -124,3 +124,31 @@ def test_errors_predict_the_move_of_the_output():
         for head in range(heads):
             loss = state_distortion(features, errors, RetentionPolicy())[head]
             assert float(loss[:, tier_id].sum()) == pytest.approx(float(moved[head]), rel=0.4)
+
+
+def test_all_tiers_at_once_are_those_one_by_one():
+    _, keys, values = make_states()
+    tiers = [tier for tier in ladder(64) if tier.is_coded]
+    tiers.append(coded_tier(2, 16))
+    draw = torch.Generator().manual_seed(5)
+    index = torch.stack([torch.randperm(TOKENS, generator=draw)[:64] for _ in range(len(keys))])
+    keys, values = (
+        part.gather(1, index[..., None].expand(-1, -1, part.shape[2])) for part in (keys, values)
+    )
+    codec = make_codec()
+    for one, many in zip(
+        codec.recode(0, tiers, keys, values, index),
+        codec._recode_together(0, tiers, keys, values, index),
+        strict=True,
+    ):
+        # a code between two others may go either way
+        assert float(((one - many).abs() > 1e-4).float().mean()) < 2e-3
+
+
+def test_a_sample_needs_no_count_where_enough_is_free():
+    importance = torch.rand(2, 500, generator=torch.Generator().manual_seed(0))
+    free = torch.ones(2, 500, dtype=torch.bool)
+    free[:, 100:107] = False
+    counted, known = (sample_states(importance, free, 128, least_free=n) for n in (0, 400))
+    assert torch.equal(counted.index, known.index)
+    assert torch.equal(counted.weight, known.weight)

@@ -16,7 +16,14 @@ from sphkv.store.append import Span
 from sphkv.store.forecast import contract_bytes, span_bytes
 from sphkv.store.layout import PageLayout
 from sphkv.store.order import PageOrder
-from sphkv.store.paging import PositionMode
+from sphkv.store.paging import (
+    PageRows,
+    PositionMode,
+    count_run_pages,
+    plan_pages,
+    plan_runs,
+    select_states,
+)
 from sphkv.store.store import PageStore
 
 StoreMaker = Callable[..., PageStore]
@@ -66,6 +73,44 @@ def test_a_contract_takes_what_was_forecast(
         store.write(0, layer, contract.layer(layer), keys, values, positions)
         store.append(0, layer, *codec.numbered(1))
     assert store.live_bytes - before == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    runs=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=3),
+    repeats=st.integers(1, 9),
+    first=st.integers(0, 40),
+    is_in_runs=st.booleans(),
+)
+def test_runs_are_planned_and_counted_as_their_states_are(
+    runs: list[list[int]], repeats: int, first: int, is_in_runs: bool
+) -> None:
+    shortest = min(map(len, runs))
+    tier_id = torch.tensor([each[:shortest] for each in runs], dtype=torch.uint8)
+    tier_id = tier_id.repeat_interleave(repeats, 1)
+    states = tier_id.repeat_interleave(16, 1)
+    protected, positions = states == 3, torch.arange(states.shape[1]) + first
+    pages = {1: 128, 2: 32, 3: 16}
+    counts = count_run_pages(tier_id, (1, 8, 2, 1))
+    for tier, size in pages.items():
+        as_runs = is_in_runs and tier < 3
+        chosen = select_states(states, protected, positions, tier)
+        right = plan_pages(chosen, tier_id=tier, page_tokens=size, as_runs=as_runs)
+        planned = plan_runs(tier_id.numpy(), tier_id=tier, page_tokens=size, as_runs=as_runs)
+        found = [each.batch(torch.from_numpy(each.words()), protected, first) for each in planned]
+        assert len(found) == len(right)
+        for one, other in zip(found, right, strict=True):
+            assert one.position_mode is other.position_mode
+            pairs = [(one.head_ids, other.head_ids), (one.source, other.source)]
+            pairs += [(getattr(one.rows, x), getattr(other.rows, x)) for x in PageRows.__slots__]
+            assert one.on_cpu is not None
+            pairs += zip(one.on_cpu, (other.head_ids, other.rows.counts), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs)
+        per_head = torch.zeros(2, len(runs), dtype=torch.int64)
+        for batch in right:
+            per_head[int(batch.position_mode)] += batch.head_ids.bincount(minlength=len(runs))
+        own = counts[:, tier].T
+        assert torch.equal(own.sum(0) if as_runs else own, per_head.sum(0) if as_runs else per_head)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])

@@ -17,6 +17,7 @@ from sphkv.codec.codebook import (
     AngleCodebook,
     PlaneCodebooks,
 )
+from sphkv.codec.replay import Replay
 from sphkv.core.constants import constant
 
 PAIR_STEP = 2
@@ -246,9 +247,17 @@ def lay_out_tiers(
     limits = {num_slots: most_pairs(num_planes, num_slots) for num_slots in slots}
     for limit in dict.fromkeys(limits.values()):
         alike = tuple(num_slots for num_slots in limits if limits[num_slots] == limit)
-        bits = _allocate(distortion, alike, pair_step=pair_step, max_pairs=limit)
+        (bits,) = _bit_allocator(alike, pair_step, limit)(distortion)
         found |= {each: _lay_out(of_tier, each) for each, of_tier in zip(alike, bits, strict=True)}
     return found
+
+
+@functools.lru_cache(maxsize=32)
+def _bit_allocator(slots: tuple[int, ...], pair_step: int, max_pairs: int | None) -> Replay:
+    """What divides bits for so many slots each."""
+    return Replay(
+        lambda distortion: (_allocate(distortion, slots, pair_step=pair_step, max_pairs=max_pairs),)
+    )
 
 
 def _lay_out(bits: Tensor, num_slots: int) -> SlotLayout:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,7 @@ from sphkv.codec.affine import AffineCode, quantise_affine_u8
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.codebook import CELL_BITS, AngleCodebook, PlaneCodebooks
 from sphkv.codec.keys import SphericalCode, decode_keys, encode_keys, recode_keys
+from sphkv.codec.replay import Replay
 from sphkv.codec.slots import SlotLayout, lay_out_tiers
 from sphkv.codec.values import (
     ValueCode,
@@ -22,6 +24,7 @@ from sphkv.codec.values import (
     unbiased_scale,
 )
 from sphkv.core.contract import EncodedStates
+from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierSpec
 
 # Codecs of one calibration share what was made of it: layouts of slots, and whole codebooks where a
@@ -164,21 +167,12 @@ class SphericalCodec:
         self, layer: int, tiers: Sequence[TierSpec], keys: Tensor, values: Tensor, index: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same of all tiers at once, with few operations and no wait for the device."""
-        rope, device = self.calibration.ropes[layer], keys.device
-        planes = self._planes(layer, device)
-        cells = self._cells(layer, tiers, device)
-        direction, radius = recode_keys(keys, index, planes, cells, rope)
-        paged = quantise_affine_u8(radius.unflatten(2, (-1, CODED_PAGE_MULTIPLE)), is_checked=True)
-        radius = paged.dequantise().flatten(2)
-        coded_keys = rope.from_planes(rope.rotate(direction * radius[..., None, None], index))
-        step = paged.step.repeat_interleave(CODED_PAGE_MULTIPLE, 2)
-        widths = tuple(dict.fromkeys(tier.value_bits for tier in tiers if tier.has_value_codes))
-        by_width = {}
-        if widths:
-            found = recode_values(values.unflatten(1, (-1, CODED_PAGE_MULTIPLE)), widths)
-            by_width = dict(zip(widths, found.flatten(2, 3), strict=True))
-        plain = values.to(torch.bfloat16).float()
-        coded_values = torch.stack([by_width.get(tier.value_bits, plain) for tier in tiers])
+        planes = self._planes(layer, keys.device)
+        cells = self._cells(layer, tiers, keys.device)
+        fitted = (getattr(planes, name) for name in PlaneCodebooks.__slots__)
+        bits = tuple(tier.value_bits if tier.has_value_codes else 0 for tier in tiers)
+        replay = _recoder(self.calibration.ropes[layer], bits)
+        coded_keys, coded_values, step = replay(keys, values, index, cells, *fitted)
         return coded_keys, coded_values, step
 
     def _planes(self, layer: int, device: torch.device) -> PlaneCodebooks:
@@ -219,6 +213,29 @@ class SphericalCodec:
                 raise ValueError(f"{rows} rows without head_ids, but {heads} KV heads")
             return codebook
         return codebook.rows(head_ids.to(device))
+
+
+@functools.lru_cache(maxsize=16)
+def _recoder(rope: RopeSpec, bits: tuple[int, ...]) -> Replay:
+    """What recodes states at tiers with values of so many bits; 0 for bfloat16."""
+    widths = tuple(dict.fromkeys(each for each in bits if each))
+
+    def recode(
+        keys: Tensor, values: Tensor, index: Tensor, cells: Tensor, *fitted: Tensor
+    ) -> tuple[Tensor, ...]:
+        planes = PlaneCodebooks(*fitted)
+        direction, radius = recode_keys(keys, index, planes, cells, rope)
+        paged = quantise_affine_u8(radius.unflatten(2, (-1, CODED_PAGE_MULTIPLE)), is_checked=True)
+        radius = paged.dequantise().flatten(2)
+        coded_keys = rope.from_planes(rope.rotate(direction * radius[..., None, None], index))
+        step = paged.step[..., None].expand(-1, -1, -1, CODED_PAGE_MULTIPLE).flatten(2)
+        by_width = {0: values.to(torch.bfloat16).float()}
+        if widths:
+            found = recode_values(values.unflatten(1, (-1, CODED_PAGE_MULTIPLE)), widths)
+            by_width |= dict(zip(widths, found.flatten(2, 3), strict=True))
+        return coded_keys, torch.stack([by_width[each] for each in bits]), step
+
+    return Replay(recode)
 
 
 def _pack(

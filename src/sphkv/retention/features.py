@@ -103,8 +103,7 @@ def pool_runs(features: TokenFeatures, run: int) -> TokenFeatures:
     """
 
     def total(each: Tensor) -> Tensor:
-        padded = torch.nn.functional.pad(each, (0, -each.shape[1] % run))
-        return padded.reshape(each.shape[0], -1, run).sum(2)
+        return in_units(each, run).sum(2)
 
     shift, energy = total(features.shift), total(features.energy)
     radius = total(features.shift * features.radius.square()) / shift.clamp(min=_TINY)
@@ -118,6 +117,15 @@ def pool_runs(features: TokenFeatures, run: int) -> TokenFeatures:
         value_norm=norm.sqrt(),
         surprise=None if features.surprise is None else total(features.surprise),
     )
+
+
+def in_units(per_token: Tensor, granularity: int) -> Tensor:
+    """``[..., tokens]`` as units of tokens ``[..., units, granularity]``, the last one padded."""
+    rest = -per_token.shape[-1] % granularity
+    # padding by nothing would be a copy
+    padded = torch.nn.functional.pad(per_token, (0, rest)) if rest else per_token
+    units: Tensor = padded.unflatten(-1, (-1, granularity))
+    return units
 
 
 def window_rows(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sphkv.core.constants import constant
 from sphkv.core.tiers import RUN_TOKENS, TierTable
+from sphkv.retention.features import in_units
 from sphkv.retention.measure import LayerInput
 from sphkv.retention.policy import BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import widen_to_runs
@@ -125,7 +126,8 @@ def rank_units(score: Tensor, is_free: Tensor, *, block_units: int) -> Tensor:
     order = score.masked_fill(~is_free, -torch.inf).argsort(dim=1, descending=True, stable=True)
     rank = torch.arange(score.shape[1], device=score.device)
     order = torch.where(rank < is_free.sum(1, keepdim=True), order, -1)
-    padded = torch.nn.functional.pad(order, (0, -order.shape[1] % block_units), value=-1)
+    rest = -order.shape[1] % block_units
+    padded = torch.nn.functional.pad(order, (0, rest), value=-1) if rest else order
     return padded.view(len(padded), -1, block_units)
 
 
@@ -241,8 +243,7 @@ class LayerPricer:
     def _units(self, rank: Tensor, is_free: Tensor, shape: BlockShape) -> Tensor:
         """Blocks of states or runs, ``[heads, blocks, units]``, padded with -1."""
         if shape is not BlockShape.TOKENS:
-            runs = torch.nn.functional.pad(is_free, (0, -is_free.shape[1] % RUN_TOKENS))
-            is_free = runs.unflatten(1, (-1, RUN_TOKENS)).any(2)
+            is_free = in_units(is_free, RUN_TOKENS).any(2)
         if shape is BlockShape.WHOLE:
             each = torch.arange(is_free.shape[1], device=is_free.device)
             return torch.where(is_free, each, -1)[:, None]

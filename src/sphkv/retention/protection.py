@@ -91,10 +91,11 @@ class ProtectionRule:
 def widen_to_runs(mask: Tensor) -> Tensor:
     """Protect the whole aligned run of 16 tokens around each protected state."""
     tokens = mask.shape[-1]
-    runs = -(-tokens // RUN_TOKENS)
-    padded = torch.nn.functional.pad(mask, (0, runs * RUN_TOKENS - tokens))
-    any_in_run: Tensor = padded.unflatten(-1, (runs, RUN_TOKENS)).any(-1)
-    return any_in_run.repeat_interleave(RUN_TOKENS, -1)[..., :tokens]
+    rest = -tokens % RUN_TOKENS
+    padded = torch.nn.functional.pad(mask, (0, rest)) if rest else mask
+    any_in_run: Tensor = padded.unflatten(-1, (-1, RUN_TOKENS)).any(-1, keepdim=True)
+    whole = any_in_run.expand(*any_in_run.shape[:-1], RUN_TOKENS).flatten(-2)
+    return whole[..., :tokens]
 
 
 class Segment(IntEnum):

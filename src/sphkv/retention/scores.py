@@ -19,7 +19,13 @@ from torch import Tensor
 
 from sphkv.core.constants import constant
 from sphkv.retention.errors import TierErrors
-from sphkv.retention.features import TokenFeatures, drop_losses, pool_runs, weigh_tokens
+from sphkv.retention.features import (
+    TokenFeatures,
+    drop_losses,
+    in_units,
+    pool_runs,
+    weigh_tokens,
+)
 
 if TYPE_CHECKING:
     from sphkv.retention.measure import LayerInput
@@ -293,9 +299,7 @@ def sum_units(per_token: Tensor, granularity: int) -> Tensor:
     """Sum ``[..., tokens]`` over units of tokens; the last one may be shorter."""
     if granularity == 1:
         return per_token
-    padded = torch.nn.functional.pad(per_token, (0, -per_token.shape[-1] % granularity))
-    each: Tensor = padded.unflatten(-1, (-1, granularity)).sum(-1)
-    return each
+    return in_units(per_token, granularity).sum(-1)
 
 
 def count_states(units: Tensor, granularity: int, num_tokens: int) -> Tensor:

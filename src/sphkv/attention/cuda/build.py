@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sphkv.attention.cuda import compiler, decode, dense
-from sphkv.attention.cuda.encode import encode_builds
+from sphkv.attention.cuda.encode import encode_builds, reorder_build
 from sphkv.attention.cuda.geometry import HEAD_DIMS, KernelShape, is_served
 from sphkv.core.tiers import TierTable, ladder
 from sphkv.errors import CudaUnavailableError
@@ -64,11 +64,14 @@ def usual_builds() -> Iterator[Build]:
 
 
 def tier_builds(tiers: TierTable, head_dim: int) -> Iterator[Build]:
-    """Kernels that encode the pages of some tiers, in runs or not."""
+    """Kernels that encode and reorder the pages of some tiers, in runs or not."""
     for tier_id, tier in enumerate(tiers):
-        for mode in _MODES if tier.has_value_codes else ():
-            layout = PageLayout(tier_id, tier, head_dim, mode)
-            if is_served(layout):
+        if not tier.has_value_codes:
+            continue
+        layouts = [PageLayout(tier_id, tier, head_dim, mode) for mode in _MODES]
+        if is_served(layouts[0]):
+            yield reorder_build(layouts[0])
+            for layout in layouts:
                 yield from encode_builds(layout)
 
 

@@ -73,9 +73,14 @@ def _kernel_files(kernel: str) -> tuple[str, dict[str, str]]:
 
 def cubin_name(kernel: str, defines: Sequence[str], target: str) -> str:
     """File name that identifies sources, definitions and target."""
+    identity = repr((_sources_hash(kernel), tuple(defines), target))
+    return f"{kernel}-{target}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.cubin"
+
+
+@functools.cache
+def _sources_hash(kernel: str) -> str:
     main, headers = _kernel_files(kernel)
-    identity = (main, sorted(headers.items()), tuple(defines), target)
-    return f"{kernel}-{target}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}.cubin"
+    return hashlib.sha256(repr((main, sorted(headers.items()))).encode()).hexdigest()
 
 
 def load_cubin(kernel: str, defines: Sequence[str], target: str) -> bytes:

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of many short operations, captured once on a GPU and replayed with other tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Tensors = tuple[Tensor, ...]
+_Key = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensors
+    outputs: Tensors
+
+
+class Replay:
+    """Calls a function; from the third call with tensors of the same shapes on by replaying it.
+
+    The function must wait for nothing, copy nothing from the CPU, and depend on its tensors alone.
+    Results are overwritten by the next call of the same thread, so they must be used up by then.
+    Elsewhere than on a GPU, and while something else is being captured, it is just called.
+    """
+
+    def __init__(self, function: Callable[..., Tensors]) -> None:
+        """Nothing is captured yet."""
+        self._function = function
+        self._captured: dict[_Key, _Captured | None] = {}
+        self._refused: set[_Key] = set()
+
+    def __call__(self, *inputs: Tensor) -> Tensors:
+        """What the function gives for some tensors."""
+        if not inputs[0].is_cuda or torch.cuda.is_current_stream_capturing():
+            return self._function(*inputs)
+        key: _Key = (threading.get_ident(), inputs[0].device)
+        key += tuple((each.shape, each.dtype) for each in inputs)
+        if key not in self._captured:
+            # the first call may still make constants, which copies from the CPU
+            self._captured[key] = None
+            return self._function(*inputs)
+        held = self._captured[key]
+        if held is None and key not in self._refused:
+            held = self._captured[key] = self._try_capture(key, inputs)
+        if held is None:
+            return self._function(*inputs)
+        for static, given in zip(held.inputs, inputs, strict=True):
+            static.copy_(given)
+        held.graph.replay()
+        return held.outputs
+
+    def _try_capture(self, key: _Key, inputs: Tensors) -> _Captured | None:
+        """The function captured; None, for good, if the driver will not have it."""
+        # tensors made under inference mode could not be written to outside of it
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                return self._capture(inputs)
+            except RuntimeError:
+                self._refused.add(key)
+                return None
+
+    def _capture(self, inputs: Tensors) -> _Captured:
+        static = tuple(each.clone() for each in inputs)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._function(*static)
+            # without what ``torch.cuda.graph`` does besides: it waits for all work on the device.
+            # Other threads may go on using it.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                outputs = self._function(*static)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return _Captured(graph, static, outputs)

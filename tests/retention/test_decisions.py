@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decisions as they were when every head was priced and planned by itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.retention.test_controller import BOTH, decide
+
+from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions
+from sphkv.retention.scores import SCORES
+
+OPTIONS = {
+    **{variant: ControlOptions(variant=variant, shapes=BOTH) for variant in VARIANTS},
+    **{score: ControlOptions(score=score) for score in SCORES},
+    "all shapes": ControlOptions(shapes=tuple(BlockShape)),
+    "tokens": ControlOptions(shapes=(BlockShape.TOKENS,)),
+    "value per byte": ControlOptions(solver="value-per-byte", shapes=BOTH),
+    "uniform heads": ControlOptions(shapes=(BlockShape.RUNS,), uniform_heads=True),
+}
+
+
+def test_random_layers_get_the_same_tiers(golden):
+    found = [decide(40_000, options)[1].tier_id for options in OPTIONS.values()]
+    golden.check("decisions-random.bin", torch.stack(found).numpy().tobytes())
+
+
+@pytest.mark.parametrize("percent", [20, 35])
+def test_a_book_gets_the_same_tiers(
+    golden: Any, smollm2: tuple[Any, Any], shared_data: Path, percent: int
+) -> None:
+    from sphkv.integrations.transformers.cache import RetentionOptions, SphericalCache
+
+    model, tokenizer = smollm2
+    text = (shared_data / "pg19" / "10146.txt").read_text(encoding="utf-8")[20_000:40_000]
+    tokens = tokenizer(text, return_tensors="pt").input_ids[:, :1024]
+    contracts: list[Any] = []
+    with SphericalCache.for_model(model, f"{percent}%", retention=RetentionOptions()) as cache:
+        cache.engine.on_contract = contracts.append
+        with torch.no_grad():
+            model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    runs = contracts[0].tier_id[..., ::16].contiguous()
+    golden.check(f"decisions-smollm2-{percent}.bin", runs.numpy().tobytes())
