@@ -8,6 +8,7 @@ and its first tokens densely, full blocks as the bytes in vLLM's cache say.
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -288,6 +289,45 @@ def test_windows_list_only_what_they_see(kernels, calibration, window):
     server.step([(one, 1), (two, 1)], padded=2)
     server.step([(one, 90), (two, 120)])
     server.step([(one, 1), (two, 1)], padded=3)
+
+
+def test_chunks_that_do_not_fit_the_workspace_together_take_turns(kernels, calibration):
+    server = Server(calibration)
+    server.group.room = 700
+    one, two, three = (server.start(name, slot) for slot, name in enumerate("abc"))
+    server.step([(one, 400), (two, 300), (three, 10)])
+    server.step([(one, 60), (two, 50), (three, 30)])
+
+
+def scheduled(*, new=(), cached=(), finished=(), preempted=None):
+    """As much of vLLM's ``SchedulerOutput`` as is looked at."""
+    return SimpleNamespace(
+        finished_req_ids=set(finished),
+        preempted_req_ids=preempted,
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=tokens)
+            for name, blocks, tokens in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=list(cached)),
+    )
+
+
+def test_sinks_follow_the_scheduler(kernels, calibration):
+    server = Server(calibration)
+    runtime, ledger = server.runtime, server.group.ledger
+    runtime.order_groups([NAMES])
+    runtime.begin_step(scheduled(new=[("a", [3, 4], 0)]))
+    ledger.assign("a")
+    runtime.begin_step(scheduled(new=[("b", [3, 5], 128)], finished=["a"]))
+    assert ledger.row("a") == -1
+    assert ledger.row("b") >= 0
+    # the first block goes to someone who writes it
+    runtime.begin_step(scheduled(cached=[None, ([9, 3],)], preempted={"b"}))
+    assert ledger.num_used == 0
+    with pytest.raises(RuntimeError, match="request c begins at token 130, inside a block"):
+        runtime.begin_step(scheduled(new=[("c", [3], 130)]))
+    runtime.requests = {2: "c"}
+    assert runtime.request_names(np.array([2, 3])) == ["c", ""]
 
 
 def test_layers_at_uneven_distances_are_stored_one_by_one(kernels, calibration):
