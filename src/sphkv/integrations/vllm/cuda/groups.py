@@ -203,9 +203,9 @@ class DeviceSeals:
         plan: The plan.
         held: ``[m]`` slots.
         source: ``[blocks * 128]`` numbers of states.
-        positions: ``[blocks * heads, 128]``.
-        counts: ``[blocks * heads]``.
-        heads: ``[blocks * heads]`` head of each page.
+        positions: ``[heads * blocks, 128]``.
+        counts: ``[heads * blocks]``.
+        heads: ``[heads * blocks]`` head of each page, all blocks of a head side by side.
         blocks: ``[blocks]`` ids.
         sink_source: ``[sequences, sink_tokens]``.
         sink_rows: ``[sequences]``.
@@ -438,15 +438,20 @@ class LayerGroup:
             plan,
             held,
             source.flatten(),
-            positions.repeat_interleave(heads, 0, output_size=heads * plan.num_blocks),
-            counts.repeat_interleave(heads, 0, output_size=heads * plan.num_blocks),
-            self._head.repeat(plan.num_blocks),
+            positions.repeat(heads, 1),
+            counts.repeat(heads),
+            self._head.repeat_interleave(plan.num_blocks, output_size=heads * plan.num_blocks),
             table[row, column].long(),
             sink_source,
             sink_rows,
         )
 
     def _chunks_to_device(self, plan: ChunkPlan, table: Tensor) -> DeviceChunks:
+        if not plan.has_context:
+            starts = to_device([plan.query_starts], self._device)[0].to(torch.int32)
+            # nothing is gathered, so nobody looks at the places
+            none = (starts[:0],) * 3
+            return DeviceChunks(plan, starts, starts, *none[:2], none, none, none[0])
         parts = to_device(
             [
                 *(plan.query_starts, plan.key_starts),

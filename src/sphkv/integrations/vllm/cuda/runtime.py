@@ -144,6 +144,7 @@ class CudaRuntime(WorkerRuntime):
         self._decode: list[CudaDecode] = []
         self._caches: dict[int, Tensor] = {}
         self._pools: dict[tuple[int, ...], Tensor | None] = {}
+        self._page_shape = (PAGE_TOKENS, head_dim)
         self._no_flags = torch.zeros(0, PAGE_TOKENS, dtype=torch.bool, device=device)
 
     @property
@@ -417,12 +418,12 @@ class CudaRuntime(WorkerRuntime):
             for at, tail in enumerate(tails):
                 held = tail[seals.held].transpose(1, 2).flatten(0, 1)
                 sources[at] = torch.cat([states[at], held])
-        blocks = []
-        for source in sources:
-            picked = source[seals.source].view(-1, PAGE_TOKENS, heads, self.head_dim)
-            blocks.append(picked.transpose(1, 2).flatten(0, 1).contiguous())
+        blocks = [
+            source.transpose(0, 1).index_select(1, seals.source).view(-1, *self._page_shape)
+            for source in sources
+        ]
         coded = self._encode(place.flat, blocks, seals, seals.heads + place.first_head)
-        _words(pages)[seals.blocks] = _words(coded.view(-1, heads, coded.shape[1]))
+        _words(pages)[seals.blocks] = _words(coded.view(heads, -1, coded.shape[1])).transpose(0, 1)
         if len(seals.sink_rows):
             for sinks, source in zip(place.group.sink_states(place.index), sources, strict=True):
                 sinks[seals.sink_rows] = source[seals.sink_source].transpose(1, 2)
@@ -487,21 +488,23 @@ class CudaRuntime(WorkerRuntime):
         index = [self._places[layer].index for layer in layers]
         is_all = index == list(range(group.shape.num_layers))
         # every block of such a step is a slot of its own
-        offsets = (seals.source % PAGE_TOKENS).view(1, count, 1, PAGE_TOKENS, 1)
+        offsets = (seals.source % PAGE_TOKENS).view(1, 1, count, PAGE_TOKENS, 1)
         shifted = len(seals.sink_rows) > 0
         whole, coded = [], []
         for tail in (group.keys, group.values):
-            held = tail[:, seals.held] if is_all else tail[index][:, seals.held]
+            mine = tail if is_all else tail[index]
+            held = mine.transpose(1, 2).index_select(2, seals.held)
             whole.append(held)
             if shifted:
                 held = held.gather(3, offsets.expand(held.shape))
-            coded.append(held.flatten(0, 2))
+            coded.append(held.view(-1, *self._page_shape))
         first = [self._places[layer].first_head for layer in layers]
         starts = torch.tensor(first).repeat_interleave(heads * count)
         if self.device.type == "cuda":
             starts = starts.pin_memory().to(self.device, non_blocking=True)
         pages = self._encode(flat, coded, seals, seals.heads.repeat(len(layers)) + starts)
-        self._store(tuple(layers), seals.blocks, _words(pages.view(len(layers), count, -1)))
+        words = _words(pages.view(len(layers), heads, count, -1)).transpose(1, 2)
+        self._store(tuple(layers), seals.blocks, words)
         if shifted:
             self._keep_sinks(group, index, whole, seals)
 
@@ -512,10 +515,10 @@ class CudaRuntime(WorkerRuntime):
         offset, held = seals.sink_source % PAGE_TOKENS, seals.sink_source[:, :1] // PAGE_TOKENS
         for at, layer in enumerate(index):
             for sinks, tail in zip(group.sink_states(layer), tails, strict=True):
-                sinks[seals.sink_rows] = tail[at][held, :, offset].transpose(1, 2)
+                sinks[seals.sink_rows] = tail[at].transpose(0, 1)[held, :, offset].transpose(1, 2)
 
     def _store(self, layers: tuple[int, ...], blocks: Tensor, words: Tensor) -> None:
-        """Write ``[layers, blocks, words]`` to blocks of some layers, at once where they can be."""
+        """Write ``[layers, blocks, heads, words]`` to some layers, at once where that can be."""
         if layers not in self._pools:
             self._pools[layers] = _join_layers([self._caches[layer] for layer in layers])
         pool = self._pools[layers]
@@ -523,12 +526,12 @@ class CudaRuntime(WorkerRuntime):
             pool[:, blocks] = words
             return
         for layer, part in zip(layers, words, strict=True):
-            _words(self._caches[layer]).flatten(1)[blocks] = part
+            _words(self._caches[layer])[blocks] = part
 
 
 def _join_layers(caches: list[Tensor]) -> Tensor | None:
-    """Blocks of layers as one tensor ``[layers, blocks, words]``; None at uneven distances."""
-    flat = [_words(cache).flatten(1) for cache in caches]
+    """Blocks as one tensor ``[layers, blocks, heads, words]``; None at uneven distances."""
+    flat = [_words(cache) for cache in caches]
     steps = {b.data_ptr() - a.data_ptr() for a, b in pairwise(flat)} or {0}
     first, step = flat[0], min(steps)
     memory = {part.untyped_storage().data_ptr() for part in flat}

@@ -150,13 +150,14 @@ class SealPlan:
 
 
 class _Seals:
-    """Collects full blocks."""
+    """Collects full blocks, row by row."""
 
     def __init__(self, num_batch: int, sink_tokens: int) -> None:
         self._next = num_batch
         self._sink_tokens = sink_tokens
         self._held: list[int] = []
-        self._blocks: list[tuple[Integers, Integers, int, int, int]] = []
+        # source, positions, and count, row and column of each block
+        self._blocks: list[tuple[Integers, Integers, Integers]] = []
         self._sinks: list[tuple[Integers, int]] = []
 
     def hold(self, slot: int) -> int:
@@ -165,28 +166,34 @@ class _Seals:
         self._next += PAGE_TOKENS
         return self._next - PAGE_TOKENS
 
-    def add(self, row: int, block: int, states: Integers, sink: int) -> None:
-        """A block of 128 states, by number; the first ones stay dense if ``sink`` is not -1."""
-        pick = np.arange(PAGE_TOKENS)
-        if block == 0 and sink >= 0:
-            self._sinks.append((states[: self._sink_tokens], sink))
-            pick = np.minimum(pick + self._sink_tokens, PAGE_TOKENS - 1)
-        count = PAGE_TOKENS - int(pick[0])
-        self._blocks.append((states[pick], block * PAGE_TOKENS + pick, count, row, block))
+    def add(self, row: int, first: int, states: Integers, sink: int) -> None:
+        """Blocks ``states [blocks, 128]``, from block ``first`` on.
+
+        The first states of block 0 stay dense if ``sink`` is not -1.
+        """
+        column = np.arange(first, first + len(states))
+        positions = column[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)
+        facts = np.stack([np.full_like(column, PAGE_TOKENS), np.full_like(column, row), column])
+        if first == 0 and sink >= 0:
+            self._sinks.append((states[0, : self._sink_tokens], sink))
+            pick = np.minimum(np.arange(PAGE_TOKENS) + self._sink_tokens, PAGE_TOKENS - 1)
+            states = states.copy()
+            states[0], positions[0] = states[0, pick], pick
+            facts[0, 0] -= self._sink_tokens
+        self._blocks.append((states, positions, facts))
 
     def plan(self) -> SealPlan:
         """All of them."""
-        source, positions, counts, rows, columns = (
-            zip(*self._blocks, strict=True) if self._blocks else ((),) * 5
-        )
+        none = np.zeros((0, PAGE_TOKENS), dtype=np.int64)
+        source = np.concatenate([none, *(part[0] for part in self._blocks)])
+        positions = np.concatenate([none, *(part[1] for part in self._blocks)])
+        facts = _join([part[2] for part in self._blocks])
         sinks, sink_rows = zip(*self._sinks, strict=True) if self._sinks else ((), ())
         return SealPlan(
-            held=_integers(self._held),
-            source=_integers(source).reshape(-1, PAGE_TOKENS),
-            positions=_integers(positions).reshape(-1, PAGE_TOKENS),
-            counts=_integers(counts),
-            table_row=_integers(rows),
-            table_column=_integers(columns),
+            _integers(self._held),
+            source,
+            positions,
+            *facts,
             sink_source=_integers(sinks).reshape(len(sink_rows), self._sink_tokens),
             sink_rows=_integers(sink_rows),
         )
@@ -219,9 +226,7 @@ def plan_seals(
         position = np.arange(first * PAGE_TOKENS, end * PAGE_TOKENS)
         in_batch = int(rows.query_starts[row]) + position - start
         states = np.where(position < in_slot, held + position % PAGE_TOKENS, in_batch)
-        for block in range(first, end):
-            part = states[(block - first) * PAGE_TOKENS : (block - first + 1) * PAGE_TOKENS]
-            seals.add(row, block, part, int(rows.sinks[row]))
+        seals.add(row, first, states.reshape(-1, PAGE_TOKENS), int(rows.sinks[row]))
     return seals.plan()
 
 
