@@ -7,7 +7,8 @@ python3 benchmarks/gpu_vllm.py loop --kv auto,fp8,sphkv       # clients that ask
 python3 benchmarks/gpu_vllm.py stress --kv sphkv              # many requests, cancelled at random
 
 Every cache runs in a process of its own, so that a crash of one leaves the others. A line of JSON
-per run goes to stdout and to the file ``--out`` names. ``--kv sphkv:k3v4`` names another tier.
+per run goes to stdout and to the file ``--out`` names. ``--kv sphkv:k3v4`` names another tier, and
+``--kv sphkv:b51`` a budget of 51 bytes per token and KV head that complete prompts are cut to.
 """
 
 from __future__ import annotations
@@ -220,11 +221,13 @@ def engine_options(given: argparse.Namespace, kv: str) -> dict[str, Any]:
             "cudagraph_capture_sizes": [n for n in sizes if n <= options["max_num_seqs"]]
         }
     if kv.startswith("sphkv"):
-        found = re.fullmatch(r"sphkv(?::k([\d.]+)v(\d+))?", kv)
+        found = re.fullmatch(r"sphkv(?::k([\d.]+)v(\d+))?(?::b(\d+))?", kv)
         assert found is not None, kv
         chosen: dict[str, Any] = {"calibration_tokens": given.calibration_tokens}
         if found[1]:
             chosen |= {"key_bits": float(found[1]), "value_bits": int(found[2])}
+        if found[3]:
+            chosen["budget_bytes"] = int(found[3])
         options |= {"worker_cls": WORKER, "additional_config": {"sphkv": chosen}}
     else:
         options["kv_cache_dtype"] = kv

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheTensor,
@@ -15,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.worker.utils import customize_attention_spec
 
 from sphkv.integrations.vllm.cuda.backend import (
@@ -34,6 +37,7 @@ class FakeRuntime:
     def __init__(self) -> None:
         self.layout = SimpleNamespace(page_bytes=PAGE)
         self.num_query_heads, self.num_kv_heads, self.head_dim = 4 * HEADS, HEADS, DIM
+        self.kept_share = 1.0
         self.planned: dict[tuple[str, ...], Any] = {}
         self.calls: list[Any] = []
 
@@ -44,6 +48,9 @@ class FakeRuntime:
     def plan(self, *args: Any, **kwargs: Any) -> str:
         self.calls.append((args, kwargs))
         return "step"
+
+    def prompt_lengths(self, slots: Any) -> None:
+        return None
 
     def request_names(self, slots: Any) -> list[str]:
         return [f"r{slot}" if slot != 2 else "" for slot in slots]
@@ -119,7 +126,7 @@ def test_steps_are_planned_from_what_the_host_knows(runtime):
     assert slots.tolist() == [3, 1]
     assert names == ["r3", "r1"]
     assert given is table
-    assert options == {"padded": 4}
+    assert options == {"padded": 4, "prompts": None}
     common.req_idx = np.array([3, 2])
     builder.build(0, common)
     assert runtime.calls.pop()[0][2].tolist() == [3, 16]
@@ -168,3 +175,45 @@ def test_memory_is_what_was_foreseen():
     keys, values = group.sink_states(1)
     assert keys.shape == values.shape == (6, 2, 4, 64)
     assert shape.sink_bytes == 2 * 6 * 2 * (64 + 2 * 4 * 64 * 2)
+
+
+def test_blocks_of_a_cut_prompt_go_back_to_the_pool(runtime):
+    runtime.kept_share = 0.4
+    spec = customize_attention_spec(CudaSphericalBackend, full_spec())
+    assert spec.kept_share == 0.4
+    assert spec.page_size_bytes == HEADS * PAGE
+    assert type(spec).merge([spec, spec]) == spec
+    pool = BlockPool(num_gpu_blocks=20, enable_caching=False, hash_block_size=128)
+    manager_class = KVCacheSpecRegistry.get_manager_class(spec)
+    assert manager_class is not None
+    manager = manager_class(
+        spec,
+        block_pool=pool,
+        enable_caching=False,
+        kv_cache_group_id=0,
+        scheduler_block_size=128,
+    )
+    free = pool.get_num_free_blocks()
+    manager.allocate_new_blocks("a", 1300, 1300)
+    assert pool.get_num_free_blocks() == free - 11
+    manager.remove_skipped_blocks("a", 1200, 1290)
+    assert pool.get_num_free_blocks() == free - 11
+    manager.remove_skipped_blocks("a", 1290, 1290)
+    # ten of the blocks were full, and four of those stay
+    assert pool.get_num_free_blocks() == free - 5
+    manager.remove_skipped_blocks("a", 1300, 1290)
+    assert pool.get_num_free_blocks() == free - 5
+    blocks = manager.req_to_blocks["a"]
+    assert [block.is_null for block in blocks] == [False] * 4 + [True] * 6 + [False]
+    manager.free("a")
+    assert pool.get_num_free_blocks() == free
+
+
+def test_other_layers_keep_their_managers(runtime):
+    assert KVCacheSpecRegistry.get_manager_class(full_spec()) is FullAttentionManager
+    runtime.kept_share = 0.4
+    specs = [customize_attention_spec(CudaSphericalBackend, full_spec())]
+    runtime.kept_share = 0.5
+    specs.append(customize_attention_spec(CudaSphericalBackend, full_spec()))
+    with pytest.raises(ValueError, match="layers of one group differ"):
+        type(specs[0]).merge(specs)

@@ -8,6 +8,7 @@ and its first tokens densely, full blocks as the bytes in vLLM's cache say.
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from sphkv.codec.codebook import CodebookFit
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
+from sphkv.integrations.vllm.cuda.retain import Cut, compact, kept_blocks
 from sphkv.integrations.vllm.cuda.runtime import CudaRuntime
 from sphkv.integrations.vllm.options import ServeOptions
 from sphkv.store.layout import PageView
@@ -82,8 +84,9 @@ def plain_chunks(query, keys, values, output, chunks, options, sink_logits):
 
 def exact(query, keys, values, positions, options):
     """``[queries, heads, dim]`` float64 attention to keys at positions 0, 1, ..."""
-    keys = keys.double().repeat_interleave(GROUP, 1)
-    values = values.double().repeat_interleave(GROUP, 1)
+    group = query.shape[1] // keys.shape[1]
+    keys = keys.double().repeat_interleave(group, 1)
+    values = values.double().repeat_interleave(group, 1)
     logits = torch.einsum("qhd,khd->hqk", query.double(), keys) * options.scale
     distance = positions.to(DEVICE)[:, None] - torch.arange(len(keys), device=DEVICE)
     hidden = distance < 0
@@ -102,6 +105,8 @@ class Sequence:
     blocks: list[int]
     length: int = 0
     prefix_of: "Sequence | None" = None
+    prompt: int = 1 << 20
+    cut: tuple[int, int] | None = None
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
 
@@ -109,8 +114,12 @@ class Sequence:
 class Server:
     """Plays scheduler and model."""
 
-    def __init__(self, calibration, *, sinks=4, window=None, num_sinks=8, value_bits=4):
-        options = ServeOptions(key_bits=2.0, value_bits=value_bits, sink_tokens=sinks)
+    def __init__(
+        self, calibration, *, sinks=4, window=None, num_sinks=8, value_bits=4, budget=None
+    ):
+        options = ServeOptions(
+            key_bits=2.0, value_bits=value_bits, sink_tokens=sinks, budget_bytes=budget
+        )
         self.runtime = CudaRuntime(
             options,
             num_kv_heads=HEADS,
@@ -186,7 +195,10 @@ class Server:
             table[row] = torch.tensor(sequence.blocks, dtype=torch.int32)
         slots = np.array([sequence.slot for sequence, _ in work], dtype=np.int64)
         requests = [sequence.name for sequence, _ in work]
-        step = self.group.plan(starts, lengths, slots, requests, table, padded=rows)
+        prompts = np.array([sequence.prompt for sequence, _ in work], dtype=np.int64)
+        step = self.group.plan(
+            starts, lengths, slots, requests, table, padded=rows, prompts=prompts
+        )
         total = max(int(starts[-1]), step.decode.rows if step.decode and not step.chunks else 0)
         sealed_now = [self._states(work, total) for _ in range(LAYERS)]
         for layer in range(LAYERS):
@@ -213,9 +225,55 @@ class Server:
                 self._check(sequence, layer, before[row], count, query[own], output[own])
         self.runtime.finish(step, NAMES)
         for sequence, count in work:
+            if sequence.length < sequence.prompt <= sequence.length + count:
+                self._take_back(sequence)
             sequence.length += count
 
+    def _take_back(self, sequence) -> None:
+        """What vLLM does with the blocks of a prompt that was cut: someone else writes them."""
+        full = sequence.prompt // 128
+        kept = kept_blocks(full, self.runtime.kept_share)
+        if kept < full:
+            sequence.cut = (kept, full)
+            for block in sequence.blocks[kept:full]:
+                self.cache[:, block] = 0xFF
+
+    def _cut_states(self, sequence, layer, head, old):
+        """States of one head of a prompt that was cut, before position ``old``."""
+        kept, full = sequence.cut
+        layout, sinks = self.runtime.layout, self.runtime.options.sink_tokens
+        keys = [sequence.keys[layer][:sinks, head].double()]
+        values = [sequence.values[layer][:sinks, head].double()]
+        for block in (*range(kept), *range(full, old // 128)):
+            raw = self.cache[layer][sequence.blocks[block], head]
+            view = PageView(layout, FragmentOrder().from_slab(layout, raw))
+            heads = torch.tensor([head])
+            k, v = self.codec.decode(
+                layer, layout.tier, view.encoded(), view.positions(), head_ids=heads
+            )
+            count = int(view.counts()[0])
+            keys.append(k[0, :count].double())
+            values.append(v[0, :count].double())
+        return torch.cat(keys), torch.cat(values)
+
+    def _check_cut(self, sequence, layer, before, count, query, output) -> None:
+        old = (before - before % 128) if count == 1 else before
+        right = torch.empty_like(query, dtype=torch.float64)
+        for head in range(HEADS):
+            full = old // 128 * 128
+            keys, values = self._cut_states(sequence, layer, head, old)
+            keys = torch.cat([keys, sequence.keys[layer][full:, head].double()])
+            values = torch.cat([values, sequence.values[layer][full:, head].double()])
+            at = torch.arange(len(keys) - count, len(keys))
+            part = slice(head * GROUP, (head + 1) * GROUP)
+            right[:, part] = exact(query[:, part], keys[:, None], values[:, None], at, self.options)
+        error = float((output.double() - right).norm() / right.norm())
+        assert error < TOLERANCE, (sequence.name, layer, before, count, error)
+
     def _check(self, sequence, layer, before, count, query, output) -> None:
+        if sequence.cut is not None:
+            self._check_cut(sequence, layer, before, count, query, output)
+            return
         old = (before - before % 128) if count == 1 else before
         keys, values = self.stored(sequence, layer, old)
         keys = torch.cat([keys, sequence.keys[layer][old:].double()])
@@ -290,6 +348,82 @@ def test_windows_list_only_what_they_see(kernels, calibration, window):
     server.step([(one, 1), (two, 1)], padded=3)
 
 
+def test_chunks_that_do_not_fit_the_workspace_together_take_turns(kernels, calibration):
+    server = Server(calibration)
+    server.group.room = 700
+    one, two, three = (server.start(name, slot) for slot, name in enumerate("abc"))
+    server.step([(one, 400), (two, 300), (three, 10)])
+    server.step([(one, 60), (two, 50), (three, 30)])
+
+
+def scheduled(*, new=(), cached=(), finished=(), preempted=None):
+    """As much of vLLM's ``SchedulerOutput`` as is looked at."""
+    return SimpleNamespace(
+        finished_req_ids=set(finished),
+        preempted_req_ids=preempted,
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=tokens)
+            for name, blocks, tokens in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=list(cached)),
+    )
+
+
+def test_sinks_follow_the_scheduler(kernels, calibration):
+    server = Server(calibration)
+    runtime, ledger = server.runtime, server.group.ledger
+    runtime.order_groups([NAMES])
+    runtime.begin_step(scheduled(new=[("a", [3, 4], 0)]))
+    ledger.assign("a")
+    runtime.begin_step(scheduled(new=[("b", [3, 5], 128)], finished=["a"]))
+    assert ledger.row("a") == -1
+    assert ledger.row("b") >= 0
+    # the first block goes to someone who writes it
+    runtime.begin_step(scheduled(cached=[None, ([9, 3],)], preempted={"b"}))
+    assert ledger.num_used == 0
+    with pytest.raises(RuntimeError, match="request c begins at token 130, inside a block"):
+        runtime.begin_step(scheduled(new=[("c", [3], 130)]))
+    runtime.requests = {2: "c"}
+    assert runtime.request_names(np.array([2, 3])) == ["c", ""]
+
+
+def test_prompts_are_cut_to_a_budget(kernels, calibration):
+    server = Server(calibration, budget=25)
+    one, two, three = (server.start(name, slot) for slot, name in enumerate("abc"))
+    one.prompt, two.prompt, three.prompt = 700, 200, 640
+    server.step([(one, 500), (three, 639)])
+    # the last token of a prompt may come as a decoded row, which asks no layer
+    server.step([(one, 200), (two, 200), (three, 1)])
+    assert one.cut == (2, 5)
+    assert two.cut is None
+    assert three.cut == (2, 5)
+    for _ in range(2):
+        server.step([(one, 1), (two, 1), (three, 1)], padded=4)
+    # a request that was preempted brings more than its prompt in chunks
+    server.step([(one, 150), (two, 1), (three, 3)])
+    server.step([(one, 1), (two, 1), (three, 1)], padded=4)
+    pages = server.cache[0][one.blocks[0], :, 0, 8:12].contiguous().view(torch.int32)
+    assert pages.flatten().tolist() == [4, 4]
+    server.group.forget("a")
+    assert server.group._cuts.keys() == {"c"}
+
+
+def test_late_queries_choose_pages():
+    torch.manual_seed(0)
+    keys = torch.randn(6 * 128 + 5, HEADS, DIM, device=DEVICE)
+    query = torch.zeros(3, HEADS * GROUP, DIM, device=DEVICE)
+    # each head looks at one page
+    query[:, :GROUP], query[:, GROUP:] = 3 * keys[300, 0], 3 * keys[520, 1]
+    blocks = torch.arange(6, device=DEVICE)
+    cut = Cut.of(0, blocks, 3, 1, HEADS)
+    cut.score(0, query, keys, 1.0)
+    assert cut.pages().tolist() == [[[0, 2, 5], [0, 4, 5]]]
+    cache = torch.arange(6 * HEADS, device=DEVICE).view(6, HEADS, 1).clone()
+    compact(cache, blocks, cut.pages()[0])
+    assert cache[:3, :, 0].tolist() == [[0, 1], [4, 9], [10, 11]]
+    assert [kept_blocks(n, 0.3) for n in (0, 1, 2, 5, 10)] == [0, 1, 2, 2, 3]
+
+
 def test_layers_at_uneven_distances_are_stored_one_by_one(kernels, calibration):
     server = Server(calibration)
     # vLLM may put layers of other groups between those of one
@@ -313,7 +447,7 @@ def test_no_sinks_and_three_bits(kernels, calibration):
 def test_tiers_that_kernels_do_not_read_are_refused():
     for options, words in (
         (ServeOptions(key_bits=16, value_bits=16), "tier dense"),
-        (ServeOptions(budget_bytes=40), "budget_bytes"),
+        (ServeOptions(budget_bytes=60), "budget_bytes must be below the 42.5"),
     ):
         with pytest.raises(ValueError, match=words):
             CudaRuntime(

@@ -197,7 +197,7 @@ def _rebuild_kernel(
     live = token < read_count(page)
     base = tl.load((page + POSITION_BASE).to(tl.pointer_type(tl.int32)))
     position = (base + token).to(tl.int64)
-    row = (tl.load(places_ptr + page_id) + position) * HEADS + head
+    row = (tl.load(places_ptr + page_id) + token) * HEADS + head
     # a token's tile, its lane group for keys, and which nibble it has
     tile, group, nibble = token // 16, token % 8, token % 16 // 8
     gains = page + RADIUS_OFFSET + tile * 32 + group * 4 + nibble
@@ -267,7 +267,7 @@ def rebuild_pages(
     Args:
         cache: ``[blocks, heads, page_bytes]`` uint8 pages in fragment order, contiguous.
         blocks: ``[pages]`` int64 blocks.
-        places: ``[pages]`` int64: a state goes to this place plus its position.
+        places: ``[pages]`` int64: where the first state of each goes.
         keys: ``[room, heads, head_dim]`` bfloat16 workspace.
         values: The same for values.
         tables: Tables of the layer's heads and others.

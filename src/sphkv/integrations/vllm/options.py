@@ -31,8 +31,9 @@ class ServeOptions:
             bfloat16.
         value_bits: Bits per value element: 2, 3, 4, 8 or 16; 3 on CPUs, 4 on GPUs if not given.
         sink_tokens: First tokens of a sequence that stay dense, inside their own block.
-        budget_bytes: Bytes of a token and KV head, on average, that the heads of a block share by
-            need; then ``key_bits`` and ``value_bits`` are not used. None for one tier everywhere.
+        budget_bytes: Bytes of a token and KV head, on average. On CPUs the heads of a block share
+            them by need, and ``key_bits`` and ``value_bits`` are not used; on GPUs complete prompts
+            are cut to them. None for one tier everywhere and whole prompts.
         calibration: File that ``sphkv calibrate`` wrote; None to calibrate at start-up.
         calibration_tokens: Tokens of the built-in text that a calibration at start-up reads.
     """

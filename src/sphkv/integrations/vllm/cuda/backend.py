@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     AttentionType,
 )
+from vllm.v1.kv_cache_interface import replace_as
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sphkv.attention.cuda.geometry import HEAD_DIMS, PAGE_TOKENS, ceil_div
@@ -99,9 +100,16 @@ class CudaSphericalBackend(AttentionBackend):  # type: ignore[misc]
             # vLLM asks what a token takes, to choose a block size
             content = ceil_div(page, PAGE_TOKENS)
             return replace(spec, dtype=torch.uint8, state_content_bytes=content)
-        return replace(
+        coded = replace(
             spec, dtype=torch.uint8, state_content_bytes=page, tokens_per_state=PAGE_TOKENS
         )
+        share = active_runtime().kept_share
+        if share == 1.0:
+            return coded
+        # only a server with a budget has a manager of its own
+        from sphkv.integrations.vllm.cuda.manager import CutPromptSpec
+
+        return replace_as(coded, CutPromptSpec, kept_share=share)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,6 +177,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             requests,
             common.block_table_tensor,
             padded=common.num_reqs,
+            prompts=self._runtime.prompt_lengths(own),
         )
         self._runtime.planned[self._names] = step
         return CudaMetadata(common.num_actual_tokens, step)

@@ -20,7 +20,8 @@ from sphkv.attention.cuda.dense import DenseStates
 from sphkv.attention.cuda.geometry import PAGE_TOKENS, ceil_div
 from sphkv.attention.cuda.pages import PageLists
 from sphkv.attention.partial import PartialAttention
-from sphkv.attention.triton.block_lists import list_pages
+from sphkv.attention.triton.block_lists import CutLists, list_pages
+from sphkv.integrations.vllm.cuda.retain import Cut, kept_blocks
 from sphkv.integrations.vllm.cuda.steps import (
     DECODE_FIELDS,
     BatchRows,
@@ -52,6 +53,8 @@ class GroupShape:
         sink_tokens: How many tokens of each.
         max_tokens: Longest sequence.
         window: Positions a query sees; None for all.
+        page_bytes: Bytes of a coded page.
+        kept_share: Part of a prompt's blocks that stays when it is complete; 1.0 for all.
     """
 
     num_layers: int
@@ -63,6 +66,13 @@ class GroupShape:
     sink_tokens: int
     max_tokens: int
     window: int | None = None
+    page_bytes: int = 0
+    kept_share: float = 1.0
+
+    @property
+    def has_cuts(self) -> bool:
+        """Whether prompts are cut to a budget."""
+        return self.kept_share < 1.0
 
     @property
     def tail_bytes(self) -> int:
@@ -172,7 +182,8 @@ class DecodeStep:
         sinks: ``[layers, rows, heads]`` int64 addresses.
         page_start: See ``DenseStates``.
         shape: Where keys and values of sinks begin.
-        lists: Pages of each row and head; the same for all layers.
+        lists: Pages of each row and head, of the first layer if they differ.
+        layer_stride: Entries from one layer's lists to the next one's; 0 if they are the same.
         positions: ``[rows]`` int32 position of each new token; None without a window.
         partial: Where the dense part of a layer goes.
     """
@@ -184,8 +195,16 @@ class DecodeStep:
     page_start: Tensor
     shape: GroupShape
     lists: PageLists
+    layer_stride: int
     positions: Tensor | None
     partial: PartialAttention
+
+    def layer_lists(self, index: int) -> PageLists:
+        """Pages of a layer, by its index in the group."""
+        if not self.layer_stride:
+            return self.lists
+        entries = self.lists.entries[index * self.layer_stride :]
+        return PageLists(entries, self.lists.row_start, self.lists.batch)
 
     def dense(self, index: int) -> DenseStates:
         """Tails and sinks of a layer, by its index in the group."""
@@ -203,9 +222,9 @@ class DeviceSeals:
         plan: The plan.
         held: ``[m]`` slots.
         source: ``[blocks * 128]`` numbers of states.
-        positions: ``[blocks * heads, 128]``.
-        counts: ``[blocks * heads]``.
-        heads: ``[blocks * heads]`` head of each page.
+        positions: ``[heads * blocks, 128]``.
+        counts: ``[heads * blocks]``.
+        heads: ``[heads * blocks]`` head of each page, all blocks of a head side by side.
         blocks: ``[blocks]`` ids.
         sink_source: ``[sequences, sink_tokens]``.
         sink_rows: ``[sequences]``.
@@ -258,6 +277,7 @@ class CudaStep:
         seals: Blocks that become full in a step with chunks; None if none does.
         tail_tokens: Tokens of chunks that stay dense: place in the batch, slot, offset.
         pending: Blocks that a step of decoded rows alone fills, coded behind it.
+        cuts: Prompts that are complete with this step and lose blocks behind it.
     """
 
     num_tokens: int
@@ -266,6 +286,7 @@ class CudaStep:
     seals: DeviceSeals | None
     tail_tokens: tuple[Tensor, Tensor, Tensor] | None
     pending: DeviceSeals | None
+    cuts: tuple[Cut, ...] = ()
 
 
 class LayerGroup:
@@ -309,7 +330,12 @@ class LayerGroup:
         self._tails = zeros(layers * rows * heads * 2)
         self._sink_pages = zeros(layers * rows * heads)
         # one entry before the first: a kernel may look at the end of an empty list
-        self._entries = zeros(1 + heads * rows * self._most)
+        self._list_size = heads * rows * self._most
+        self._entries = zeros(1 + (layers if shape.has_cuts else 1) * self._list_size)
+        self._cuts: dict[str, tuple[int, int]] = {}
+        self._cut_lists: CutLists | None = None
+        if shape.has_cuts:
+            self._cut_lists = CutLists(zeros(layers), shape.page_bytes, self._list_size)
         self._starts = zeros(heads * rows + 1, dtype=torch.int32)
         self._positions = zeros(rows, dtype=torch.int32)
         self._page_start = torch.arange(rows * heads + 1, dtype=torch.int32, device=device)
@@ -327,6 +353,17 @@ class LayerGroup:
         held = (self.keys, self.values, self._sinks, self._tail_table, self._sink_table)
         buffers = (self._plan, self._tails, self._sink_pages, self._entries, self._partial.output)
         return sum(part.nbytes for part in (*held, *buffers))
+
+    def bind(self, caches: Sequence[Tensor]) -> None:
+        """Take note of where the blocks of each layer are."""
+        if self._cut_lists is not None:
+            addresses = torch.tensor([cache.data_ptr() for cache in caches])
+            self._cut_lists.caches.copy_(addresses)
+
+    def forget(self, request: str) -> None:
+        """A request is gone."""
+        self.ledger.end(request)
+        self._cuts.pop(request, None)
 
     def sink_states(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[sinks + 1, heads, sink_tokens, head_dim]`` of the first tokens."""
@@ -346,6 +383,7 @@ class LayerGroup:
         table: Tensor,
         *,
         padded: int,
+        prompts: Integers | None = None,
     ) -> CudaStep:
         """Work a step out; nothing waits for the device.
 
@@ -356,6 +394,7 @@ class LayerGroup:
             requests: ``[rows]`` ids of the requests; any other word for rows of a trial run.
             table: ``[padded rows, columns]`` int32 block ids.
             padded: Rows of the graph, for a step of decoded rows alone.
+            prompts: ``[rows]`` length of each prompt; needed where prompts are cut.
         """
         rows = self._rows(query_starts, num_tokens, slots, requests)
         decoded, count = rows.num_decoded, len(num_tokens)
@@ -372,21 +411,41 @@ class LayerGroup:
                 sink_tokens=self.shape.sink_tokens,
             )
             seals = self._seals_to_device(plan, table)
+        cuts = self._plan_cuts(rows, requests, table, prompts)
         if is_decode:
-            return CudaStep(int(query_starts[-1]), decode, (), None, None, seals)
+            return CudaStep(int(query_starts[-1]), decode, (), None, None, seals, cuts)
         shape = self.shape
         groups = plan_chunks(
             rows, room=self.room, sink_tokens=shape.sink_tokens, window=shape.window
         )
         chunks = tuple(self._chunks_to_device(group, table) for group in groups)
         return CudaStep(
-            int(query_starts[-1]), decode, chunks, seals, self._tails_to_device(rows), None
+            int(query_starts[-1]), decode, chunks, seals, self._tails_to_device(rows), None, cuts
         )
+
+    def _plan_cuts(
+        self, rows: BatchRows, requests: Sequence[str], table: Tensor, prompts: Integers | None
+    ) -> tuple[Cut, ...]:
+        """Prompts that are complete with this step; from the next one on they have fewer blocks."""
+        if prompts is None or not self.shape.has_cuts:
+            return ()
+        cuts = []
+        for row in np.flatnonzero((rows.before < prompts) & (rows.num_tokens >= prompts)).tolist():
+            full = int(prompts[row]) // PAGE_TOKENS
+            kept = kept_blocks(full, self.shape.kept_share)
+            if requests[row] and kept < full:
+                self._cuts[requests[row]] = (kept, full - kept)
+                layers, heads = self.shape.num_layers, self.shape.num_kv_heads
+                cuts.append(Cut.of(row, table[row, :full].long(), kept, layers, heads))
+        return tuple(cuts)
 
     def _rows(
         self, starts: Integers, num_tokens: Integers, slots: Integers, requests: Sequence[str]
     ) -> BatchRows:
-        rows = BatchRows(starts, num_tokens, slots, np.full(len(num_tokens), -1, dtype=np.int64))
+        rows = BatchRows.of(starts, num_tokens, slots)
+        if self._cuts:
+            cuts = [self._cuts.get(request, (0, 0)) for request in requests]
+            rows.kept[:], rows.gap[:] = np.array(cuts, dtype=np.int64).T
         if not self.shape.num_sinks:
             return rows
         # first blocks that fill now may already be found by others in the same step
@@ -415,15 +474,15 @@ class LayerGroup:
         torch.index_select(self._sink_table, 1, sinks, out=pages)
         lists = PageLists(self._entries[1:], self._starts[: heads * batch + 1], batch)
         most = int(packed[3 * batch : 4 * batch].max())
-        list_pages(plan, table, lists, num_heads=heads, most_pages=most)
+        list_pages(plan, table, lists, num_heads=heads, most_pages=most, cuts=self._cut_lists)
         extents = plan[: 2 * batch].view(batch, 2)
         positions = None
         if shape.window is not None:
             positions = self._positions[:batch].copy_(extents.sum(1) - 1)
         partial = PartialAttention(self._partial.output[:batch], self._partial.lse[:batch])
-        return DecodeStep(
-            batch, tails, extents, pages, self._page_start, shape, lists, positions, partial
-        )
+        stride = self._list_size if shape.has_cuts else 0
+        where = (tails, extents, pages, self._page_start, shape)
+        return DecodeStep(batch, *where, lists, stride, positions, partial)
 
     def _seals_to_device(self, plan: SealPlan, table: Tensor) -> DeviceSeals:
         held, source, positions, counts, row, column, sink_source, sink_rows = to_device(
@@ -438,15 +497,20 @@ class LayerGroup:
             plan,
             held,
             source.flatten(),
-            positions.repeat_interleave(heads, 0, output_size=heads * plan.num_blocks),
-            counts.repeat_interleave(heads, 0, output_size=heads * plan.num_blocks),
-            self._head.repeat(plan.num_blocks),
+            positions.repeat(heads, 1),
+            counts.repeat(heads),
+            self._head.repeat_interleave(plan.num_blocks, output_size=heads * plan.num_blocks),
             table[row, column].long(),
             sink_source,
             sink_rows,
         )
 
     def _chunks_to_device(self, plan: ChunkPlan, table: Tensor) -> DeviceChunks:
+        if not plan.has_context:
+            starts = to_device([plan.query_starts], self._device)[0].to(torch.int32)
+            # nothing is gathered, so nobody looks at the places
+            none = (starts[:0],) * 3
+            return DeviceChunks(plan, starts, starts, *none[:2], none, none, none[0])
         parts = to_device(
             [
                 *(plan.query_starts, plan.key_starts),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,8 @@ from sphkv.integrations.vllm.cuda.groups import (
     GroupShape,
     LayerGroup,
 )
+from sphkv.integrations.vllm.cuda.retain import Cut, compact
+from sphkv.integrations.vllm.cuda.steps import Integers
 from sphkv.integrations.vllm.options import ServeOptions
 from sphkv.integrations.vllm.runtime import WorkerRuntime
 from sphkv.store.layout import PageLayout
@@ -100,6 +103,8 @@ class CudaRuntime(WorkerRuntime):
         room: States of the workspace that context is rebuilt in.
         groups: Memory of the layers that share a block table, by their names.
         num_sinks: Sequences whose first tokens can be kept dense.
+        kept_share: Part of a prompt's blocks that stays when it is complete.
+        prompt_tokens: ``[slots]`` length of the prompt of every slot in use.
         requests: Id of the request of every slot in use.
         planned: The step of each group that was planned last.
     """
@@ -117,8 +122,6 @@ class CudaRuntime(WorkerRuntime):
         keeps_prefixes: bool,
     ) -> None:
         super().__init__(options, num_kv_heads, max_sequences)
-        if options.budget_bytes is not None:
-            raise ValueError("budget_bytes is served on CPUs only")
         tier = options.tier(PAGE_TOKENS)
         self.layout = PageLayout(_CODED_ID, tier, head_dim, PositionMode.CONTIGUOUS)
         if not is_served(self.layout) or not tier.has_value_codes:
@@ -126,6 +129,14 @@ class CudaRuntime(WorkerRuntime):
                 f"the CUDA kernels do not read tier {tier.name} with {head_dim} channels: keys of "
                 "0.5 to 4 bits and values of 2, 3, 4 or 8 bits, heads of 64 or 128 channels"
             )
+        self.kept_share = 1.0
+        if options.budget_bytes is not None:
+            self.kept_share = options.budget_bytes * PAGE_TOKENS / self.layout.page_bytes
+            if self.kept_share >= 1.0:
+                raise ValueError(
+                    f"budget_bytes must be below the {self.layout.page_bytes / PAGE_TOKENS} bytes "
+                    f"that tier {tier.name} takes, got {options.budget_bytes}"
+                )
         group = num_query_heads // num_kv_heads
         if group > MAX_GROUP:
             raise ValueError(f"{group} query heads share a KV head, the kernels take {MAX_GROUP}")
@@ -135,6 +146,7 @@ class CudaRuntime(WorkerRuntime):
         self.groups: dict[tuple[str, ...], LayerGroup] = {}
         self.num_sinks = 0
         self.requests: Mapping[int, str] = {}
+        self.prompt_tokens: Integers | None = None
         self.planned: dict[tuple[str, ...], CudaStep] = {}
         self._ordered: list[list[LayerGroup]] = []
         self._places: dict[int, _Place] = {}
@@ -144,6 +156,7 @@ class CudaRuntime(WorkerRuntime):
         self._decode: list[CudaDecode] = []
         self._caches: dict[int, Tensor] = {}
         self._pools: dict[tuple[int, ...], Tensor | None] = {}
+        self._page_shape = (PAGE_TOKENS, head_dim)
         self._no_flags = torch.zeros(0, PAGE_TOKENS, dtype=torch.bool, device=device)
 
     @property
@@ -239,6 +252,8 @@ class CudaRuntime(WorkerRuntime):
         return FlatHeads(codec, tables, layers)
 
     def _shape(self, num_layers: int, window: int | None) -> GroupShape:
+        if window is not None and self.kept_share < 1.0:
+            raise ValueError("coded blocks do not support a window together with budget_bytes")
         has_sinks = window is None and self.options.sink_tokens > 0
         return GroupShape(
             num_layers=num_layers,
@@ -250,6 +265,8 @@ class CudaRuntime(WorkerRuntime):
             sink_tokens=self.options.sink_tokens if has_sinks else 0,
             max_tokens=self.max_tokens,
             window=window,
+            page_bytes=self.layout.page_bytes,
+            kept_share=self.kept_share,
         )
 
     def add_group(self, names: Iterable[str], window: int | None) -> LayerGroup:
@@ -277,7 +294,8 @@ class CudaRuntime(WorkerRuntime):
         """Bytes of the tails, sinks and lists of so many layers."""
         shape = self._shape(num_layers, None)
         pages = (self.max_tokens // PAGE_TOKENS + 2) * self.num_kv_heads * self.max_sequences
-        return shape.tail_bytes + shape.sink_bytes + _WORD.itemsize * pages
+        lists = num_layers if shape.has_cuts else 1
+        return shape.tail_bytes + shape.sink_bytes + lists * _WORD.itemsize * pages
 
     def order_groups(self, groups: Sequence[Sequence[str]]) -> None:
         """Say in which order vLLM names the blocks of groups of layers."""
@@ -289,6 +307,13 @@ class CudaRuntime(WorkerRuntime):
     def request_names(self, slots: Iterable[int]) -> list[str]:
         """Ids of the requests in some slots; empty words for slots that nobody has."""
         return [self.requests.get(int(slot), "") for slot in slots]
+
+    def prompt_lengths(self, slots: Integers) -> Integers | None:
+        """Tokens of the prompts in some slots; None where prompts are left as they are."""
+        if self.prompt_tokens is None or self.kept_share == 1.0:
+            return None
+        # rows of trial runs have a slot more than there are requests
+        return self.prompt_tokens[np.minimum(slots, len(self.prompt_tokens) - 1)].astype(np.int64)
 
     def begin_step(self, scheduled: Any) -> None:
         """Follow vLLM's scheduler: which requests end, begin and get blocks.
@@ -302,9 +327,10 @@ class CudaRuntime(WorkerRuntime):
         self.planned.clear()
         gone = {*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())}
         for number, groups in enumerate(self._ordered):
-            for ledger in (group.ledger for group in groups):
+            for group in groups:
+                ledger = group.ledger
                 for request in gone:
-                    ledger.end(request)
+                    group.forget(request)
                 for new in scheduled.scheduled_new_reqs:
                     if new.num_computed_tokens % PAGE_TOKENS:
                         raise RuntimeError(
@@ -327,6 +353,8 @@ class CudaRuntime(WorkerRuntime):
         """Take note of the blocks of every layer, ``[blocks, heads, 1, page_bytes]`` uint8."""
         self._caches = {self.layer_ids[name]: _as_pages(cache) for name, cache in caches.items()}
         self._pools.clear()
+        for names, group in self.groups.items():
+            group.bind([self._caches[self.layer_ids[name]] for name in names])
 
     def attend(
         self,
@@ -367,11 +395,29 @@ class CudaRuntime(WorkerRuntime):
             if chunks.plan.has_context:
                 held = self._gather(layer, held, pages, chunks)
             attend_chunks(query[part], *held, output[part], chunks, options, sink_logits)
+            for cut in step.cuts:
+                self._score(layer, cut, query[part], held[0], chunks, options.scale)
         if step.tail_tokens is not None:
             tokens, slots, offsets = step.tail_tokens
             place = self._places[layer]
             for tail, new in ((place.group.keys, keys), (place.group.values, values)):
                 tail[place.index][slots, :, offsets] = new[tokens]
+
+    def _score(
+        self,
+        layer: int,
+        cut: Cut,
+        query: Tensor,
+        keys: Tensor,
+        chunks: DeviceChunks,
+        scale: float,
+    ) -> None:
+        """Let the prompt's last queries of a layer say what its pages are worth."""
+        at = cut.row - chunks.plan.first_row
+        if 0 <= at < len(chunks.plan.query_starts) - 1:
+            rows = slice(*chunks.plan.query_starts[at : at + 2].tolist())
+            states = slice(*chunks.plan.key_starts[at : at + 2].tolist())
+            cut.score(self._places[layer].index, query[rows], keys[states], scale)
 
     def _attend_rows(
         self,
@@ -399,7 +445,7 @@ class CudaRuntime(WorkerRuntime):
         kernel.attend(
             query,
             PagePool(pages.flatten(0, 1), PositionMode.CONTIGUOUS),
-            step.lists,
+            step.layer_lists(self._places[layer].index),
             options,
             result=result,
             merge_with=step.partial,
@@ -418,12 +464,12 @@ class CudaRuntime(WorkerRuntime):
             for at, tail in enumerate(tails):
                 held = tail[seals.held].transpose(1, 2).flatten(0, 1)
                 sources[at] = torch.cat([states[at], held])
-        blocks = []
-        for source in sources:
-            picked = source[seals.source].view(-1, PAGE_TOKENS, heads, self.head_dim)
-            blocks.append(picked.transpose(1, 2).flatten(0, 1).contiguous())
+        blocks = [
+            source.transpose(0, 1).index_select(1, seals.source).view(-1, *self._page_shape)
+            for source in sources
+        ]
         coded = self._encode(place.flat, blocks, seals, seals.heads + place.first_head)
-        _words(pages)[seals.blocks] = _words(coded.view(-1, heads, coded.shape[1]))
+        _words(pages)[seals.blocks] = _words(coded.view(heads, -1, coded.shape[1])).transpose(0, 1)
         if len(seals.sink_rows):
             for sinks, source in zip(place.group.sink_states(place.index), sources, strict=True):
                 sinks[seals.sink_rows] = source[seals.sink_source].transpose(1, 2)
@@ -470,12 +516,18 @@ class CudaRuntime(WorkerRuntime):
         return keys, values
 
     def finish(self, step: CudaStep, names: tuple[str, ...]) -> None:
-        """Code the blocks that a step of decoded rows filled, in all layers of a group."""
-        seals = step.pending
-        if seals is None:
-            return
+        """Code the blocks that a step of decoded rows filled, and cut prompts, in all layers."""
         group = self.groups[names]
         members = [self.layer_ids[name] for name in names]
+        if step.pending is not None:
+            self._seal_group(group, members, step.pending)
+        for cut in step.cuts:
+            pages = cut.pages()
+            for layer in members:
+                own = pages[self._places[layer].index]
+                compact(_words(self._caches[layer]), cut.blocks, own)
+
+    def _seal_group(self, group: LayerGroup, members: list[int], seals: DeviceSeals) -> None:
         for flat in self._flat.values():
             layers = [layer for layer in members if layer in flat.layers]
             if layers:
@@ -488,21 +540,23 @@ class CudaRuntime(WorkerRuntime):
         index = [self._places[layer].index for layer in layers]
         is_all = index == list(range(group.shape.num_layers))
         # every block of such a step is a slot of its own
-        offsets = (seals.source % PAGE_TOKENS).view(1, count, 1, PAGE_TOKENS, 1)
+        offsets = (seals.source % PAGE_TOKENS).view(1, 1, count, PAGE_TOKENS, 1)
         shifted = len(seals.sink_rows) > 0
         whole, coded = [], []
         for tail in (group.keys, group.values):
-            held = tail[:, seals.held] if is_all else tail[index][:, seals.held]
+            mine = tail if is_all else tail[index]
+            held = mine.transpose(1, 2).index_select(2, seals.held)
             whole.append(held)
             if shifted:
                 held = held.gather(3, offsets.expand(held.shape))
-            coded.append(held.flatten(0, 2))
+            coded.append(held.view(-1, *self._page_shape))
         first = [self._places[layer].first_head for layer in layers]
         starts = torch.tensor(first).repeat_interleave(heads * count)
         if self.device.type == "cuda":
             starts = starts.pin_memory().to(self.device, non_blocking=True)
         pages = self._encode(flat, coded, seals, seals.heads.repeat(len(layers)) + starts)
-        self._store(tuple(layers), seals.blocks, _words(pages.view(len(layers), count, -1)))
+        words = _words(pages.view(len(layers), heads, count, -1)).transpose(1, 2)
+        self._store(tuple(layers), seals.blocks, words)
         if shifted:
             self._keep_sinks(group, index, whole, seals)
 
@@ -513,10 +567,10 @@ class CudaRuntime(WorkerRuntime):
         offset, held = seals.sink_source % PAGE_TOKENS, seals.sink_source[:, :1] // PAGE_TOKENS
         for at, layer in enumerate(index):
             for sinks, tail in zip(group.sink_states(layer), tails, strict=True):
-                sinks[seals.sink_rows] = tail[at][held, :, offset].transpose(1, 2)
+                sinks[seals.sink_rows] = tail[at].transpose(0, 1)[held, :, offset].transpose(1, 2)
 
     def _store(self, layers: tuple[int, ...], blocks: Tensor, words: Tensor) -> None:
-        """Write ``[layers, blocks, words]`` to blocks of some layers, at once where they can be."""
+        """Write ``[layers, blocks, heads, words]`` to some layers, at once where that can be."""
         if layers not in self._pools:
             self._pools[layers] = _join_layers([self._caches[layer] for layer in layers])
         pool = self._pools[layers]
@@ -524,12 +578,12 @@ class CudaRuntime(WorkerRuntime):
             pool[:, blocks] = words
             return
         for layer, part in zip(layers, words, strict=True):
-            _words(self._caches[layer]).flatten(1)[blocks] = part
+            _words(self._caches[layer])[blocks] = part
 
 
 def _join_layers(caches: list[Tensor]) -> Tensor | None:
-    """Blocks of layers as one tensor ``[layers, blocks, words]``; None at uneven distances."""
-    flat = [_words(cache).flatten(1) for cache in caches]
+    """Blocks as one tensor ``[layers, blocks, heads, words]``; None at uneven distances."""
+    flat = [_words(cache) for cache in caches]
     steps = {b.data_ptr() - a.data_ptr() for a, b in pairwise(flat)} or {0}
     first, step = flat[0], min(steps)
     memory = {part.untyped_storage().data_ptr() for part in flat}

@@ -23,10 +23,11 @@ from sphkv.attention.cuda.geometry import PAGE_TOKENS
 
 Integers = NDArray[np.int64]
 
-DECODE_FIELDS = 8
+DECODE_FIELDS = 10
 """Numbers of a decoded row, see ``plan_decode``."""
 
-_FIRST_BLOCK, _NUM_PAGES, _LIST_START, _FIRST_BASE, _SLOT, _SINK = range(2, DECODE_FIELDS)
+_FIRST_BLOCK, _NUM_PAGES, _LIST_START, _FIRST_BASE = range(2, 6)
+_SLOT, _SINK, _KEPT, _GAP = range(6, DECODE_FIELDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +39,22 @@ class BatchRows:
         num_tokens: ``[rows]`` length after the step.
         slots: ``[rows]`` slot of each row's tail.
         sinks: ``[rows]`` where the dense first tokens of a row are; -1 if it has none.
+        kept: ``[rows]`` blocks of a prompt that was cut to a budget; 0 if it was not.
+        gap: ``[rows]`` blocks behind them that are gone.
     """
 
     query_starts: Integers
     num_tokens: Integers
     slots: Integers
     sinks: Integers
+    kept: Integers
+    gap: Integers
+
+    @classmethod
+    def of(cls, query_starts: Integers, num_tokens: Integers, slots: Integers) -> BatchRows:
+        """Rows without sinks and cuts."""
+        none = np.zeros_like(num_tokens)
+        return cls(query_starts, num_tokens, slots, none - 1, none, none.copy())
 
     @cached_property
     def num_new(self) -> Integers:
@@ -86,9 +97,10 @@ def plan_decode(
         window: Positions a query sees; None for all.
 
     Returns:
-        ``[8 * padded + 1]`` int64: tail length with the new token and its first position, row by
+        ``[10 * padded + 1]`` int64: tail length with the new token and its first position, row by
         row; then, field by field, first block listed, pages listed, start in the list, base of the
-        first block, slot, sinks; at the end, pages of all rows.
+        first block, slot, sinks, blocks of a cut prompt and those gone behind them; at the end,
+        pages of all rows.
     """
     count = rows.num_decoded
     tokens = rows.num_tokens[:count]
@@ -103,7 +115,8 @@ def plan_decode(
     extents[:count, 1] = full * PAGE_TOKENS
     fields = packed[:-1].reshape(DECODE_FIELDS, padded)
     fields[_FIRST_BLOCK, :count] = first
-    fields[_NUM_PAGES, :count] = full - first
+    fields[_NUM_PAGES, :count] = full - first - rows.gap[:count]
+    fields[_KEPT, :count], fields[_GAP, :count] = rows.kept[:count], rows.gap[:count]
     ends = np.cumsum(fields[_NUM_PAGES])
     fields[_LIST_START] = ends - fields[_NUM_PAGES]
     # sinks of a block that is not full yet are in the tail
@@ -150,13 +163,14 @@ class SealPlan:
 
 
 class _Seals:
-    """Collects full blocks."""
+    """Collects full blocks, row by row."""
 
     def __init__(self, num_batch: int, sink_tokens: int) -> None:
         self._next = num_batch
         self._sink_tokens = sink_tokens
         self._held: list[int] = []
-        self._blocks: list[tuple[Integers, Integers, int, int, int]] = []
+        # source, positions, and count, row and column of each block
+        self._blocks: list[tuple[Integers, Integers, Integers]] = []
         self._sinks: list[tuple[Integers, int]] = []
 
     def hold(self, slot: int) -> int:
@@ -165,28 +179,34 @@ class _Seals:
         self._next += PAGE_TOKENS
         return self._next - PAGE_TOKENS
 
-    def add(self, row: int, block: int, states: Integers, sink: int) -> None:
-        """A block of 128 states, by number; the first ones stay dense if ``sink`` is not -1."""
-        pick = np.arange(PAGE_TOKENS)
-        if block == 0 and sink >= 0:
-            self._sinks.append((states[: self._sink_tokens], sink))
-            pick = np.minimum(pick + self._sink_tokens, PAGE_TOKENS - 1)
-        count = PAGE_TOKENS - int(pick[0])
-        self._blocks.append((states[pick], block * PAGE_TOKENS + pick, count, row, block))
+    def add(self, row: int, first: int, states: Integers, sink: int) -> None:
+        """Blocks ``states [blocks, 128]``, from block ``first`` on.
+
+        The first states of block 0 stay dense if ``sink`` is not -1.
+        """
+        column = np.arange(first, first + len(states))
+        positions = column[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)
+        facts = np.stack([np.full_like(column, PAGE_TOKENS), np.full_like(column, row), column])
+        if first == 0 and sink >= 0:
+            self._sinks.append((states[0, : self._sink_tokens], sink))
+            pick = np.minimum(np.arange(PAGE_TOKENS) + self._sink_tokens, PAGE_TOKENS - 1)
+            states = states.copy()
+            states[0], positions[0] = states[0, pick], pick
+            facts[0, 0] -= self._sink_tokens
+        self._blocks.append((states, positions, facts))
 
     def plan(self) -> SealPlan:
         """All of them."""
-        source, positions, counts, rows, columns = (
-            zip(*self._blocks, strict=True) if self._blocks else ((),) * 5
-        )
+        none = np.zeros((0, PAGE_TOKENS), dtype=np.int64)
+        source = np.concatenate([none, *(part[0] for part in self._blocks)])
+        positions = np.concatenate([none, *(part[1] for part in self._blocks)])
+        facts = _join([part[2] for part in self._blocks])
         sinks, sink_rows = zip(*self._sinks, strict=True) if self._sinks else ((), ())
         return SealPlan(
-            held=_integers(self._held),
-            source=_integers(source).reshape(-1, PAGE_TOKENS),
-            positions=_integers(positions).reshape(-1, PAGE_TOKENS),
-            counts=_integers(counts),
-            table_row=_integers(rows),
-            table_column=_integers(columns),
+            _integers(self._held),
+            source,
+            positions,
+            *facts,
             sink_source=_integers(sinks).reshape(len(sink_rows), self._sink_tokens),
             sink_rows=_integers(sink_rows),
         )
@@ -219,9 +239,7 @@ def plan_seals(
         position = np.arange(first * PAGE_TOKENS, end * PAGE_TOKENS)
         in_batch = int(rows.query_starts[row]) + position - start
         states = np.where(position < in_slot, held + position % PAGE_TOKENS, in_batch)
-        for block in range(first, end):
-            part = states[(block - first) * PAGE_TOKENS : (block - first + 1) * PAGE_TOKENS]
-            seals.add(row, block, part, int(rows.sinks[row]))
+        seals.add(row, first, states.reshape(-1, PAGE_TOKENS), int(rows.sinks[row]))
     return seals.plan()
 
 
@@ -261,6 +279,7 @@ class ChunkPlan:
     with the dense first ones; those of the tail; those of the chunk.
 
     Attributes:
+        first_row: First of the rows.
         first: First token of the chunks in the batch.
         end: Behind the last one.
         query_starts: ``[rows + 1]`` first token of each chunk, counted from ``first``.
@@ -269,7 +288,7 @@ class ChunkPlan:
         most_keys: States of the longest row.
         page_row: ``[pages]`` row of the block table of every page to rebuild.
         page_column: ``[pages]`` column there.
-        page_place: ``[pages]`` where position 0 of its row would lie in the workspace.
+        page_place: ``[pages]`` where its first state goes in the workspace.
         sink_rows: ``[states]`` dense first states: row of the sinks.
         sink_offsets: ``[states]`` place there.
         sink_places: ``[states]`` place in the workspace.
@@ -279,6 +298,7 @@ class ChunkPlan:
         chunk_places: ``[end - first]`` places of the chunks' own states.
     """
 
+    first_row: int
     first: int
     end: int
     query_starts: Integers
@@ -322,7 +342,7 @@ def plan_chunks(
     oldest = np.zeros_like(rows.before)
     if window is not None:
         oldest = np.maximum(rows.before + 1 - window, 0) // PAGE_TOKENS * PAGE_TOKENS
-    sizes = rows.num_tokens - oldest
+    sizes = rows.num_tokens - oldest - rows.gap * PAGE_TOKENS
     if not rows.before[first:].any():
         return [_plan_group(rows, oldest, first, count, sink_tokens)]
     groups, begin = [], first
@@ -338,24 +358,31 @@ def _plan_group(
     rows: BatchRows, oldest: Integers, begin: int, end: int, sink_tokens: int
 ) -> ChunkPlan:
     starts, before = rows.query_starts[begin : end + 1], rows.before
-    sizes = (rows.num_tokens - oldest)[begin:end]
+    sizes = (rows.num_tokens - oldest - rows.gap * PAGE_TOKENS)[begin:end]
     key_starts = np.concatenate([[0], np.cumsum(sizes)])
     pages: list[Integers] = []
     sinks: list[Integers] = []
     tails: list[Integers] = []
     chunks: list[Integers] = []
     for row in range(begin, end):
-        place = int(key_starts[row - begin] - oldest[row])
+        start, gap = int(key_starts[row - begin]), int(rows.gap[row])
         full = int(before[row]) // PAGE_TOKENS
         column = np.arange(int(oldest[row]) // PAGE_TOKENS, full)
-        pages.append(_columns(row, column, place))
+        if gap:
+            column = np.delete(column, np.s_[int(rows.kept[row]) : int(rows.kept[row]) + gap])
+        to = start + np.arange(len(column)) * PAGE_TOKENS
         if len(column) and column[0] == 0 and rows.sinks[row] >= 0:
             offset = np.arange(sink_tokens)
-            sinks.append(_columns(int(rows.sinks[row]), offset, place + offset))
-        position = np.arange(max(full * PAGE_TOKENS, int(oldest[row])), int(before[row]))
+            sinks.append(_columns(int(rows.sinks[row]), offset, start + offset))
+            to[0] += sink_tokens
+        pages.append(_columns(row, column, to))
+        # where position 0 would lie, if all behind the full blocks lay as it does
+        place = start - int(oldest[row]) - gap * PAGE_TOKENS
+        position = np.arange(full * PAGE_TOKENS, int(before[row]))
         tails.append(_columns(int(rows.slots[row]), position % PAGE_TOKENS, place + position))
         chunks.append(place + np.arange(int(before[row]), int(rows.num_tokens[row])))
     return ChunkPlan(
+        begin,
         int(starts[0]),
         int(starts[-1]),
         starts - starts[0],

@@ -55,7 +55,9 @@ class CudaWorker(CodedWorker, Worker):  # type: ignore[misc]
             device=self.device,
             keeps_prefixes=bool(config.cache_config.enable_prefix_caching),
         )
-        self._runtime.requests = self.model_runner.req_states.index_to_req_id
+        states = self.model_runner.req_states
+        self._runtime.requests = states.index_to_req_id
+        self._runtime.prompt_tokens = states.prompt_len.np
         activate(self._runtime)
 
     def load_model(self, **kwargs: Any) -> None:
