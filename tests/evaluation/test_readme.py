@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sphkv.evaluation.records import load_records
 from sphkv.evaluation.report.readme import (
     compared_points,
     draw_decoding,
@@ -13,6 +14,8 @@ from sphkv.evaluation.report.readme import (
     readme_table,
     write_readme,
 )
+from sphkv.evaluation.report.sections import load_study
+from sphkv.evaluation.report.tables import certificate_tables, record_table
 
 BEGIN, END = markers("decoding")
 SETUP = {
@@ -78,6 +81,19 @@ def test_only_what_lies_between_the_markers_changes(tmp_path: Path):
 def test_the_readme_has_the_markers():
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     assert text.count(BEGIN) == text.count(END) == 1
+
+
+def test_tables_of_the_evidence_are_those_of_its_records():
+    root = Path(__file__).parents[2]
+    text = (root / "docs/evidence.md").read_text(encoding="utf-8")
+    files = [*root.glob("results/ablations/*.jsonl"), *root.glob("results/workloads/*.jsonl")]
+    made = {file.stem: record_table(file.stem, load_records([file])) for file in files}
+    for file in root.glob("results/certificates/*.json"):
+        made[file.stem] = certificate_tables(load_study(file, field="witnesses"))
+    assert made
+    for name, table in made.items():
+        begin, end = markers(name)
+        assert f"{begin}\n{table}\n{end}" in text, name
 
 
 def test_what_differs_in_more_than_the_method_is_not_compared():

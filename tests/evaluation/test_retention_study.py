@@ -223,6 +223,7 @@ def test_an_ablation_leaves_a_variant_empty_that_some_prompt_could_not_use():
     assert rows[0]["attend_ms"] == pytest.approx(5.0)
     assert rows[0]["note"] == ""
     assert rows[1]["lm_kl"] is None
+    assert rows[1]["num_answered"] is None
     assert rows[1]["note"] == "1 refused"
 
 

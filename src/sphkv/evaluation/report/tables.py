@@ -28,7 +28,7 @@ _VARIANT_COLUMNS = {
     "s_traj": "S_traj",
     "num_prompts": "prompts",
     "num_answered": "dense right",
-    "note": "",
+    "note": "note",
 }
 _WITNESS_COLUMNS = {
     "name": "witness",
@@ -60,7 +60,8 @@ def record_table(name: str, records: Sequence[Record]) -> str:
     """
     if name in STUDIES:
         ours = [record for record in records if record["method"] != DENSE]
-        rows = ablation_points(ours)
+        budgets = list(dict.fromkeys(record["budget"] for record in ours))
+        rows = sorted(ablation_points(ours), key=lambda row: budgets.index(row["budget"]))
         table = _markdown(_VARIANT_COLUMNS, rows)
     else:
         rows = behaviour_rows(records)

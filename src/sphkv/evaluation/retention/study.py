@@ -207,7 +207,7 @@ def _row(budget: str, variant: str, members: Sequence[Mapping[str, Any]]) -> dic
     row["delta_t"] = _mean([abs(quality["length_drift"]) for quality in asked])
     row["s_traj"] = _mean([quality["s_traj"] for quality in asked if "s_traj" in quality])
     answered = [quality for quality in asked if quality["f1_reference"] >= ANSWERED_F1]
-    row["num_answered"] = len(answered)
+    row["num_answered"] = len(answered) if asked else None
     row["qa_f1"] = _mean([quality["f1"] for quality in answered])
     row["qa_f1_dense"] = _mean([quality["f1_reference"] for quality in answered])
     done = [member for member in members if member["status"] == "measured"]
