@@ -34,11 +34,11 @@ RETENTION_PAGE_TOKENS = 32
 RETENTION_TIERS = ("k1v2", "k1.5v2", "k2v2", "k2v3", "k3v3", "k3v4", "k4v4", "k6v8")
 """Coded tiers of the ladder that the controller chooses from."""
 
-FAST_RETENTION_TIERS = ("k1v2", "k2v2", "k3v4", "k4v8", "k6v8")
+FAST_RETENTION_TIERS = ("k2v2", "k3v4", "k4v8", "k6v8")
 """Fewer of them, where every tier of a layer is a launch of a kernel."""
 
 # Part of the ceiling that is freed at once where changing pages means listing them anew.
-_FAST_REFRESH_SHARE = 1 / 32
+_FAST_REFRESH_SHARE = 1 / 16
 
 # Budgets from this share on seal new states at the finer of two tiers (key and value bits).
 _FINE_SEAL_SHARE = 0.09

@@ -341,12 +341,14 @@ class RetentionResidency:
         """
         geometry, tiers = self._config.geometry, self._plan.tiers
         seal = self._store.seal_tier(self._sequence)
-        request = {(tiers.id_of(seal), PositionMode.CONTIGUOUS): self._store.config.max_slab_pages}
+        config = self._store.config
+        mode = config.span_mode(tiers.id_of(seal))
+        request = {(tiers.id_of(seal), mode): config.max_slab_pages}
         tables = 0
         for layer in range(geometry.num_layers):
             tier = self._finer_tier if layer in finer else seal
-            per_head = self._store.config.seal_tokens // tiers[tier].page_tokens
-            key = (tiers.id_of(tier), PositionMode.CONTIGUOUS)
+            per_head = config.seal_tokens // tiers[tier].page_tokens
+            key = (tiers.id_of(tier), config.span_mode(tiers.id_of(tier)))
             request[key] = request.get(key, 0) + geometry.num_kv_heads * per_head
             grown = np.full(geometry.num_kv_heads, per_head, dtype=np.int64)
             tables += self._store.table(self._sequence, layer).growth_bytes(grown)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout, blank_pages, put_dense
 from sphkv.store.pages import PageEncoder, check_finite, check_shapes, extreme_elements
-from sphkv.store.paging import MAX_POSITION, PageRows, PositionMode, live_mask
+from sphkv.store.paging import MAX_POSITION, PageRows, live_mask
 from sphkv.store.pool import EncodedPages, LayerChange, PagePool
 from sphkv.store.sequence import OpenTail, SequenceState
 
@@ -76,7 +76,7 @@ class SpanPages:
         if span.stop <= span.start:
             raise ValueError(f"a span must hold tokens, got {span}")
         self.span, self._device = span, pool.device
-        self.layout = pool.layout((span.tier_id, PositionMode.CONTIGUOUS))
+        self.layout = pool.layout((span.tier_id, pool.config.span_mode(span.tier_id)))
         heads, tokens = pool.config.geometry.num_kv_heads, self.layout.page_tokens
         self._num_pages = -(-(span.stop - span.start) // tokens)
         counts = torch.full((heads, self._num_pages), tokens)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
 from sphkv.errors import BudgetError
+from sphkv.store.paging import PositionMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,8 @@ class StoreConfig:
         recent_tokens: Newest states that stay dense when a page seals.
         max_bytes: Limit on the bytes of all live tensors; None for no limit.
         max_slab_pages: Pages of the largest slab.
-        has_few_kinds: Whether coded pages of contracts and demotions tell a position per run even
-            where one would do, so that kernels meet fewer kinds of pages.
+        has_few_kinds: Whether coded pages tell a position per run even where one would do, so
+            that kernels meet fewer kinds of pages.
         device: Torch device of pages, tails and pointer tables.
     """
 
@@ -43,8 +44,12 @@ class StoreConfig:
             raise ValueError(f"recent_tokens must not be negative, got {self.recent_tokens}")
 
     def is_in_runs(self, tier_id: int) -> bool:
-        """Whether pages of a tier that do not come from a tail tell a position per run."""
+        """Whether pages of a tier tell a position per run at least."""
         return self.has_few_kinds and self.tiers[tier_id].is_coded
+
+    def span_mode(self, tier_id: int) -> PositionMode:
+        """How pages of consecutive tokens store positions."""
+        return PositionMode.RUNS if self.is_in_runs(tier_id) else PositionMode.CONTIGUOUS
 
     @property
     def seal_tokens(self) -> int:

@@ -61,7 +61,7 @@ def span_bytes(
     for spans in layers:
         request: dict[PoolKey, int] = {}
         for span in spans:
-            key = (span.tier_id, PositionMode.CONTIGUOUS)
+            key = (span.tier_id, store.config.span_mode(span.tier_id))
             pages = -(-(span.stop - span.start) // store.config.tiers[span.tier_id].page_tokens)
             request[key] = request.get(key, 0) + pages
         most_pages.append(sum(request.values()))

@@ -62,7 +62,8 @@ def _sealed_layout(store: PageStore, sequence: int) -> PageLayout:
     """Layout of the pages that full tails of a sequence become."""
     tiers, head_dim = store.config.tiers, store.config.geometry.head_dim
     tier = tiers[store.seal_tier(sequence)]
-    return PageLayout(tiers.id_of(tier.name), tier, head_dim, PositionMode.CONTIGUOUS)
+    tier_id = tiers.id_of(tier.name)
+    return PageLayout(tier_id, tier, head_dim, store.config.span_mode(tier_id))
 
 
 def _layout_of_tag(store: PageStore, tag: int) -> PageLayout:
@@ -244,7 +245,7 @@ class CapturedSteps:
         self._tables = [[store.table(row, layer) for row in sequences] for layer in layers]
         tiers = store.config.tiers
         self._dense_tag = page_tag((tiers.dense_id, PositionMode.CONTIGUOUS))
-        self._sealed_tag = page_tag((self._sealed.tier_id, PositionMode.CONTIGUOUS))
+        self._sealed_tag = page_tag((self._sealed.tier_id, self._sealed.position_mode))
         found = _find_pages(self._tables)
         tags = {*found, self._sealed_tag, self._dense_tag}
         if any(pool_of_tag(tag)[1] is PositionMode.RUNS for tag in tags):
