@@ -11,8 +11,6 @@ import functools
 import torch
 from torch import Tensor
 
-from sphkv.core.constants import constant
-
 NUM_CELLS = 128
 NUM_RATIOS = 16
 CELLS_PER_UNIT = NUM_CELLS - 0.5
@@ -78,18 +76,23 @@ def clipped_starts(unit: Tensor, widths: tuple[int, ...]) -> Tensor:
     cell = (unit.abs().double() * CELLS_PER_UNIT).floor().long().clamp_(max=NUM_CELLS - 1)
     counts = torch.zeros(*unit.shape[:-1], NUM_CELLS, dtype=torch.float64, device=unit.device)
     counts.scatter_add_(-1, cell, torch.ones_like(cell, dtype=torch.float64))
-    weights = [clip_weights(bits) for bits in widths]
-    sums = []
-    for part in range(2):
-        flat = torch.stack([pair[part] for pair in weights]).flatten().tolist()
-        table = constant(tuple(flat), device=unit.device, dtype=torch.float64)
-        found = counts @ table.view(-1, NUM_CELLS).mT  # [..., tokens, widths * ratios]
-        sums.append(found.float().unflatten(-1, (len(widths), NUM_RATIOS)).movedim(-2, 0))
-    along, square = sums
+    # [..., tokens, widths * ratios] each
+    sums = ((counts @ table).float() for table in _weight_tables(widths, unit.device))
+    along, square = (part.unflatten(-1, (len(widths), NUM_RATIOS)).movedim(-2, 0) for part in sums)
     step = along / square
     best = (along * step).argmax(dim=-1, keepdim=True)
     start: Tensor = step.gather(-1, best) / CELLS_PER_UNIT
     return start
+
+
+@functools.lru_cache(maxsize=32)
+def _weight_tables(widths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """``clip_weights`` of several widths, ``[NUM_CELLS, widths * NUM_RATIOS]`` float64 each."""
+    # a tensor first made under inference mode could never meet autograd again
+    with torch.inference_mode(False):
+        parts = zip(*(clip_weights(bits) for bits in widths), strict=True)
+        along, square = (torch.cat(part).double().mT.contiguous().to(device) for part in parts)
+        return along, square
 
 
 def _middles() -> Tensor:

@@ -58,7 +58,7 @@ class Replay:
     def _try_capture(self, key: _Key, inputs: Tensors) -> _Captured | None:
         """The function captured; None, for good, if the driver will not have it."""
         # tensors made under inference mode could not be written to outside of it
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(inputs[0].device):
             try:
                 return self._capture(inputs)
             except RuntimeError:

@@ -167,9 +167,10 @@ def allocate_tiers(
     Args:
         choices: Units and tiers.
         budget: Bytes for all of them.
-        solver: ``"lagrangian"`` bisects the price of a byte, ``"value-per-byte"`` climbs every
-            unit's lower hull in order of loss saved per byte, ``"one-shot"`` is Algorithm 1,
-            step 4: one tier per unit at a given price, then the units in order of value per byte.
+        solver: ``"lagrangian"`` finds the price of a byte at which the budget is met,
+            ``"value-per-byte"`` climbs every unit's lower hull in order of loss saved per byte,
+            without steps that alone exceed the budget, ``"one-shot"`` is Algorithm 1, step 4: one
+            tier per unit at a given price, then the units in order of value per byte.
         price: Loss per byte for ``"one-shot"``; by default just below the price of the budget.
 
     Raises:

@@ -25,8 +25,9 @@ from sphkv.codec.calibration import Calibration
 from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS
 from sphkv.codec.states import SphericalCodec
 from sphkv.codec.values import COARSE_STEP, NUM_REFINEMENTS, READ_GAIN
+from sphkv.core.tiers import TierTable
 from sphkv.store.layout import PageLayout, header_words
-from sphkv.store.paging import PageRows
+from sphkv.store.paging import PageRows, PositionMode
 
 _THREADS = 256
 _RANGE_BYTES = 2 * _THREADS // 32 * 4
@@ -109,6 +110,24 @@ class CudaEncoder:
         if key not in held:
             held[key] = build_encode_tables(self._search.get(codec, layer, layout.tier, device))
         return held[key]
+
+    def prepare(
+        self, codec: SphericalCodec, layer: int, tiers: TierTable, device: torch.device
+    ) -> None:
+        """Make the tables of a layer whose codebooks are there, beside what else the GPU does.
+
+        Args:
+            codec: The codec that will be given to ``encode``.
+            layer: The layer.
+            tiers: Tiers that its pages may have; those that the kernels do not serve are left out.
+            device: The GPU.
+        """
+        head_dim = codec.calibration.geometry.head_dim
+        for tier_id, tier in enumerate(tiers):
+            if tier.has_value_codes:
+                layout = PageLayout(tier_id, tier, head_dim, PositionMode.RUNS)
+                if is_served(layout):
+                    self._table(codec, layer, layout, device)
 
     def table_bytes(self, codec: SphericalCodec) -> int:
         """Bytes of the tables made of a codec's calibration; all caches with it share them."""

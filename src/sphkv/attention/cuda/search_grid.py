@@ -83,10 +83,12 @@ def joint_planes(table: SearchTable) -> JointPlanes:
 
 
 def build_search_grid(table: SearchTable, joint: JointPlanes | None = None) -> SearchGrid:
-    """Grids of all heads."""
+    """Grids of all heads; on a GPU it waits for nothing."""
     joint = joint or joint_planes(table)
-    heads, num_joint = len(table.seen), joint.is_joint.sum(1)
-    most = max(1, int(num_joint.max()))
+    heads, num_slots = table.seen.shape[:2]
+    num_joint = joint.is_joint.sum(1)
+    # a plane with a grid has six bits at least, so there are no more of them than this
+    most = max(1, min(joint.is_joint.shape[1], num_slots * 4 // 6))
     # planes that have a grid come first, in order
     plane = (~joint.is_joint).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
     is_grid = torch.arange(most, device=plane.device) < num_joint[:, None]

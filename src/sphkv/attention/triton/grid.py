@@ -41,6 +41,8 @@ def _candidates_kernel(
     sum_x = tl.load(sums_ptr + 2 * (grid * SUMS + number))
     sum_y = tl.load(sums_ptr + 2 * (grid * SUMS + number) + 1)
     is_sum = tl.load(is_sum_ptr + grid * SUMS + number) != 0
+    if tl.max(is_sum.to(tl.int32), 0) == 0:
+        return
     u, v = cell // CELLS, cell % CELLS
     lines, middle = lines_ptr + 2 * grid * (CELLS + 1), middle_ptr + 2 * grid * CELLS
     x0, x1 = tl.load(lines + 2 * u), tl.load(lines + 2 * u + 2)
@@ -87,7 +89,7 @@ def candidates_of_cells(
         ``[grids, cells * cells, wanted]`` uint8.
     """
     grids, cells, _ = middle.shape
-    out = torch.empty(grids, cells * cells, wanted, dtype=torch.uint8, device=sums.device)
+    out = torch.zeros(grids, cells * cells, wanted, dtype=torch.uint8, device=sums.device)
     _candidates_kernel[(cells * cells // block, grids)](
         sums.contiguous(), is_sum.to(torch.uint8), lines.contiguous(), middle.contiguous(), out,
         CELLS=cells, SUMS=sums.shape[1], WANTED=wanted, BLOCK=block, num_warps=4,
