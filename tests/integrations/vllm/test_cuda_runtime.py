@@ -9,6 +9,7 @@ import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,7 +137,7 @@ class Server:
         runtime.num_sinks = num_sinks
         self.group = runtime.add_group(NAMES, window)
         size = (LAYERS, BLOCKS, HEADS, 1, runtime.layout.page_bytes)
-        self.cache = torch.randint(0, 256, size, dtype=torch.uint8, device=DEVICE)
+        self.cache: Any = torch.randint(0, 256, size, dtype=torch.uint8, device=DEVICE)
         runtime.bind({name: self.cache[at] for at, name in enumerate(NAMES)})
         self.codec = SphericalCodec(calibration)
         self.options = AttentionOptions(scale=DIM**-0.5, window=window)
