@@ -41,10 +41,4 @@ def test_a_book_gets_the_same_tiers(
         with torch.no_grad():
             model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
     runs = contracts[0].tier_id[..., ::16].contiguous()
-    if golden.is_update:
-        golden.check(f"decisions-smollm2-{percent}.bin", runs.numpy().tobytes())
-    name = f"decisions-smollm2-{percent}.bin"
-    expected = Path(__file__).parents[1].joinpath("golden", name).read_bytes()
-    right = torch.frombuffer(bytearray(expected), dtype=torch.uint8).view_as(runs)
-    # products of a whole model round as memory happens to be aligned, so near ties may turn over
-    assert float((runs != right).float().mean()) < 0.005
+    golden.check(f"decisions-smollm2-{percent}.bin", runs.numpy().tobytes())
