@@ -343,13 +343,13 @@ def retention_tiers(
         order: How the backend keeps pages; with pages of its kernel's size, tiers that the kernel
             reads.
     """
-    is_fast = order is not None and page_tokens in (None, order.page_tokens)
+    fits_kernel = order is not None and page_tokens in (None, order.page_tokens)
     if page_tokens is None:
         page_tokens = RETENTION_PAGE_TOKENS if order is None else order.page_tokens
-    names: Iterable[str] = FAST_RETENTION_TIERS if is_fast else RETENTION_TIERS
+    names: Iterable[str] = FAST_RETENTION_TIERS if fits_kernel else RETENTION_TIERS
     if table is not None:
         names = [tier.name for tier in table if tier.is_coded]
-    elif is_fast and order is not None:
+    elif fits_kernel and order is not None:
         every = ladder(head_dim, page_tokens=page_tokens, names=names)
         names = [tier.name for tier in every if _is_read(order, tier, head_dim)]
     return ladder(head_dim, page_tokens=page_tokens, names=names)
@@ -359,11 +359,15 @@ def _is_read(order: PageOrder, tier: TierSpec, head_dim: int) -> bool:
     return tier.is_coded and order.takes(PageLayout(1, tier, head_dim, PositionMode.RUNS))
 
 
+def is_fast(tiers: TierTable, order: PageOrder | None) -> bool:
+    """Whether coded pages are of the size that the backend's kernel reads."""
+    coded = next((tier for tier in tiers if tier.is_coded), None)
+    return order is not None and coded is not None and coded.page_tokens == order.page_tokens
+
+
 def refresh_share(tiers: TierTable, order: PageOrder | None) -> float:
     """Part of the ceiling to free at once when old pages must give way, see ``RetentionConfig``."""
-    coded = next((tier for tier in tiers if tier.is_coded), None)
-    is_fast = order is not None and coded is not None and coded.page_tokens == order.page_tokens
-    return _FAST_REFRESH_SHARE if is_fast else 0.0
+    return _FAST_REFRESH_SHARE if is_fast(tiers, order) else 0.0
 
 
 def choose_seal_tier(tiers: TierTable, budget: ByteBudget, geometry: KVGeometry) -> str:

@@ -560,18 +560,14 @@ class RetentionResidency:
             self._store.drop_listed(self._sequence, pages.layer_ids[gone], page_ids[gone])
             page_ids = self._compact(page_ids)
         for tier in sorted(set(tier_id[~gone].tolist())):
-            cost = int(self._tier_bytes[tier])
-            for layer in sorted(set(pages.layer_ids[tier_id == tier].tolist())):
-                left = ((tier_id == tier) & (pages.layer_ids == layer)).nonzero()[:, 0]
-                while len(left):
-                    room = (limit - self._used()) // cost - spare
-                    if room < len(left):
-                        page_ids = self._compact(page_ids)
-                        room = max(1, (limit - self._used()) // cost - spare)
-                    self._store.demote(
-                        self._sequence, layer, page_ids[left[:room]], tier, is_checked=True
-                    )
-                    left = left[room:]
+            left = (tier_id == tier).nonzero()[:, 0]
+            while len(left):
+                room = (limit - self._used()) // int(self._tier_bytes[tier]) - spare
+                if room < len(left):
+                    page_ids = self._compact(page_ids)
+                    room = (limit - self._used()) // int(self._tier_bytes[tier]) - spare
+                now, left = left[: max(1, room)], left[max(1, room) :]
+                self._store.demote_listed(self._sequence, pages.layer_ids[now], page_ids[now], tier)
             page_ids = self._compact(page_ids)
 
     def _compact(self, page_ids: Tensor) -> Tensor:

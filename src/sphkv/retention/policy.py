@@ -52,6 +52,8 @@ class ControlOptions:
         keep_share: States that Decoupled keeps.
         score: What values states: ``"attention"``, the expected move of a head's output;
             ``"recipe"``, the paper's fixed recipe; ``"votes"``, attention votes alone.
+        may_be_dense: Whether states may stay dense that nothing protects. Where the kernel of dense
+            states is the slowest of a layer they take the finest coded tier instead.
     """
 
     variant: Variant = "joint"
@@ -62,6 +64,7 @@ class ControlOptions:
     fixed_tier: str | None = None
     keep_share: float = 0.5
     score: str = "attention"
+    may_be_dense: bool = True
 
     def __post_init__(self) -> None:
         """Reject unknown variants and scores, and an empty choice of shapes."""

@@ -144,7 +144,8 @@ def decide_blocks(
         return _keep_drop(blocks, budget, tiers, options)
     if options.uniform_heads:
         return _uniform_heads(blocks, budget, options)
-    return _joint(blocks, budget, range(len(tiers)), options)[0]
+    num_tiers = len(tiers) if options.may_be_dense else tiers.dense_id
+    return _joint(blocks, budget, range(num_tiers), options)[0]
 
 
 def _joint(

@@ -421,8 +421,6 @@ class PageStore:
         layer: int,
         page_ids: Sequence[int] | Tensor,
         tier: int | str,
-        *,
-        is_checked: bool = False,
     ) -> None:
         """Re-encode pages at a lower tier; states of one head are packed together.
 
@@ -431,8 +429,6 @@ class PageStore:
             layer: Layer of the pages.
             page_ids: Ids of pages of any heads and tiers above ``tier``.
             tier: Id or name; the drop tier drops the pages.
-            is_checked: Whether the caller knows, from ``page_list``, that they hold no protected
-                state: then they are not read for that.
 
         Raises:
             ValueError: A page is not of this layer, not above ``tier``, or holds a
@@ -446,8 +442,7 @@ class PageStore:
             self.drop(sequence, layer, page_ids)
             return
         ids = torch.as_tensor(page_ids, dtype=torch.int64)
-        change = plan_demotion(self._pool, state, layer, ids, tier_id, is_checked=is_checked)
-        self._pool.commit([change])
+        self._pool.commit([plan_demotion(self._pool, state, layer, ids, tier_id)])
 
     def drop(self, sequence: int, layer: int, page_ids: Sequence[int] | Tensor) -> None:
         """Give up pages of a layer.
@@ -458,6 +453,30 @@ class PageStore:
         state = self._get(sequence, layer)
         ids = torch.as_tensor(page_ids, dtype=torch.int64)
         self._pool.commit([plan_drop(self._pool, state.tables[layer], ids)])
+
+    def demote_listed(
+        self, sequence: int, layer_ids: Tensor, page_ids: Tensor, tier_id: int
+    ) -> None:
+        """Re-encode pages of several layers at one lower tier, all or none; see ``demote``.
+
+        Args:
+            sequence: Their owner.
+            layer_ids: ``[pages]`` int64 layer of each.
+            page_ids: ``[pages]`` int64 ids, which ``page_list`` has told to be unprotected.
+            tier_id: A coded tier.
+
+        Raises:
+            ValueError: A page is not of its layer, or not above the tier.
+            BudgetError: The new pages do not fit beside those that stay.
+        """
+        state = self._get(sequence)
+        changes = [
+            plan_demotion(
+                self._pool, state, layer, page_ids[layer_ids == layer], tier_id, is_checked=True
+            )
+            for layer in sorted(set(layer_ids.tolist()))
+        ]
+        self._pool.commit(changes)
 
     def drop_listed(self, sequence: int, layer_ids: Tensor, page_ids: Tensor) -> None:
         """Give up pages of several layers at once; none of them is read.

@@ -229,7 +229,9 @@ class KernelShape:
 
     @property
     def _turn_bytes(self) -> int:
-        return 8 * self.entries
+        # with four columns a row of a page of runs holds half of each turn
+        is_half = self.positions is PositionMode.RUNS and self.columns != MAX_COLUMNS
+        return (4 if is_half else 8) * self.entries
 
     @property
     def _stage_bytes(self) -> int:

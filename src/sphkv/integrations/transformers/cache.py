@@ -19,7 +19,13 @@ from sphkv.cache.config import PROMPT_CALIBRATION, CacheConfig, RetentionConfig
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.files import load_engine, read_config, save_engine
 from sphkv.cache.method import MethodRecord
-from sphkv.cache.plan import choose_seal_tier, parse_tiers, refresh_share, retention_tiers
+from sphkv.cache.plan import (
+    choose_seal_tier,
+    is_fast,
+    parse_tiers,
+    refresh_share,
+    retention_tiers,
+)
 from sphkv.codec.calibration import Calibration, CalibrationOptions
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
@@ -370,7 +376,7 @@ def _retention_config(
         tiers,
         seal,
         policy=policy or RetentionPolicy(),
-        options=ControlOptions(score=asked.score),
+        options=ControlOptions(score=asked.score, may_be_dense=not is_fast(tiers, order)),
         protection=ProtectionRule(spans=tuple(asked.protect)),
         segments=SegmentSpans(tuple(asked.retrieved)),
         gate=asked.gate,

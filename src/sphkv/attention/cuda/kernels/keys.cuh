@@ -87,6 +87,15 @@ struct PairTurns {
 
   INLINE void load(uint32_t at) {
     const uint4 a = load_shared4(at);
+    if constexpr (HALF_TURNS) {
+      const uint32_t half[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        word[2 * i] = __byte_perm(half[i], 0, 0x1032) ^ 0x80000000u;
+        word[2 * i + 1] = half[i];
+      }
+      return;
+    }
     word[0] = a.x, word[1] = a.y, word[2] = a.z, word[3] = a.w;
     if constexpr (!TURNED_BY_PRODUCT) {
       const uint4 b = load_shared4(at + 16);
@@ -101,7 +110,7 @@ struct PairTurns {
 // zero for g = 2 * t and 2 * t + 1; other lanes read zeros, from banks of their own.
 INLINE uint32_t turn_address(uint32_t row, int lane) {
   const int g = lane / 4, t = lane & 3;
-  if (!TURNED_BY_PRODUCT) return row + t * 32;
+  if (!TURNED_BY_PRODUCT) return row + t * (HALF_TURNS ? 16 : 32);
   const uint32_t zeros = SHARED_BASE + ZERO_OFFSET + (g / 2 + 1) % 4 * 32;
   return g / 2 == t ? row + t * 32 + g % 2 * 16 : zeros;
 }

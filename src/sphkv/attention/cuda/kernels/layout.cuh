@@ -76,8 +76,11 @@ constexpr int QUERY_SETS = IS_CONTIGUOUS && !SHARED_COLUMNS && HEAD_DIM == 64 ? 
 constexpr int TURN_SETS = IS_TOKENS || SHARED_COLUMNS || QUERY_SETS == 2 ? 1 : 2;
 constexpr int TURN_ROWS = IS_TOKENS ? 0 : IS_RUNS ? PAGE_TILES : TURN_SETS;
 constexpr bool TURNED_BY_PRODUCT = !SHARED_COLUMNS && !IS_TOKENS;
+// A page of runs has eight rows: with four columns they hold (sin, cos) alone, and a lane finds the
+// other word itself, so that more pages fit beside the table.
+constexpr bool HALF_TURNS = IS_RUNS && !TURNED_BY_PRODUCT;
 constexpr int TURN_ROW_BYTES = 8 * PLANES;
-constexpr int TURN_PAIR_BYTES = 128;  // of two steps
+constexpr int TURN_PAIR_BYTES = HALF_TURNS ? 64 : 128;  // of two steps
 constexpr int TURN_BYTES = TURN_PAIR_BYTES * STEP_PAIRS;
 constexpr int ZERO_BYTES = TURNED_BY_PRODUCT ? TURN_BYTES : 0;
 

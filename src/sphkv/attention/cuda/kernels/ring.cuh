@@ -61,7 +61,7 @@ INLINE uint32_t turn_row(const Params& p, uint32_t position) {
 // that a lane of the product has its four words side by side.
 struct TurnOrder {
   static constexpr int PARTS = TURNED_BY_PRODUCT ? STEP_PAIRS : (ENTRIES + 31) / 32;
-  static constexpr int COPY_BYTES = TURNED_BY_PRODUCT ? 4 : 8;
+  static constexpr int COPY_BYTES = TURNED_BY_PRODUCT || HALF_TURNS ? 4 : 8;
   uint32_t word[PARTS];
 
   // Where lane's part `k` is in the map.
@@ -101,6 +101,7 @@ INLINE void request_turns(const Params& p, const TurnOrder& order, int base, uin
       const uint32_t row = IS_RUNS ? __shfl_sync(ALL_LANES, first, r) : first + r;
       const uint8_t* from = p.turns + (uint64_t)row * TURN_ROW_BYTES;
       if (TURNED_BY_PRODUCT) from += 4 - (lane & 4);
+      if (HALF_TURNS) from += 4;
 #pragma unroll
       for (int k = 0; k < TurnOrder::PARTS; k++) {
         const int at = (lane + 32 * k) * TurnOrder::COPY_BYTES;

@@ -37,6 +37,7 @@ from sphkv.integrations.vllm.cuda.steps import (
 from sphkv.store.layout import COUNT_OFFSET, HEADER_BYTES
 
 _HALF = torch.bfloat16.itemsize
+_PINNED_POWERS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,17 @@ class SinkLedger:
     def row(self, request: str) -> int:
         """Row of a request; -1 if it has none."""
         return self._row_of.get(self._first_block.get(request, -1), -1)
+
+
+def reserve_pinned() -> None:
+    """Let torch have pinned memory in every size that plans of steps take.
+
+    Asking the driver for more would wait for the device in the middle of a step.
+    """
+    sizes = [1 << power for power in range(_PINNED_POWERS)]
+    held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in 4 * sizes]
+    # what is given back here stays with torch
+    held.clear()
 
 
 def _pinned(array: Integers, device: torch.device) -> Tensor:

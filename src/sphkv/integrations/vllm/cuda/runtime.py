@@ -37,6 +37,7 @@ from sphkv.integrations.vllm.cuda.groups import (
     DeviceSeals,
     GroupShape,
     LayerGroup,
+    reserve_pinned,
 )
 from sphkv.integrations.vllm.cuda.retain import Cut, compact
 from sphkv.integrations.vllm.cuda.steps import Integers
@@ -208,6 +209,8 @@ class CudaRuntime(WorkerRuntime):
 
     def _warm_up(self) -> None:
         """Encode and rebuild a page with each codec, so that no request waits for a compiler."""
+        if self.device.type == "cuda":
+            reserve_pinned()
         size = (self.num_kv_heads, PAGE_TOKENS, self.head_dim)
         states = torch.zeros(size, dtype=torch.bfloat16, device=self.device)
         states[..., 0] = 1.0
