@@ -64,8 +64,8 @@ class CudaBackend:
             CudaUnavailableError: There is no GPU that the kernels are built for.
             ImportError: Triton is not installed.
         """
-        self.page_order = FragmentOrder()
-        self.page_codec = FragmentCodec(self.page_order)
+        self.page_order = self._order = FragmentOrder()
+        self.page_codec = FragmentCodec(self._order)
         self._device = device or _current_gpu()
         self._kernels = DecodeKernels(self._device)
         self._rest = TritonBackend()
@@ -189,9 +189,11 @@ class CudaBackend:
         return why_not_captured(store, sequences, windows)
 
     def table_bytes(self, codec: SphericalCodec) -> int:
-        """Bytes of the look-up tables of a codec: both kinds of kernels and captured steps."""
+        """Bytes of the look-up tables of a codec: of decoding, encoding and captured steps."""
         kernels = [self._kernels, *(steps.kernels for steps in self._captured)]
-        return self._rest.table_bytes(codec) + sum(each.table_bytes(codec) for each in kernels)
+        encoding = self._order.table_bytes(codec)
+        decoding = sum(each.table_bytes(codec) for each in kernels)
+        return self._rest.table_bytes(codec) + encoding + decoding
 
 
 def _list_sequence(

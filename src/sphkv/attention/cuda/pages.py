@@ -262,6 +262,10 @@ class FragmentOrder:
             self._cuda = CudaEncoder()
         return self._cuda
 
+    def table_bytes(self, codec: SphericalCodec) -> int:
+        """Bytes of the tables that encode with a codec; all caches with it share them."""
+        return 0 if self._cuda is None else self._cuda.table_bytes(codec)
+
     def takes(self, layout: PageLayout) -> bool:
         """Whether the kernel serves a layout."""
         return is_served(layout)

@@ -247,6 +247,16 @@ class CapturedSteps:
         self._dense_tag = page_tag((tiers.dense_id, PositionMode.CONTIGUOUS))
         self._sealed_tag = page_tag((self._sealed.tier_id, self._sealed.position_mode))
         found = _find_pages(self._tables)
+        self._make_lists(found)
+        self._fill(found)
+        self._dense_states = [self._tails_of(layer) for layer in layers]
+        self._launches = self._plan(found)
+        self._version = self._table_version()
+        self.recount()
+
+    def _make_lists(self, found: dict[int, _FoundPages]) -> None:
+        """Empty lists of every kind of page that is there or may come, with room."""
+        store, tiers = self._store, self._store.config.tiers
         tags = {*found, self._sealed_tag, self._dense_tag}
         if any(pool_of_tag(tag)[1] is PositionMode.RUNS for tag in tags):
             # a controller has decided, and may demote to any tier
@@ -257,9 +267,10 @@ class CapturedSteps:
             tag: page_base(store.allocator, _layout_of_tag(store, tag))
             for tag in tags - {self._dense_tag}
         }
-        heads, most = geometry.num_kv_heads, max_tokens // page + 1
-        self._growing = LayerLists(len(layers), heads, num_rows, most, self._device)
-        no_pages = np.zeros((len(layers), heads, num_rows), dtype=np.int64)
+        layers, heads = len(self._tables), store.config.geometry.num_kv_heads
+        num_rows, most = len(self._sequences), self.max_tokens // self._sealed.page_tokens + 1
+        self._growing = LayerLists(layers, heads, num_rows, most, self._device)
+        no_pages = np.zeros((layers, heads, num_rows), dtype=np.int64)
         held = sum((pages.counts for pages in found.values()), no_pages).sum((1, 2)).max()
         self._fixed = {
             tag: FixedLists.with_room(
@@ -269,11 +280,6 @@ class CapturedSteps:
             )
             for tag in sorted(tags - {self._sealed_tag})
         }
-        self._fill(found)
-        self._dense_states = [self._tails_of(layer) for layer in layers]
-        self._launches = self._plan(found)
-        self._version = self._table_version()
-        self.recount()
 
     def _table_version(self) -> int:
         """Rises with every change of a pointer table."""
