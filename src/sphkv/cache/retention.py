@@ -454,7 +454,7 @@ class RetentionResidency:
         young = self._retention.young_pages + int(self.gate is not None and self.gate.is_on)
         before = sealed - (young - 1) * self._plan.spec.page_tokens
         # once pages must change, as many do as the next pages to seal will ask for
-        target = limit - int(limit * self._retention.refresh_share)
+        target, spare = limit, int(limit * self._retention.refresh_share)
         for _ in range(_REBALANCE_ROUNDS):
             pages = self._changeable(self._store.page_list(self._sequence), before)
             if pages.num_pages == 0:
@@ -462,6 +462,9 @@ class RetentionResidency:
             choices = self._choices(pages)
             held = choices.bytes_of(pages.tier_ids)
             needed = self._used() + reserve() - target
+            # where little may change, room for later is not worth all of it
+            needed += min(spare, max(0, held - needed) // 2)
+            spare = 0
             tier_id = self._rechoose(choices, pages, max(0, held - needed))
             changed = (tier_id < pages.tier_ids).nonzero()[:, 0]
             self._apply(pages.select(changed), tier_id[changed], limit)

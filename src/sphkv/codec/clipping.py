@@ -85,7 +85,8 @@ def clipped_starts(unit: Tensor, widths: tuple[int, ...]) -> Tensor:
     return start
 
 
-@functools.lru_cache(maxsize=32)
+# without a limit: captured graphs hold addresses of these
+@functools.cache
 def _weight_tables(widths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """``clip_weights`` of several widths, ``[NUM_CELLS, widths * NUM_RATIOS]`` float64 each."""
     # a tensor first made under inference mode could never meet autograd again

@@ -28,7 +28,8 @@ def constant(
     return _made(values, dtype, torch.device(device), kind)
 
 
-@functools.lru_cache(maxsize=1024)
+# without a limit: captured graphs hold addresses of these
+@functools.cache
 def _made(values: Numbers, dtype: torch.dtype | None, device: torch.device, kind: str) -> Tensor:
     # 1, 1.0 and True are equal keys but other tensors, hence the kind; and a tensor first made
     # under inference mode could never meet autograd again.

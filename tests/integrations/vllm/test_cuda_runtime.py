@@ -323,7 +323,8 @@ def test_prefix_is_found_and_rows_of_sinks_come_back(kernels, calibration):
     assert server.group.ledger.num_used == 0
 
 
-def test_request_finds_what_another_writes_in_the_same_step(kernels, calibration):
+@pytest.mark.parametrize("num_new", [7, 1])
+def test_request_finds_what_another_writes_in_the_same_step(kernels, calibration, num_new):
     server = Server(calibration)
     one = server.start("a", 0)
     for layer in range(LAYERS):
@@ -334,7 +335,8 @@ def test_request_finds_what_another_writes_in_the_same_step(kernels, calibration
     two.prefix_of = one
     for layer in range(LAYERS):
         one.keys[layer], one.values[layer] = one.keys[layer][:0], one.values[layer][:0]
-    server.step([(one, 200), (two, 7)])
+    # rows with one new token come first
+    server.step([(two, 1), (one, 200)] if num_new == 1 else [(one, 200), (two, num_new)])
     server.step([(one, 1), (two, 1)], padded=2)
 
 

@@ -122,14 +122,18 @@ class LayerLists:
         batch: Sequences.
         most: Pages a list can hold.
         device: Where the lists live.
+
+    Attributes:
+        most: Pages a list can hold.
     """
 
     def __init__(
         self, layers: int, heads: int, batch: int, most: int, device: torch.device | str
     ) -> None:
         lists = heads * batch
-        self._batch = batch
-        self._entries = torch.zeros(layers, lists, most, dtype=torch.int64, device=device)
+        self._batch, self.most = batch, most
+        # one place more: lists that are full are written behind their end when others grow
+        self._entries = torch.zeros(layers, lists, most + 1, dtype=torch.int64, device=device)
         self._counts = torch.zeros(layers, lists, dtype=torch.int64, device=device)
         # one place more, for entries that are not in use
         self._flat = torch.zeros(layers, lists * most + 1, dtype=torch.int64, device=device)
@@ -149,11 +153,11 @@ class LayerLists:
         Raises:
             ValueError: A list has more pages than there is room for.
         """
-        most, device = self._entries.shape[2], self._entries.device
-        if counts.max() > most:
-            raise ValueError(f"a list has {counts.max()} pages, room is {most}")
+        device = self._entries.device
+        if counts.max() > self.most:
+            raise ValueError(f"a list has {counts.max()} pages, room is {self.most}")
         flat = counts.reshape(-1)
-        first = np.arange(flat.size) * most - (flat.cumsum() - flat)
+        first = np.arange(flat.size) * (self.most + 1) - (flat.cumsum() - flat)
         at = torch.from_numpy(np.repeat(first, flat) + np.arange(flat.sum()))
         self._entries.view(-1).index_copy_(
             0, at.to(device, non_blocking=True), entries.to(device, non_blocking=True)

@@ -52,6 +52,8 @@ DENSE_PROCESSORS = 4
 
 # What a page costs beside its product steps, in such steps.
 _PAGE_STEPS = 10
+# Pages of a list that are not full: of the prompt, of what was demoted, and the newest.
+_SPARE_PAGES = 4
 # How much longer a page takes if no other team works while it is on its way.
 _ALONE = 1.5
 # Pages that lists have room for beyond those of now, in parts of a layer's.
@@ -268,7 +270,10 @@ class CapturedSteps:
             for tag in tags - {self._dense_tag}
         }
         layers, heads = len(self._tables), store.config.geometry.num_kv_heads
-        num_rows, most = len(self._sequences), self.max_tokens // self._sealed.page_tokens + 1
+        num_rows, most = (
+            len(self._sequences),
+            self.max_tokens // self._sealed.page_tokens + _SPARE_PAGES,
+        )
         self._growing = LayerLists(layers, heads, num_rows, most, self._device)
         no_pages = np.zeros((layers, heads, num_rows), dtype=np.int64)
         held = sum((pages.counts for pages in found.values()), no_pages).sum((1, 2)).max()
@@ -313,6 +318,8 @@ class CapturedSteps:
                 if not self._fixed[tag].replace(entries, pages.counts):
                     return False
                 continue
+            if pages.counts.max() > self._growing.most:
+                return False
             self._growing.fill(entries, pages.counts)
         return True
 

@@ -81,8 +81,12 @@ class DecoderGraph:
 
     def run(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> BaseModelOutputWithPast:
+    ) -> Any:
         """One pass of the decoder; nothing waits for the GPU."""
+        if self._engine.graph is None:
+            # what was to be replayed cannot be captured any more
+            self._num_single = 0
+            return forward(*args, **kwargs)
         ids, cache = kwargs["input_ids"], kwargs["past_key_values"]
         if self._graph is None or self._steps is not self._engine.graph:
             self._capture(forward, ids, cache)
@@ -206,7 +210,7 @@ class CachePass:
             return result
         options = read_options(call, engine.window(call.layer))
         sinks = call.options.get("s_aux")
-        if self._captured is not None:
+        if self._captured is not None and engine.graph is not None:
             states = (call.query, call.key, call.value)
             output = self._captured.attend(call.layer, *states, options, sink_logits=sinks)
             return output.transpose(1, 2).to(call.query.dtype), None

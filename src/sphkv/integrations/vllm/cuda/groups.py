@@ -286,7 +286,9 @@ class CudaStep:
         num_tokens: Tokens of the batch that count.
         decode: Rows with one new token; None if there is none.
         chunks: Chunks of prompts.
-        seals: Blocks that become full in a step with chunks; None if none does.
+        early_seals: Blocks that chunks fill, coded before anyone reads: a request with one new
+            token may have found them in the same step; None if there is none.
+        seals: Blocks that decoded rows fill in a step with chunks; None if none does.
         tail_tokens: Tokens of chunks that stay dense: place in the batch, slot, offset.
         pending: Blocks that a step of decoded rows alone fills, coded behind it.
         cuts: Prompts that are complete with this step and lose blocks behind it.
@@ -295,6 +297,7 @@ class CudaStep:
     num_tokens: int
     decode: DecodeStep | None
     chunks: tuple[DeviceChunks, ...]
+    early_seals: DeviceSeals | None
     seals: DeviceSeals | None
     tail_tokens: tuple[Tensor, Tensor, Tensor] | None
     pending: DeviceSeals | None
@@ -414,26 +417,29 @@ class LayerGroup:
         batch = padded if is_decode else decoded
         decode = self._plan_decode(rows, batch, table) if batch else None
         full = np.flatnonzero(num_tokens // PAGE_TOKENS > rows.before // PAGE_TOKENS)
-        seals = None
-        if len(full):
-            plan = plan_seals(
-                rows,
-                full.tolist(),
-                num_batch=0 if is_decode else int(query_starts[-1]),
-                sink_tokens=self.shape.sink_tokens,
-            )
-            seals = self._seals_to_device(plan, table)
+        num_batch = 0 if is_decode else int(query_starts[-1])
+        seals = self._plan_seals(rows, full[full < decoded], num_batch, table)
         cuts = self._plan_cuts(rows, requests, table, prompts)
         if is_decode:
-            return CudaStep(int(query_starts[-1]), decode, (), None, None, seals, cuts)
+            return CudaStep(int(query_starts[-1]), decode, (), None, None, None, seals, cuts)
+        early = self._plan_seals(rows, full[full >= decoded], num_batch, table)
         shape = self.shape
         groups = plan_chunks(
             rows, room=self.room, sink_tokens=shape.sink_tokens, window=shape.window
         )
         chunks = tuple(self._chunks_to_device(group, table) for group in groups)
-        return CudaStep(
-            int(query_starts[-1]), decode, chunks, seals, self._tails_to_device(rows), None, cuts
-        )
+        tails = self._tails_to_device(rows)
+        return CudaStep(int(query_starts[-1]), decode, chunks, early, seals, tails, None, cuts)
+
+    def _plan_seals(
+        self, rows: BatchRows, full: Integers, num_batch: int, table: Tensor
+    ) -> DeviceSeals | None:
+        """Blocks that some rows fill; None if there are no such rows."""
+        if not len(full):
+            return None
+        sinks = self.shape.sink_tokens
+        plan = plan_seals(rows, full.tolist(), num_batch=num_batch, sink_tokens=sinks)
+        return self._seals_to_device(plan, table)
 
     def _plan_cuts(
         self, rows: BatchRows, requests: Sequence[str], table: Tensor, prompts: Integers | None

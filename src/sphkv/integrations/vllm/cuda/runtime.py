@@ -384,13 +384,15 @@ class CudaRuntime(WorkerRuntime):
             sink_logits: ``[query_heads]`` float32 learned sinks.
         """
         pages = _as_pages(cache)
+        query, keys, values = states
+        if step.early_seals is not None:
+            # before anyone reads: a request may find what another writes in the same step
+            self._seal(layer, (keys, values), pages, step.early_seals)
         if step.decode is not None:
             self._attend_rows(layer, states, pages, step.decode, options, output, sink_logits)
         if not step.chunks:
             return
-        query, keys, values = states
         if step.seals is not None:
-            # before anyone reads: a request may find what another writes in the same step
             self._seal(layer, (keys, values), pages, step.seals)
         for chunks in step.chunks:
             part = slice(chunks.plan.first, chunks.plan.end)
