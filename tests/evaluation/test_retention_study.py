@@ -181,7 +181,7 @@ def point(method: str, workload: str, case: str, kl: float | None, **more: Any) 
         "kl": kl, "kl_max": 2.0, "same_top1": 0.5, "nll_delta": 0.1, "by_margin": margins,
         "is_same": 1.0, "failures": ["derailment"] if kl and kl > 0.25 else [],
         "length_drift": -2, "s_traj": 0.25, "f1_reference": 0.0 if case == "unknown" else 1.0,
-        "f1": 0.0 if case == "n" else 1.0,
+        "f1": 0.0 if case == "n" else 1.0, "length": -2 if case == "mute" else 3,
     }  # fmt: skip
     return {
         "method": method,
@@ -206,6 +206,7 @@ def test_an_ablation_leaves_a_variant_empty_that_some_prompt_could_not_use():
             point("joint", "qa", "q", 0.2),
             point("joint", "needle", "n", 0.4),
             point("joint", "needle", "unknown", 9.0),
+            point("joint", "qa", "mute", 0.0),
             point("joint:quant", "lm", "a", None),
             point("joint:quant", "lm", "b", 0.1),
             point("joint:noseg", "lm", "b", 0.4),
@@ -215,7 +216,8 @@ def test_an_ablation_leaves_a_variant_empty_that_some_prompt_could_not_use():
     assert [row["variant"] for row in rows] == ["joint", "joint:quant", "joint:noseg"]
     assert [row["lm_above"] for row in rows] == [None, None, "0.1 [0.1, 0.1]"]
     assert rows[0]["lm_kl"] == pytest.approx(0.2)
-    # divergence from dense counts whatever dense says, what is right only where dense is
+    # divergence from dense counts whatever dense says, if it says something; what is right only
+    # where dense is
     assert rows[0]["qa_kl"] == pytest.approx(3.2)
     assert rows[0]["r_fail"] == pytest.approx(2 / 3)
     assert (rows[0]["num_answered"], rows[0]["qa_f1"], rows[0]["qa_f1_dense"]) == (2, 0.5, 1.0)

@@ -26,7 +26,8 @@ _VARIANT_COLUMNS = {
     "r_fail": "R_fail",
     "delta_t": "Delta T",
     "s_traj": "S_traj",
-    "num_prompts": "prompts",
+    "num_texts": "texts",
+    "num_asked": "answers",
     "num_answered": "dense right",
     "note": "note",
 }

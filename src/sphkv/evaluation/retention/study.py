@@ -161,8 +161,9 @@ def ablation_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     and the variance over seeds; these compare with dense's answer, be it right or wrong.
     ``*_interval`` is a mean divergence with its 95% interval over prompts, ``*_above`` how much it
     is above ``joint``'s at the budget, paired, with that one's.
-    ``num_answered`` says how many dense gets right, ``qa_f1`` and ``qa_f1_dense`` are of those. A
-    variant that some prompt leaves without a contract has no means.
+    Questions to which dense says nothing are left out of them. ``num_asked`` says how many are
+    left, ``num_answered`` how many of these dense gets right; ``qa_f1`` and ``qa_f1_dense`` are of
+    the latter. A variant that some prompt leaves without a contract has no means.
     """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for record in records:
@@ -201,6 +202,8 @@ def _row(budget: str, variant: str, members: Sequence[Mapping[str, Any]]) -> dic
         [1e3 * text["times"]["attend_s"] / text["times"]["num_measured"] for text in texts]
     )
     asked = [member["quality"] for member in _measured(members, ("qa", "needle"))]
+    row["num_asked"] = len(asked) if asked else None
+    row["num_texts"] = len(texts) if texts else None
     row["qa_kl"] = _mean([quality["kl"] for quality in asked])
     row["qa_same"] = _mean([quality["is_same"] for quality in asked])
     row["r_fail"] = failure_rate([q["failures"] for q in asked]) if asked else None
@@ -218,9 +221,22 @@ def _row(budget: str, variant: str, members: Sequence[Mapping[str, Any]]) -> dic
 def _measured(
     members: Sequence[Mapping[str, Any]], workloads: Sequence[str]
 ) -> list[Mapping[str, Any]]:
-    """Points of some workloads; none if one of them was refused."""
+    """Points of some workloads; none if one of them was refused.
+
+    A question to which dense says nothing is left out: it ends at the prompt's own logits, which
+    no cache has a part in.
+    """
     part = [member for member in members if member["workload"] in workloads]
-    return part if all(member["status"] == "measured" for member in part) else []
+    if any(member["status"] != "measured" for member in part):
+        return []
+    return [member for member in part if _says_something(member)]
+
+
+def _says_something(member: Mapping[str, Any]) -> bool:
+    """Whether the exact model's answer has a token; of a text always."""
+    if member["workload"] == "lm":
+        return True
+    return bool(member["quality"]["length"] > member["quality"]["length_drift"])
 
 
 def tune_policy(
