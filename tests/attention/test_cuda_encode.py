@@ -26,7 +26,7 @@ def test_pages_of_another_size_get_shared_memory_of_their_own(monkeypatch):
     monkeypatch.setattr(encode, "Kernel", lambda *given, **sizes: sizes["shared_bytes"])
     encoder = CudaEncoder()
     sizes = [
-        encoder._kernel("sphkv_reorder", kind, kind.page_bytes, device=torch.device("cuda"))
+        encoder._kernel(*encode.reorder_build(kind), kind.page_bytes, device=torch.device("cuda"))
         for kind in map(layout, PositionMode)
     ]
     assert sizes == [layout(mode).page_bytes for mode in PositionMode]
