@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheTensor,
     SlidingWindowSpec,
@@ -64,15 +65,22 @@ def runtime():
     activate(None)
 
 
-def full_spec() -> Any:
-    return FullAttentionSpec(
-        block_size=128, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16
-    )
+def layer_spec(window: int | None = None) -> Any:
+    """What vLLM makes of a layer that sees everything, or of one with a window."""
+    given: dict[str, Any] = {
+        "block_size": 128,
+        "num_kv_heads": HEADS,
+        "head_size": DIM,
+        "dtype": torch.bfloat16,
+    }
+    if window is None:
+        return FullAttentionSpec(**given)
+    return SlidingWindowSpec(sliding_window=window, **given)
 
 
 @pytest.mark.usefixtures("runtime")
 def test_a_block_of_a_head_is_one_run_of_bytes():
-    spec = customize_attention_spec(CudaSphericalBackend, full_spec())
+    spec = customize_attention_spec(CudaSphericalBackend, layer_spec())
     assert spec.page_size_bytes == HEADS * PAGE
     assert CudaSphericalBackend.customize_spec(spec) == spec
     assert CudaSphericalBackend.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
@@ -103,9 +111,9 @@ def test_windowed_layers_have_pages_of_the_same_size():
 
 
 def test_steps_are_planned_from_what_the_host_knows(runtime):
-    builder = CudaMetadataBuilder(full_spec(), ["a", "b"], None, torch.device("cpu"))
+    builder = CudaMetadataBuilder(layer_spec(), ["a", "b"], None, torch.device("cpu"))
     assert runtime.calls.pop() == (("a", "b"), None)
-    support = builder.get_cudagraph_support(None, full_spec())
+    support = builder.get_cudagraph_support(None, layer_spec())
     assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     table = torch.zeros(4, 2, dtype=torch.int32)
     common = SimpleNamespace(
@@ -177,22 +185,28 @@ def test_memory_is_what_was_foreseen():
     assert shape.sink_bytes == 2 * 6 * 2 * (64 + 2 * 4 * 64 * 2)
 
 
-def test_blocks_of_a_cut_prompt_go_back_to_the_pool(runtime):
-    runtime.kept_share = 0.4
-    spec = customize_attention_spec(CudaSphericalBackend, full_spec())
-    assert spec.kept_share == 0.4
-    assert spec.page_size_bytes == HEADS * PAGE
-    assert type(spec).merge([spec, spec]) == spec
-    pool = BlockPool(num_gpu_blocks=20, enable_caching=False, hash_block_size=128)
+def make_manager(spec: Any, *, caches: bool, num_blocks: int = 20) -> tuple[Any, BlockPool]:
+    """The manager that vLLM makes for a specification, and its pool."""
+    pool = BlockPool(num_gpu_blocks=num_blocks, enable_caching=caches, hash_block_size=128)
     manager_class = KVCacheSpecRegistry.get_manager_class(spec)
     assert manager_class is not None
     manager = manager_class(
         spec,
         block_pool=pool,
-        enable_caching=False,
+        enable_caching=caches,
         kv_cache_group_id=0,
         scheduler_block_size=128,
     )
+    return manager, pool
+
+
+def test_blocks_of_a_cut_prompt_go_back_to_the_pool(runtime):
+    runtime.kept_share = 0.4
+    spec = customize_attention_spec(CudaSphericalBackend, layer_spec())
+    assert spec.kept_share == 0.4
+    assert spec.page_size_bytes == HEADS * PAGE
+    assert type(spec).merge([spec, spec]) == spec
+    manager, pool = make_manager(spec, caches=False)
     free = pool.get_num_free_blocks()
     manager.allocate_new_blocks("a", 1300, 1300)
     assert pool.get_num_free_blocks() == free - 11
@@ -209,11 +223,62 @@ def test_blocks_of_a_cut_prompt_go_back_to_the_pool(runtime):
     assert pool.get_num_free_blocks() == free
 
 
+def test_prompts_keep_their_blocks_without_a_budget(runtime):
+    spec = customize_attention_spec(CudaSphericalBackend, layer_spec())
+    manager, pool = make_manager(spec, caches=False)
+    manager.allocate_new_blocks("a", 1300, 1300)
+    free = pool.get_num_free_blocks()
+    manager.remove_skipped_blocks("a", 1300, 1290)
+    assert pool.get_num_free_blocks() == free
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("window", [None, 256])
+def test_nobody_finds_a_block_in_the_step_whose_single_token_fills_it(window: int | None):
+    spec = customize_attention_spec(CudaSphericalBackend, layer_spec(window))
+    manager, _ = make_manager(spec, caches=True)
+    request = SimpleNamespace(
+        request_id="a",
+        num_computed_tokens=0,
+        num_prompt_tokens=200,
+        num_tokens=256,
+        shared_prefix_boundary=None,
+        block_hashes=[b"first", b"second"],
+        all_token_ids=list(range(256)),
+    )
+    cached: list[int] = []
+    manager.block_pool.cache_full_blocks = lambda **given: cached.append(given["num_full_blocks"])
+    manager.allocate_new_blocks("a", 256, 256)
+    # a chunk: its blocks are coded before anyone reads
+    manager.cache_blocks(request, 200, replay_boundaries=())
+    assert cached == [1]
+    request.num_computed_tokens = 255
+    manager.cache_blocks(request, 256, replay_boundaries=())
+    assert cached == [1]
+    # the step is done
+    request.num_computed_tokens = 256
+    manager.cache_blocks(request, 256, replay_boundaries=())
+    assert cached == [1, 2]
+
+
+@pytest.mark.usefixtures("runtime")
+def test_layers_without_a_manager_are_refused():
+    spec = ChunkedLocalAttentionSpec(
+        block_size=128,
+        num_kv_heads=HEADS,
+        head_size=DIM,
+        dtype=torch.bfloat16,
+        attention_chunk_size=256,
+    )
+    with pytest.raises(ValueError, match="layers of ChunkedLocalAttentionSpec"):
+        CudaSphericalBackend.customize_spec(spec)
+
+
 def test_other_layers_keep_their_managers(runtime):
-    assert KVCacheSpecRegistry.get_manager_class(full_spec()) is FullAttentionManager
+    assert KVCacheSpecRegistry.get_manager_class(layer_spec()) is FullAttentionManager
     runtime.kept_share = 0.4
-    specs = [customize_attention_spec(CudaSphericalBackend, full_spec())]
+    specs = [customize_attention_spec(CudaSphericalBackend, layer_spec())]
     runtime.kept_share = 0.5
-    specs.append(customize_attention_spec(CudaSphericalBackend, full_spec()))
+    specs.append(customize_attention_spec(CudaSphericalBackend, layer_spec()))
     with pytest.raises(ValueError, match="layers of one group differ"):
         type(specs[0]).merge(specs)

@@ -47,46 +47,71 @@ def gpt_oss() -> GptOssConfig:
     return GptOssConfig(num_local_experts=4, num_experts_per_tok=2, **SHAPE)
 
 
-@pytest.mark.parametrize("make", [gemma2, gpt_oss])
-def test_windows_with_and_without_sinks(
-    make: Callable[[], Any], generate: Callable[..., Generation], tmp_path: Path
-):
+def save_model(config: Any, folder: Path, change: Callable[[str, torch.Tensor], None]) -> str:
+    """A random model whose weights were changed; returns the file of its codebooks."""
     torch.manual_seed(0)
-    config = make()
     model = AutoModelForCausalLM.from_config(config)
     for name, weight in model.named_parameters():
-        # attention that looks at few tokens, so that the wrong ones change the text
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            weight.data *= 4
-        if name.endswith("sinks"):
-            weight.data.normal_(2.0, 1.0)
-    model.save_pretrained(tmp_path / "model")
+        change(name, weight.data)
+    model.save_pretrained(folder)
     ropes = layer_ropes(config.to_dict(), list(range(LAYERS)), DIM)
+    path = folder.with_suffix(".safetensors")
     geometry = KVGeometry(LAYERS, KV_HEADS, HEADS, DIM)
-    save_calibration(default_calibration(geometry, tuple(ropes)), tmp_path / "c.safetensors")
+    save_calibration(default_calibration(geometry, tuple(ropes)), path)
+    return str(path)
+
+
+def random_prompts(*lengths: int) -> list[dict[str, list[int]]]:
     draw = torch.Generator().manual_seed(1)
-    prompts = [
+    return [
         {"prompt_token_ids": torch.randint(2, VOCABULARY, (count,), generator=draw).tolist()}
-        for count in (300, 150, 40)
+        for count in lengths
     ]
-    given = {
+
+
+def engine(codebooks: str | None, **sphkv: Any) -> dict[str, Any]:
+    """Arguments of a small engine, stock or coded."""
+    given: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "kv_cache_memory_bytes": CACHE_BYTES,
         "max_num_batched_tokens": 1024,
         "long_prefill_token_threshold": 130,
     }
-    stock = generate(tmp_path / "model", [prompts], **given)
-    codes = {"calibration": str(tmp_path / "c.safetensors"), "key_bits": 16, "value_bits": 16}
-    ours = generate(
-        tmp_path / "model",
-        [prompts],
-        **given,
-        worker_cls=WORKER,
-        block_size=64,
-        additional_config={"sphkv": codes},
-    )
+    if codebooks is not None:
+        sphkv = {"sphkv": {"calibration": codebooks, **sphkv}}
+        given |= {"worker_cls": WORKER, "block_size": 64, "additional_config": sphkv}
+    return given
+
+
+@pytest.mark.parametrize("make", [gemma2, gpt_oss])
+def test_windows_with_and_without_sinks(
+    make: Callable[[], Any], generate: Callable[..., Generation], tmp_path: Path
+):
+    def change(name: str, weight: torch.Tensor) -> None:
+        # attention that looks at few tokens, so that the wrong ones change the text
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight *= 4
+        if name.endswith("sinks"):
+            weight.normal_(2.0, 1.0)
+
+    model = tmp_path / "model"
+    codebooks = save_model(make(), model, change)
+    prompts = random_prompts(300, 150, 40)
+    stock = generate(model, [prompts], **engine(None))
+    ours = generate(model, [prompts], **engine(codebooks, key_bits=16, value_bits=16))
     line = re.search(r"(\d+) bytes per token .* (\d+) tokens in (\d+) blocks", ours.log)
     assert line is not None
     assert 0.9 * CACHE_BYTES < int(line[1]) * int(line[2]) <= CACHE_BYTES
     agreed = [same_start(a, b) for a, b in zip(stock.tokens, ours.tokens, strict=True)]
     assert sum(agreed) / sum(map(len, ours.tokens)) > 0.9, agreed
+
+
+def test_what_is_not_a_number_stops_the_engine(generate: Callable[..., Generation], tmp_path: Path):
+    def change(name: str, weight: torch.Tensor) -> None:
+        if name.endswith("layers.1.self_attn.v_proj.weight"):
+            weight[3, 5] = torch.nan
+
+    model = tmp_path / "model"
+    codebooks = save_model(gpt_oss(), model, change)
+    with pytest.raises(AssertionError, match="NaNs detected in logits"):
+        generate(model, [random_prompts(40)], **engine(codebooks, key_bits=3, value_bits=4))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -55,6 +56,16 @@ def read_options(vllm_config: Any, *, value_bits: int) -> ServeOptions:
     # the entry point may be switched off, so this does not rely on it
     register()
     return options
+
+
+def stop_on_nans() -> None:
+    """Let vLLM stop, and name the requests, where logits are not numbers.
+
+    A state that is not a number would be coded as one and shared by its prefix. The step that
+    computes it always shows: later tokens of the same step attend to it, and the last one has
+    logits. Someone who set the variable keeps what it says.
+    """
+    os.environ.setdefault("VLLM_RAISE_ON_LOGIT_NANS", "1")
 
 
 class CodedWorker:

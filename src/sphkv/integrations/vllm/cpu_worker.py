@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sphkv.integrations.vllm.backend import SphericalImpl
-from sphkv.integrations.vllm.coded_worker import CodedWorker, read_options
+from sphkv.integrations.vllm.coded_worker import CodedWorker, read_options, stop_on_nans
 from sphkv.integrations.vllm.options import check_block_size
 from sphkv.integrations.vllm.runtime import Runtime, activate
 
@@ -25,6 +25,7 @@ class CpuWorker(CodedWorker, CPUWorker):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         options = read_options(vllm_config, value_bits=_VALUE_BITS)
+        stop_on_nans()
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         self._runtime = Runtime(
             options,

@@ -16,13 +16,13 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     AttentionType,
 )
-from vllm.v1.kv_cache_interface import replace_as
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sphkv.attention.cuda.geometry import HEAD_DIMS, PAGE_TOKENS, ceil_div
 from sphkv.attention.cuda.pages import HOPPER
 from sphkv.attention.request import AttentionOptions
 from sphkv.integrations.vllm.cuda.groups import CudaStep, DeviceChunks
+from sphkv.integrations.vllm.cuda.manager import coded_spec
 from sphkv.integrations.vllm.runtime import active_runtime
 
 _FLASH_VERSION = 3
@@ -103,13 +103,7 @@ class CudaSphericalBackend(AttentionBackend):  # type: ignore[misc]
         coded = replace(
             spec, dtype=torch.uint8, state_content_bytes=page, tokens_per_state=PAGE_TOKENS
         )
-        share = active_runtime().kept_share
-        if share == 1.0:
-            return coded
-        # only a server with a budget has a manager of its own
-        from sphkv.integrations.vllm.cuda.manager import CutPromptSpec
-
-        return replace_as(coded, CutPromptSpec, kept_share=share)
+        return coded_spec(coded, active_runtime().kept_share)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

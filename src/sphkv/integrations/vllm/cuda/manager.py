@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's side of prompts cut to a budget: the blocks that no head kept go back to the pool.
+"""The scheduler's side of coded blocks: when they may be found, and when they go back to the pool.
 
-Importing this registers the manager, so every process that reads the specification has it.
+Importing this registers the managers, so every process that reads the specifications has them.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from sphkv.integrations.vllm.cuda.retain import kept_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutPromptSpec(FullAttentionSpec):  # type: ignore[misc]
-    """Coded blocks of a layer whose prompts are cut when they are complete.
+class CodedSpec(FullAttentionSpec):  # type: ignore[misc]
+    """Coded blocks of a layer that sees everything.
 
     Attributes:
-        kept_share: Part of a prompt's full blocks that stays.
+        kept_share: Part of a prompt's full blocks that stays when it is complete.
     """
 
     kept_share: float = 1.0
@@ -34,10 +34,47 @@ class CutPromptSpec(FullAttentionSpec):  # type: ignore[misc]
         return specs[0]
 
 
-class CutPromptManager(FullAttentionManager):  # type: ignore[misc]
+@dataclass(frozen=True, kw_only=True)
+class CodedWindowSpec(SlidingWindowSpec):  # type: ignore[misc]
+    """Coded blocks of a layer with a window."""
+
+
+def coded_spec(spec: Any, kept_share: float) -> Any:
+    """The same specification, with a manager of ours.
+
+    Args:
+        spec: What vLLM made of the layer, blocks already counted in coded bytes.
+        kept_share: Part of a prompt's full blocks that stays when it is complete.
+
+    Raises:
+        ValueError: There is no manager for such layers.
+    """
+    if type(spec) is FullAttentionSpec:
+        return replace_as(spec, CodedSpec, kept_share=kept_share)
+    if type(spec) is SlidingWindowSpec:
+        return replace_as(spec, CodedWindowSpec)
+    raise ValueError(f"coded blocks do not support layers of {type(spec).__name__}")
+
+
+class _CodedBlocks:
+    """Lets nobody find a block in the step that fills it by a single token.
+
+    Such a block is coded behind the step, and a request of one new token that found it would read
+    it before. vLLM asks again after the step, so the block is found from then on. Blocks that
+    chunks fill are coded before anyone reads.
+    """
+
+    def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Let blocks of a request be found by their prefix."""
+        if num_tokens == request.num_computed_tokens + 1:
+            num_tokens -= 1
+        super().cache_blocks(request, num_tokens, *args, **kwargs)  # type: ignore[misc]
+
+
+class CodedManager(_CodedBlocks, FullAttentionManager):  # type: ignore[misc]
     """Frees what workers left of a prompt's blocks, as windows free what they passed."""
 
-    def __init__(self, kv_cache_spec: CutPromptSpec, **kwargs: Any) -> None:
+    def __init__(self, kv_cache_spec: CodedSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._share = kv_cache_spec.kept_share
 
@@ -54,5 +91,10 @@ class CutPromptManager(FullAttentionManager):  # type: ignore[misc]
         self._remove_blocks_in_range(request_id, kept_blocks(full, self._share), full)
 
 
+class CodedWindowManager(_CodedBlocks, SlidingWindowManager):  # type: ignore[misc]
+    """Blocks of layers with a window."""
+
+
 KVCacheSpecRegistry._ensure_registered()
-KVCacheSpecRegistry.register(CutPromptSpec, CutPromptManager, FullAttentionSpec)
+KVCacheSpecRegistry.register(CodedSpec, CodedManager, FullAttentionSpec)
+KVCacheSpecRegistry.register(CodedWindowSpec, CodedWindowManager, SlidingWindowSpec)

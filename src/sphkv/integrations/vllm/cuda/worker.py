@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
 from sphkv.attention.cuda.geometry import PAGE_TOKENS
-from sphkv.integrations.vllm.coded_worker import CodedWorker, read_options
+from sphkv.integrations.vllm.coded_worker import CodedWorker, read_options, stop_on_nans
 from sphkv.integrations.vllm.cuda.backend import CudaSphericalImpl
 from sphkv.integrations.vllm.cuda.runtime import CudaRuntime
 from sphkv.integrations.vllm.runtime import activate
@@ -27,6 +27,7 @@ class CudaWorker(CodedWorker, Worker):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self._options = read_options(vllm_config, value_bits=_VALUE_BITS)
+        stop_on_nans()
         if not vllm_config.use_v2_model_runner:
             raise ValueError("coded blocks on a GPU need vLLM's model runner V2")
         cache = vllm_config.cache_config
