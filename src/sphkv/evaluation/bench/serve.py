@@ -35,12 +35,14 @@ from sphkv.integrations.vllm.serve import (
 )
 
 _TIMEOUT_SECONDS = 1800
-_POLL_SECONDS = 2.0
+_POLL_SECONDS = {"cpu": 2.0, "cuda": 0.1}
+# The cache has its bytes by name; vLLM compares this part of a GPU with what is free, and no more.
+_GPU_SHARE = 0.05
 
 STOCK = "stock"
 DEVICES = ("cpu", "cuda")
 DTYPES = {"float32": 4, "bfloat16": 2}
-_TIER = re.compile(r"k(\d+(?:\.\d+)?)v(\d+)")
+_TIER = re.compile(r"k(\d+(?:\.\d+)?)v(\d+)(?::b(\d+))?")
 _START_SECONDS = 600
 _CHARACTERS_PER_TOKEN = 6
 _LARGEST = 1 << 20
@@ -129,16 +131,21 @@ def run_closed_loop(
 
 
 class GaugeWatch:
-    """Notes the largest value of a metric while a load runs; use as a context manager."""
+    """Notes the largest value of a metric while a load runs; use as a context manager.
 
-    def __init__(self, read: Any) -> None:
+    Args:
+        read: Gives the value.
+        seconds: Time between two looks.
+    """
+
+    def __init__(self, read: Callable[[], float], seconds: float) -> None:
         self.largest = 0.0
-        self._read = read
+        self._read, self._seconds = read, seconds
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
     def _watch(self) -> None:
-        while not self._stop.wait(_POLL_SECONDS):
+        while not self._stop.wait(self._seconds):
             try:
                 self.largest = max(self.largest, float(self._read()))
             except OSError:
@@ -199,7 +206,8 @@ class ServeBenchConfig:
     Attributes:
         model: ``"smollm2"``, a folder, a GGUF file or a hub name.
         text: File whose pieces are the prompts; no two share a beginning.
-        tiers: Tiers of the coded servers, such as ``k2v3``; stock always runs too.
+        tiers: Tiers of the coded servers, such as ``k2v3``, or ``k2v4:b51`` with a budget of 51
+            bytes per token and KV head; stock always runs too.
         calibration: File of ``sphkv calibrate``; the servers calibrate themselves without it.
         cache_mib: Cache memory of a server; see ``stock_cache_bytes`` for float32.
         prompt_tokens: Least and most tokens of a prompt.
@@ -272,9 +280,11 @@ class ServeBenchConfig:
         """
         match = _TIER.fullmatch(tier)
         if match is None:
-            raise ValueError(f"a tier is written like k2v3, got {tier!r}")
+            raise ValueError(f"a tier is written like k2v3 or k2v4:b51, got {tier!r}")
         options: dict[str, Any] = {"key_bits": float(match[1]), "value_bits": int(match[2])}
         coded_tier(options["key_bits"], options["value_bits"], page_tokens=self.block_tokens)
+        if match[3] is not None:
+            options["budget_bytes"] = int(match[3])
         if self.calibration is not None:
             options["calibration"] = self.calibration
         return options
@@ -317,6 +327,8 @@ def _bench_one(config: ServeBenchConfig, model: str, name: str) -> dict[str, Any
     arguments = ["--dtype", config.dtype]
     if config.device == "cpu":
         arguments.append("--enforce-eager")
+    else:
+        arguments += ["--gpu-memory-utilization", str(_GPU_SHARE)]
     arguments += ["--max-model-len", str(config.prompt_tokens[1] + config.new_tokens)]
     arguments += ["--max-num-seqs", str(config.max_running or config.clients)]
     if config.device == "cpu" or not is_stock:
@@ -341,7 +353,8 @@ def _load(config: ServeBenchConfig, running: RunningServer) -> dict[str, Any]:
     # the first request pays for what is made on first use
     complete(running.url, prompts[0][:16], 2)
     before = running.cpu_seconds()
-    with GaugeWatch(lambda: running.metric("vllm:num_requests_running")) as watch:
+    seconds = _POLL_SECONDS[config.device]
+    with GaugeWatch(lambda: running.metric("vllm:num_requests_running"), seconds) as watch:
         answers = run_closed_loop(running.url, prompts, config.new_tokens, config.clients)
     if running.process.poll() is not None:
         raise RuntimeError(f"the server stopped under load:\n{running.log[-_LOG_TAIL:]}")
