@@ -438,7 +438,7 @@ def _ask_too_much(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
     try:
         long = random_prompts(given, 1, given.max_model_len + 7, 2)
         llm.generate(long, sampling, use_tqdm=False)
-    except ValueError as raised:
+    except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"[:400]
     after = llm.generate(random_prompts(given, 1, 300, 1), sampling, use_tqdm=False)
     same = before[0].outputs[0].token_ids == after[0].outputs[0].token_ids
@@ -468,7 +468,7 @@ def _poison(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
 
 
 def _break_weight(model: Any) -> None:
-    model.model.layers[1].self_attn.o_proj.weight.data[3, 5] = math.nan
+    model.model.layers[1].input_layernorm.weight.data[5] = math.nan
 
 
 def run_kill(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
