@@ -496,14 +496,14 @@ def run_kill(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
 
 
 def _children(parent: int) -> list[int]:
-    """Processes that a process started and that run an engine."""
+    """Processes that a process started, but for Python's own tracker of shared memory."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
-            name = (stat.parent / "comm").read_text() + (stat.parent / "cmdline").read_text()
+            command = (stat.parent / "cmdline").read_text()
         except OSError:
             continue
-        if int(fields[1]) == parent and "Engine" in name:
+        if int(fields[1]) == parent and "resource_tracker" not in command:
             found.append(int(stat.parent.name))
     return found
