@@ -411,7 +411,10 @@ def test_prompts_are_cut_to_a_budget(kernels, calibration):
     assert server.group._cuts.keys() == {"c"}
 
 
-def test_late_queries_choose_pages():
+@pytest.mark.parametrize("most_keys", [1 << 18, 1])
+def test_late_queries_choose_pages(monkeypatch, most_keys):
+    # heads of long prompts are looked at one by one
+    monkeypatch.setattr("sphkv.integrations.vllm.cuda.retain._MOST_KEYS", most_keys)
     torch.manual_seed(0)
     keys = torch.randn(6 * 128 + 5, HEADS, DIM, device=DEVICE)
     query = torch.zeros(3, HEADS * GROUP, DIM, device=DEVICE)
@@ -437,6 +440,14 @@ def test_layers_at_uneven_distances_are_stored_one_by_one(kernels, calibration):
     server.step([(one, 1)])
     server.step([(one, 1)])
     assert server.runtime._pools == {(0, 1): None}
+
+
+@pytest.mark.parametrize(("keeps_prefixes", "rows"), [(True, 100), (False, 4)])
+def test_dense_first_tokens_have_room(kernels, calibration, keeps_prefixes, rows):
+    runtime = Server(calibration).runtime
+    runtime.keeps_prefixes = keeps_prefixes
+    runtime.reserve_sinks(800 * LAYERS * HEADS * runtime.layout.page_bytes)
+    assert runtime.num_sinks == rows
 
 
 def test_no_sinks_and_three_bits(kernels, calibration):

@@ -17,6 +17,8 @@ from sphkv.attention.cuda.geometry import PAGE_TOKENS
 
 # Last queries of a prompt whose attention decides.
 _QUERIES = 16
+# Keys of all heads that are looked at together: float32 copies of them live for a moment.
+_MOST_KEYS = 1 << 18
 _LEAST_BLOCKS = 2
 _RECENCY = 1e-9
 
@@ -60,9 +62,13 @@ class Cut:
         late = query[-_QUERIES:]
         heads, blocks = keys.shape[1], self.scores.shape[2]
         grouped = late.unflatten(1, (heads, -1)).permute(1, 0, 2, 3).flatten(1, 2)
-        logits = (grouped.float() * scale) @ keys.permute(1, 2, 0).float()  # [heads, rows, states]
-        weight = logits.softmax(-1).sum(1)[:, : blocks * PAGE_TOKENS]
-        self.scores[index] += weight.unflatten(1, (blocks, PAGE_TOKENS)).sum(-1)
+        together = max(1, _MOST_KEYS // len(keys))
+        for first in range(0, heads, together):
+            part = slice(first, first + together)
+            looked = keys[:, part].permute(1, 2, 0).float()
+            logits = (grouped[part].float() * scale) @ looked  # [heads, rows, states]
+            weight = logits.softmax(-1).sum(1)[:, : blocks * PAGE_TOKENS]
+            self.scores[index, part] += weight.unflatten(1, (blocks, PAGE_TOKENS)).sum(-1)
 
     def pages(self) -> Tensor:
         """``[layers, heads, kept]`` int64 pages that stay, in the order of positions."""

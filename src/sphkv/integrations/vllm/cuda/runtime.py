@@ -47,8 +47,8 @@ from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PageRows, PositionMode
 
 _CODED_ID = 1
-# Sequences whose first tokens are dense: this part of all blocks, so that prompts of a thousand
-# tokens each find room.
+# Sequences whose first tokens are dense, if their prefixes are kept: this part of all blocks, so
+# that prompts of a thousand tokens each find room.
 _SINK_SHARE = 8
 _LEAST_SINKS = 4
 _WORKSPACE_TOKENS = 32768
@@ -290,6 +290,10 @@ class CudaRuntime(WorkerRuntime):
 
     def reserve_sinks(self, block_bytes: int) -> None:
         """Choose how many sequences have dense first tokens, for so many bytes of blocks."""
+        if not self.keeps_prefixes:
+            # only those that run have any
+            self.num_sinks = self.max_sequences
+            return
         blocks = block_bytes / (self.block_bytes_per_token * PAGE_TOKENS)
         self.num_sinks = max(_LEAST_SINKS * self.max_sequences, int(blocks) // _SINK_SHARE)
 
