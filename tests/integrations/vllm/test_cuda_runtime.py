@@ -290,8 +290,11 @@ class Server:
         return states.split([HEADS * GROUP, HEADS, HEADS], 1)
 
 
-def test_chunks_decodes_and_seals(kernels, calibration):
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_chunks_decodes_and_seals(kernels, calibration, is_quiet):
     server = Server(calibration)
+    # where nobody finds a prefix, blocks are encoded beside the model
+    server.runtime._is_quiet = is_quiet
     one, two, three = (server.start(name, slot) for slot, name in enumerate("abc"))
     server.step([(one, 300), (two, 5)])
     server.step([(one, 1), (two, 1), (three, 126)], padded=3)
@@ -377,8 +380,10 @@ def test_sinks_follow_the_scheduler(kernels, calibration):
     runtime, ledger = server.runtime, server.group.ledger
     runtime.order_groups([NAMES])
     runtime.begin_step(scheduled(new=[("a", [3, 4], 0)]))
+    assert runtime._is_quiet
     ledger.assign("a")
     runtime.begin_step(scheduled(new=[("b", [3, 5], 128)], finished=["a"]))
+    assert not runtime._is_quiet
     assert ledger.row("a") == -1
     assert ledger.row("b") >= 0
     # the first block goes to someone who writes it

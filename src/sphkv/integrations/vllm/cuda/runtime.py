@@ -159,6 +159,11 @@ class CudaRuntime(WorkerRuntime):
         self._pools: dict[tuple[int, ...], Tensor | None] = {}
         self._page_shape = (PAGE_TOKENS, head_dim)
         self._no_flags = torch.zeros(0, PAGE_TOKENS, dtype=torch.bool, device=device)
+        self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # nobody but its owner reads a block in the step that fills it
+        self._is_quiet = False
+        # what is being encoded beside the model
+        self._beside: list[Tensor] = []
 
     @property
     def head_dim(self) -> int:
@@ -332,6 +337,7 @@ class CudaRuntime(WorkerRuntime):
             RuntimeError: A request begins in the middle of a block.
         """
         self.planned.clear()
+        self._is_quiet = not any(new.num_computed_tokens for new in scheduled.scheduled_new_reqs)
         gone = {*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())}
         for number, groups in enumerate(self._ordered):
             for group in groups:
@@ -352,6 +358,8 @@ class CudaRuntime(WorkerRuntime):
 
     def finish_step(self) -> None:
         """Code the blocks that the step filled, where layers did not do it themselves."""
+        self._join()
+        self._is_quiet = False
         for names, step in self.planned.items():
             self.finish(step, names)
         self.planned.clear()
@@ -389,7 +397,8 @@ class CudaRuntime(WorkerRuntime):
         """
         pages = _as_pages(cache)
         query, keys, values = states
-        if step.early_seals is not None:
+        self._join()
+        if step.early_seals is not None and not self._is_quiet:
             # before anyone reads: a request may find what another writes in the same step
             self._seal(layer, (keys, values), pages, step.early_seals)
         if step.decode is not None:
@@ -406,11 +415,29 @@ class CudaRuntime(WorkerRuntime):
             attend_chunks(query[part], *held, output[part], chunks, options, sink_logits)
             for cut in step.cuts:
                 self._score(layer, cut, query[part], held[0], chunks, options.scale)
+        self._keep(layer, (keys, values), pages, step)
+
+    def _keep(
+        self, layer: int, states: tuple[Tensor, Tensor], pages: Tensor, step: CudaStep
+    ) -> None:
+        """Store what chunks leave: full blocks, unless that is done, and tails."""
+        blocks = None
+        if step.early_seals is not None and self._is_quiet:
+            # before the tails that they begin with are written
+            blocks = self._collect(layer, states, step.early_seals)
         if step.tail_tokens is not None:
             tokens, slots, offsets = step.tail_tokens
             place = self._places[layer]
-            for tail, new in ((place.group.keys, keys), (place.group.values, values)):
+            for tail, new in zip((place.group.keys, place.group.values), states, strict=True):
                 tail[place.index][slots, :, offsets] = new[tokens]
+        if step.early_seals is not None and blocks is not None:
+            self._code_beside(layer, blocks, pages, step.early_seals)
+
+    def _join(self) -> None:
+        """Let what follows wait for blocks that are encoded beside the model."""
+        if self._beside:
+            torch.cuda.current_stream().wait_stream(self._side)
+            self._beside.clear()
 
     def _score(
         self,
@@ -466,22 +493,44 @@ class CudaRuntime(WorkerRuntime):
         self, layer: int, states: tuple[Tensor, Tensor], pages: Tensor, seals: DeviceSeals
     ) -> None:
         """Code the blocks that one layer fills in a step with chunks."""
-        place, heads = self._places[layer], self.num_kv_heads
+        self._code(layer, self._collect(layer, states, seals), pages, seals)
+
+    def _code_beside(
+        self, layer: int, blocks: list[Tensor], pages: Tensor, seals: DeviceSeals
+    ) -> None:
+        """Encode while the model goes on: it takes long, and little of the device."""
+        if self._side is None:
+            self._code(layer, blocks, pages, seals)
+            return
+        self._beside += blocks
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self._code(layer, blocks, pages, seals)
+
+    def _collect(
+        self, layer: int, states: tuple[Tensor, Tensor], seals: DeviceSeals
+    ) -> list[Tensor]:
+        """Copies ``[heads * blocks, 128, head_dim]`` of keys and values; keeps first tokens."""
+        place = self._places[layer]
         tails = (place.group.keys[place.index], place.group.values[place.index])
         sources = list(states)
         if len(seals.held):
             for at, tail in enumerate(tails):
                 held = tail[seals.held].transpose(1, 2).flatten(0, 1)
                 sources[at] = torch.cat([states[at], held])
-        blocks = [
-            source.transpose(0, 1).index_select(1, seals.source).view(-1, *self._page_shape)
-            for source in sources
-        ]
-        coded = self._encode(place.flat, blocks, seals, seals.heads + place.first_head)
-        _words(pages)[seals.blocks] = _words(coded.view(heads, -1, coded.shape[1])).transpose(0, 1)
         if len(seals.sink_rows):
             for sinks, source in zip(place.group.sink_states(place.index), sources, strict=True):
                 sinks[seals.sink_rows] = source[seals.sink_source].transpose(1, 2)
+        return [
+            source.transpose(0, 1).index_select(1, seals.source).view(-1, *self._page_shape)
+            for source in sources
+        ]
+
+    def _code(self, layer: int, blocks: list[Tensor], pages: Tensor, seals: DeviceSeals) -> None:
+        """Encode the blocks of a layer and store them."""
+        place, heads = self._places[layer], self.num_kv_heads
+        coded = self._encode(place.flat, blocks, seals, seals.heads + place.first_head)
+        _words(pages)[seals.blocks] = _words(coded.view(heads, -1, coded.shape[1])).transpose(0, 1)
 
     def _encode(
         self, flat: FlatHeads, states: Sequence[Tensor], seals: DeviceSeals, heads: Tensor
