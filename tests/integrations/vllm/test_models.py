@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.integrations.vllm.conftest import START_SECONDS, Generation
 from tests.integrations.vllm.test_engine import WORKER, same_start
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig
 
 from sphkv.codec.calibration import default_calibration
 from sphkv.codec.calibration_file import save_calibration
@@ -115,3 +115,19 @@ def test_what_is_not_a_number_stops_the_engine(generate: Callable[..., Generatio
     codebooks = save_model(gpt_oss(), model, change)
     with pytest.raises(AssertionError, match="NaNs detected in logits"):
         generate(model, [random_prompts(40)], **engine(codebooks, key_bits=3, value_bits=4))
+
+
+def test_a_compiled_model_gives_the_same_text(generate: Callable[..., Generation], tmp_path: Path):
+    def change(name: str, weight: torch.Tensor) -> None:
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight *= 4
+
+    shape = {key: value for key, value in SHAPE.items() if key != "sliding_window"}
+    model = tmp_path / "model"
+    codebooks = save_model(LlamaConfig(**shape), model, change)
+    prompts = random_prompts(300, 150, 40)
+    given = engine(codebooks, key_bits=3, value_bits=4)
+    eager = generate(model, [prompts], **given)
+    compiled = generate(model, [prompts], **given, enforce_eager=False)
+    assert "torch.compile" in compiled.log
+    assert compiled.tokens == eager.tokens
