@@ -10,7 +10,8 @@ python3 benchmarks/gpu_vllm.py stress --kv sphkv --watch 1    # many requests, c
 python3 benchmarks/gpu_vllm.py failures --model tiny --kv sphkv     # and kill: what goes wrong
 
 Every cache runs in a process of its own, so that a crash of one leaves the others. A line of JSON
-per run goes to stdout and to the file ``--out`` names. ``--kv sphkv:k3v4`` names another tier, and
+per run goes to stdout and to the file ``--out`` names. ``gpu_vllm.py jobs FILE`` runs a command per
+line of a file at once. ``--kv sphkv:k3v4`` names another tier, and
 ``--kv sphkv:k2v4:b51`` a budget of 51 bytes per token and KV head that complete prompts are cut
 to. Weights are random unless ``--folder`` names a model.
 """
@@ -20,9 +21,10 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import multiprocessing
 import os
 import random
-import subprocess
+import shlex
 import sys
 import time
 import traceback
@@ -55,14 +57,16 @@ from gpu_vllm_engines import (
 
 @contextmanager
 def turn(given: argparse.Namespace) -> Iterator[None]:
-    """Wait until all processes have loaded their engines, then for the GPU alone."""
+    """Wait until all have loaded their engines or the file ``alone`` is there, then for a turn."""
     if not given.turns:
         yield
         return
     folder = Path(given.turns)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"ready-{os.getpid()}").touch()
-    while time.time() < given.turn_until and len(list(folder.glob("ready-*"))) < given.turn_count:
+    while time.time() < given.turn_until and not (folder / "alone").exists():
+        if len(list(folder.glob("ready-*"))) >= given.turn_count:
+            break
         time.sleep(0.2)
     with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -259,47 +263,112 @@ def _run_points(given: argparse.Namespace, llm: Any, result: dict[str, Any]) -> 
 
 
 def run_parent(given: argparse.Namespace) -> None:
+    """Run every cache in a process of its own, then compare them."""
     work = Path(given.work)
     work.mkdir(parents=True, exist_ok=True)
-    rest = [part for part in sys.argv[1:] if part != "--child"]
-    if "--kv" in rest:
-        at = rest.index("--kv")
-        del rest[at : at + 2]
     kinds = given.kv.split(",")
     logs = [
         work / f"{given.mode}-{given.model}-{kv.replace(':', '-')}-{os.getpid()}.log"
         for kv in kinds
     ]
-    environment = {**ENVIRONMENT, **os.environ}
+    os.environ.update({**ENVIRONMENT, **os.environ})
     if given.mode == "kill":
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    start = fork_context()
     started, results = [], []
     for kv, log in zip(kinds, logs, strict=True):
-        command = [sys.executable, __file__, *rest, "--kv", kv, "--child"]
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                command, env=environment, stdout=file, stderr=subprocess.STDOUT
-            )
+        own = argparse.Namespace(**{**vars(given), "kv": kv})
+        process = start.Process(target=_be_child, args=(own, log))
+        process.start()
         started.append(process)
         if not given.parallel:
             _wait(process, given.timeout)
+    end = time.time() + given.timeout
     for kv, log, process in zip(kinds, logs, started, strict=True):
-        code = _wait(process, given.timeout)
+        code = _wait(process, max(1.0, end - time.time()))
         result = _read_log(log, {"kv": kv, "mode": given.mode, "failed": code}, given.log_lines)
         results.append(result)
         _record(given, {k: v for k, v in result.items() if k not in BULKY})
-    whole = [result for result in results if "failed" not in result]
-    if given.mode in COMPARE and whole[:1] == results[:1]:
-        for row in COMPARE[given.mode](whole):
-            _record(given, {"mode": given.mode, "beside": whole[0]["kv"], **row})
+        if given.mode in COMPARE and len(results) > 1:
+            _compare(given, results[0], result)
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> int:
+def _compare(given: argparse.Namespace, first: dict[str, Any], result: dict[str, Any]) -> None:
+    """Note how a cache stands beside the first one, if there is something to compare."""
+    if "failed" in first or "failed" in result:
+        return
     try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
+        for row in COMPARE[given.mode]([first, result]):
+            _record(given, {"mode": given.mode, "beside": first["kv"], **row})
+    except Exception:
+        traceback.print_exc()
+
+
+def fork_context() -> Any:
+    """Starts copies of this process, which has vLLM and no device: it is imported once for all."""
+    import torch
+    from vllm import LLM  # noqa: F401
+
+    # a device does not survive a copy
+    return multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
+
+
+def _be_child(given: argparse.Namespace, log: Path) -> None:
+    """Run one cache; everything it says goes to its log."""
+    with log.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    # lines are there even if the process is killed
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    code = 0
+    try:
+        print("RESULT " + json.dumps(run_child(given)), flush=True)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    # whatever an engine has left to do at the end is of no interest
+    os._exit(code)
+
+
+def _wait(process: Any, seconds: float) -> int:
+    process.join(seconds)
+    if process.exitcode is None:
         process.kill()
-        return -9
+        process.join(5)
+    return int(process.exitcode if process.exitcode is not None else -9)
+
+
+def run_jobs(lines: list[str]) -> None:
+    """Several commands at once, in copies of this process, so that vLLM is imported once.
+
+    Args:
+        lines: Each is what would follow the script's name; ``--after`` seconds says when it begins,
+            ``--text`` where its lines go.
+    """
+    os.environ.update({**ENVIRONMENT, **os.environ})
+    start, started = fork_context(), []
+    for line in lines:
+        arguments = shlex.split(line, comments=True)
+        if arguments:
+            process = start.Process(target=_be_job, args=(arguments,))
+            process.start()
+            started.append(process)
+    for process in started:
+        process.join()
+
+
+def _be_job(arguments: list[str]) -> None:
+    given = read_arguments(arguments)
+    time.sleep(given.after)
+    try:
+        with Path(given.text or os.devnull).open("a", buffering=1) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            run_parent(given)
+    except Exception:
+        traceback.print_exc()
+    os._exit(0)
 
 
 def _record(given: argparse.Namespace, row: dict[str, Any]) -> None:
@@ -321,13 +390,15 @@ def _read_log(log: Path, failed: dict[str, Any], log_lines: int) -> dict[str, An
     return dict(json.loads(found[-1])) if found else failed
 
 
-def main() -> None:
+def read_arguments(arguments: list[str]) -> argparse.Namespace:
+    """What to run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("mode", choices=sorted(RUNS))
     parser.add_argument("--kv", default="auto,fp8,turboquant_k3v4_nc,sphkv")
     parser.add_argument("--model", default="llama8b", choices=sorted(MODELS))
     parser.add_argument("--points", default="", help="batch x prompt, such as 8x32000,1x4000")
     parser.add_argument("--out", default=None)
+    parser.add_argument("--text", default="", help="file for what a job prints")
     parser.add_argument("--work", default="/tmp/gpu_vllm")
     parser.add_argument("--gpu-mem", type=float, default=0.85)
     parser.add_argument("--eager", action="store_true")
@@ -336,24 +407,23 @@ def main() -> None:
     parser.add_argument("--data", default=".", help="folder with pg19/*.txt")
     parser.add_argument("--turns", default="", help="folder by which processes take turns")
     parser.add_argument("--parallel", action="store_true", help="all caches at once, for checks")
-    parser.add_argument("--child", action="store_true")
     for name, value in (
         ("batch", 8), ("prompt", 32000), ("new", 128), ("repeat", 2), ("layers", 0),
         ("max-model-len", 33000), ("max-num-seqs", 0), ("kv-bytes", 0), ("batched-tokens", 0),
         ("timeout", 420), ("clients", 64), ("requests", 128), ("seconds", 120),
         ("warm-up", 15), ("log-lines", 60), ("calibration-tokens", 512),
-        ("turn-count", 0), ("turn-until", 0), ("watch", 0),
+        ("turn-count", 0), ("turn-until", 0), ("watch", 0), ("after", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
-    given = parser.parse_args()
-    if not given.child:
-        run_parent(given)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Run one command, or those of a file: ``gpu_vllm.py jobs FILE``."""
+    if sys.argv[1:2] == ["jobs"]:
+        run_jobs(Path(sys.argv[2]).read_text().splitlines())
         return
-    try:
-        print("RESULT " + json.dumps(run_child(given)), flush=True)
-    except Exception:
-        traceback.print_exc()
-        sys.exit(1)
+    run_parent(read_arguments(sys.argv[1:]))
 
 
 if __name__ == "__main__":

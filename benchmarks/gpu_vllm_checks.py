@@ -264,7 +264,7 @@ def run_quality(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
     found = llm.generate(prompts, samplings, use_tqdm=False)
     seconds = time.perf_counter() - begin
     size = (given.requests, given.new, LOGPROBS)
-    ids, logprobs = np.full(size, -1, dtype=np.int32), np.full(size, -np.inf)
+    ids, logprobs = np.full(size, -1, dtype=np.int32), np.full(size, -np.inf, dtype=np.float32)
     own = np.zeros(size[:2])
     for at, (one, (_, tokens)) in enumerate(zip(found, pieces, strict=True)):
         assert list(one.outputs[0].token_ids) == tokens[-given.new :]
@@ -274,7 +274,7 @@ def run_quality(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
             ids[at, step, : len(best)] = [token for token, _ in best]
             logprobs[at, step, : len(best)] = [value.logprob for _, value in best]
     path = Path(given.work) / f"quality-{given.kv.replace(':', '-')}-{os.getpid()}.npz"
-    np.savez(path, ids=ids, logprobs=logprobs, own=own)
+    np.savez_compressed(path, ids=ids, logprobs=logprobs, own=own)
     return {
         "requests": given.requests,
         "lengths": lengths,

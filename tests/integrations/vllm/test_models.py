@@ -119,8 +119,10 @@ def test_what_is_not_a_number_stops_the_engine(generate: Callable[..., Generatio
 
 def test_a_compiled_model_gives_the_same_text(generate: Callable[..., Generation], tmp_path: Path):
     def change(name: str, weight: torch.Tensor) -> None:
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            weight *= 4
+        # without large values a text only repeats its last token
+        for gain, part in ((4, "q_proj"), (4, "k_proj"), (8, "v_proj"), (8, "o_proj")):
+            if name.endswith(f"{part}.weight"):
+                weight *= gain
 
     shape = {key: value for key, value in SHAPE.items() if key != "sliding_window"}
     model = tmp_path / "model"
@@ -129,5 +131,6 @@ def test_a_compiled_model_gives_the_same_text(generate: Callable[..., Generation
     given = engine(codebooks, key_bits=3, value_bits=4)
     eager = generate(model, [prompts], **given)
     compiled = generate(model, [prompts], **given, enforce_eager=False)
-    assert "torch.compile" in compiled.log
+    assert "Warming up model for the compilation" in compiled.log
+    assert len(set(eager.tokens[0])) > 4
     assert compiled.tokens == eager.tokens
