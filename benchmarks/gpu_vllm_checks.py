@@ -334,10 +334,10 @@ def divergence(ids: Any, logprobs: Any, other_ids: Any, other_logprobs: Any) -> 
     for at in np.ndindex(*kl.shape):
         there = dict(zip(other_ids[at].tolist(), other_logprobs[at].tolist(), strict=True))
         last = float(other_logprobs[at][-1])
-        p = logprobs[at][:best]
+        p = logprobs[at][:best].astype(np.float64)
         q = np.array([there.get(token, last) for token in ids[at][:best].tolist()])
-        rest_p = max(1e-9, 1.0 - float(np.exp(p).sum()))
-        rest_q = max(1e-9, 1.0 - float(np.exp(q).sum()))
+        rest_p = max(1e-6, 1.0 - float(np.exp(p).sum()))
+        rest_q = max(1e-6, 1.0 - float(np.exp(q).sum()))
         kl[at] = (np.exp(p) * (p - q)).sum() + rest_p * np.log(rest_p / rest_q)
     return kl
 
