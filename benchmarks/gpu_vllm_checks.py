@@ -404,11 +404,11 @@ def _block_sums(worker: Any) -> list[int]:
         total = part if total is None else total + part
     assert total is not None
     for group in runtime.groups.values():
-        for block, row in group.ledger._row_of.items():
-            sinks = group._sinks[:, row].view(torch.int16).long()
-            total[block] += (
-                sinks * torch.arange(1, sinks.shape[-1] + 1, device=sinks.device)
-            ).sum()
+        rows = group.ledger._row_of
+        if rows:
+            sums = group._sinks.view(torch.int16).long().sum((0, 2, 3))
+            where = torch.tensor([list(rows.keys()), list(rows.values())], device=sums.device)
+            total.index_add_(0, where[0], sums[where[1]])
     return list(total.tolist())
 
 
