@@ -119,7 +119,7 @@ def test_what_is_not_a_number_stops_the_engine(generate: Callable[..., Generatio
 
 def test_a_compiled_model_gives_the_same_text(generate: Callable[..., Generation], tmp_path: Path):
     def change(name: str, weight: torch.Tensor) -> None:
-        # without large values a text only repeats its last token
+        # attention that matters
         for gain, part in ((4, "q_proj"), (4, "k_proj"), (8, "v_proj"), (8, "o_proj")):
             if name.endswith(f"{part}.weight"):
                 weight *= gain
@@ -132,5 +132,5 @@ def test_a_compiled_model_gives_the_same_text(generate: Callable[..., Generation
     eager = generate(model, [prompts], **given)
     compiled = generate(model, [prompts], **given, enforce_eager=False)
     assert "Warming up model for the compilation" in compiled.log
-    assert len(set(eager.tokens[0])) > 4
+    assert len({tuple(tokens) for tokens in eager.tokens}) == len(prompts)
     assert compiled.tokens == eager.tokens
