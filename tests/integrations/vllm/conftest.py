@@ -7,6 +7,7 @@ files below are not collected. ``make vllm-test`` makes an environment that has 
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -29,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 # a busy machine takes ten times as long as an idle one
 START_SECONDS = 600
 CALIBRATION_TOKENS = 1024
+WAYS = ("tensor", "pipeline")
 # the stock bfloat16 kernels stop with an illegal instruction on processors without bfloat16
 DTYPE = "float32"
 
@@ -106,7 +108,7 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Generati
         with log_file.open("wb") as log_to:
             process = subprocess.Popen(
                 [sys.executable, str(HERE / "generate.py"), str(job)],
-                env=environment(engine.get("tensor_parallel_size", 1)),
+                env=environment(math.prod(engine.get(f"{way}_parallel_size", 1) for way in WAYS)),
                 stdout=log_to,
                 stderr=log_to,
                 start_new_session=True,
