@@ -19,6 +19,7 @@ from sphkv.evaluation.bench.serve import (
     make_prompts,
     percentile,
     run_closed_loop,
+    run_open_loop,
     summarise,
     tokenize,
 )
@@ -89,6 +90,13 @@ def test_every_prompt_is_answered_by_few_clients(url):
     assert figures["output_tokens_per_s"] == pytest.approx(18 / figures["seconds"])
 
 
+def test_an_open_loop_does_not_wait_for_answers(url):
+    answers = run_open_loop(url, [[at + 1] for at in range(6)], 5, rate=200.0)
+    assert summarise(answers, 5)["answered_in_full"] == 6
+    # an answer takes a tenth of a second, and all were sent long before
+    assert Pretender.most_running > 3
+
+
 def test_a_refused_request_is_counted_and_named(url):
     figures = summarise([complete(url, [0], 2), complete(url, [1], 2)], 2)
     assert figures["answered_in_full"] == 1
@@ -137,6 +145,12 @@ def test_prompts_are_ragged_and_disjoint(url, tmp_path):
     assert [token for prompt in prompts for token in prompt] == list(range(sum(map(len, prompts))))
     assert len({len(prompt) for prompt in prompts}) > 4
     assert all(20 <= len(prompt) <= 60 for prompt in prompts)
+    shared = ServeBenchConfig("m", str(text), prompt_tokens=(20, 60), requests=8, shared_tokens=15)
+    parts = make_prompts(shared, lambda part: tokenize(url, part))
+    assert [len(prompt) for prompt in parts] == [len(prompt) for prompt in prompts]
+    assert all(prompt[:15] == list(range(15)) for prompt in parts)
+    rest = [token for prompt in parts for token in prompt[15:]]
+    assert rest == list(range(15, 15 + len(rest)))
     text.write_text("a" * 50)
     with pytest.raises(ValueError, match="gives 50 tokens"):
         make_prompts(config, lambda part: tokenize(url, part))
@@ -150,6 +164,9 @@ def test_prompts_are_ragged_and_disjoint(url, tmp_path):
         ({"dtype": "int8"}, "dtype"),
         ({"prompt_tokens": (9, 3)}, "must rise"),
         ({"requests": 0}, "requests"),
+        ({"rate": 0.0}, "rate must be above 0"),
+        ({"shared_tokens": 500}, "shared_tokens must be in 0..499"),
+        ({"tiers": ("k2v4:b0",)}, "a budget must be at least 1 byte"),
         ({"calibration": "absent"}, "calibration must be a file"),
     ],
 )

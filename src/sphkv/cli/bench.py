@@ -164,6 +164,8 @@ def _add_serve(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     serve.add_argument("--new-tokens", type=int, default=64, help="tokens of every answer")
     serve.add_argument("--requests", type=int, default=8)
     serve.add_argument("--clients", type=int, default=8, help="requests sent at a time")
+    serve.add_argument("--rate", type=float, help="open loop: requests per second, not clients")
+    serve.add_argument("--shared-tokens", type=int, default=0, help="what all prompts begin with")
     serve.add_argument("--max-running", type=int, help="sequences that a server runs at once")
     serve.add_argument("--block-tokens", type=int, default=128, help="32, 64, 96 or 128")
     serve.add_argument("--dtype", default="float32", help="float32 or bfloat16")
@@ -208,6 +210,8 @@ def _run_serve(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         device=args.device,
         stock_caches=tuple(args.stock_cache or ()),
+        rate=args.rate,
+        shared_tokens=args.shared_tokens,
     )
     record = bench_serve(
         config,

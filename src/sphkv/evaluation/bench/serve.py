@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's server with coded blocks beside stock: the same requests, the same cache memory.
 
-The load is a closed loop on an OpenAI endpoint: every client sends its next request after an
-answer.
+The load goes to an OpenAI endpoint. In a closed loop every client sends its next request after an
+answer; in an open loop requests come at random times, whatever the server does.
 """
 
 from __future__ import annotations
@@ -130,6 +130,28 @@ def run_closed_loop(
     return answers
 
 
+def run_open_loop(
+    url: str, prompts: Sequence[Sequence[int]], num_new: int, rate: float
+) -> list[Answer]:
+    """Send so many prompts a second on average, at times that do not depend on the answers."""
+    pick = random.Random(1)
+    answers: list[Answer] = []
+    threads: list[threading.Thread] = []
+    due = time.monotonic()
+    for prompt in prompts:
+        time.sleep(max(0.0, due - time.monotonic()))
+
+        def client(own: Sequence[int] = prompt) -> None:
+            answers.append(complete(url, own, num_new))
+
+        threads.append(threading.Thread(target=client))
+        threads[-1].start()
+        due += pick.expovariate(rate)
+    for thread in threads:
+        thread.join()
+    return answers
+
+
 class GaugeWatch:
     """Notes the largest value of a metric while a load runs; use as a context manager.
 
@@ -205,7 +227,7 @@ class ServeBenchConfig:
 
     Attributes:
         model: ``"smollm2"``, a folder, a GGUF file or a hub name.
-        text: File whose pieces are the prompts; no two share a beginning.
+        text: File whose pieces are the prompts.
         tiers: Tiers of the coded servers, such as ``k2v3``, or ``k2v4:b51`` with a budget of 51
             bytes per token and KV head; stock always runs too.
         calibration: File of ``sphkv calibrate``; the servers calibrate themselves without it.
@@ -219,6 +241,9 @@ class ServeBenchConfig:
         block_tokens: Tokens of a block.
         device: ``"cpu"`` or ``"cuda"``: on a GPU servers compile and capture graphs.
         stock_caches: More stock servers by vLLM's name of their cache type, such as ``fp8``.
+        rate: Requests per second of an open loop, in which clients do not count; None for a closed
+            loop.
+        shared_tokens: Tokens that all prompts begin with, part of their lengths.
     """
 
     model: str
@@ -235,6 +260,8 @@ class ServeBenchConfig:
     block_tokens: int = 128
     device: str = "cpu"
     stock_caches: tuple[str, ...] = ()
+    rate: float | None = None
+    shared_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Reject what no server can be asked for."""
@@ -243,9 +270,7 @@ class ServeBenchConfig:
             if value is not None and not 0 < value <= _LARGEST:
                 raise ValueError(f"{name} must be in 1..{_LARGEST}, got {value}")
         check_block_size(self.block_tokens)
-        least, most = self.prompt_tokens
-        if not 0 < least <= most <= _LARGEST:
-            raise ValueError(f"prompt_tokens must rise from at least 1, got {least},{most}")
+        self._check_load()
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {self.dtype!r}")
         if self.device not in DEVICES:
@@ -258,6 +283,15 @@ class ServeBenchConfig:
                 raise ValueError(f"{name} must be a file, got {path!r}")
         for tier in self.tiers:
             self.tier_options(tier)
+
+    def _check_load(self) -> None:
+        least, most = self.prompt_tokens
+        if not 0 < least <= most <= _LARGEST:
+            raise ValueError(f"prompt_tokens must rise from at least 1, got {least},{most}")
+        if not 0 <= self.shared_tokens < least:
+            raise ValueError(f"shared_tokens must be in 0..{least - 1}, got {self.shared_tokens}")
+        if self.rate is not None and not 0.0 < self.rate <= _LARGEST:
+            raise ValueError(f"rate must be above 0 and up to {_LARGEST}, got {self.rate}")
 
     @property
     def cache_bytes(self) -> int:
@@ -285,6 +319,8 @@ class ServeBenchConfig:
         coded_tier(options["key_bits"], options["value_bits"], page_tokens=self.block_tokens)
         if match[3] is not None:
             options["budget_bytes"] = int(match[3])
+            if not options["budget_bytes"]:
+                raise ValueError(f"a budget must be at least 1 byte, got tier {tier!r}")
         if self.calibration is not None:
             options["calibration"] = self.calibration
         return options
@@ -355,7 +391,10 @@ def _load(config: ServeBenchConfig, running: RunningServer) -> dict[str, Any]:
     before = running.cpu_seconds()
     seconds = _POLL_SECONDS[config.device]
     with GaugeWatch(lambda: running.metric("vllm:num_requests_running"), seconds) as watch:
-        answers = run_closed_loop(running.url, prompts, config.new_tokens, config.clients)
+        if config.rate is None:
+            answers = run_closed_loop(running.url, prompts, config.new_tokens, config.clients)
+        else:
+            answers = run_open_loop(running.url, prompts, config.new_tokens, config.rate)
     if running.process.poll() is not None:
         raise RuntimeError(f"the server stopped under load:\n{running.log[-_LOG_TAIL:]}")
     after = running.cpu_seconds()
@@ -372,15 +411,19 @@ def _load(config: ServeBenchConfig, running: RunningServer) -> dict[str, Any]:
 def make_prompts(config: ServeBenchConfig, encode: Callable[[str], list[int]]) -> list[list[int]]:
     """Ragged prompts cut from the text one after the other, the same ones for every server.
 
+    All begin with the first ``shared_tokens``; beyond these no two have anything in common.
+
     Raises:
         ValueError: The text is too short for them.
     """
-    pick = random.Random(0)
-    lengths = [pick.randint(*config.prompt_tokens) for _ in range(config.requests)]
-    total = sum(lengths)
+    pick, shared = random.Random(0), config.shared_tokens
+    lengths = [pick.randint(*config.prompt_tokens) - shared for _ in range(config.requests)]
+    total = shared + sum(lengths)
     text = Path(config.text).read_text(encoding="utf-8", errors="replace")
     ids = encode(text[: total * _CHARACTERS_PER_TOKEN])
     if len(ids) < total:
         raise ValueError(f"{config.text} gives {len(ids)} tokens; the prompts need {total}")
-    ends = [sum(lengths[: at + 1]) for at in range(len(lengths))]
-    return [ids[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+    ends = [shared + sum(lengths[: at + 1]) for at in range(len(lengths))]
+    return [
+        ids[:shared] + ids[end - length : end] for length, end in zip(lengths, ends, strict=True)
+    ]
