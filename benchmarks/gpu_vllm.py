@@ -274,6 +274,8 @@ def run_parent(given: argparse.Namespace) -> None:
     os.environ.update({**ENVIRONMENT, **os.environ})
     if given.mode == "kill":
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        # a copy of a process whose torch has used its threads hangs
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     start = fork_context()
     started, results = [], []
     for kv, log in zip(kinds, logs, strict=True):
