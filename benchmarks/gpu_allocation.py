@@ -72,7 +72,8 @@ def measure(model, tokens, prompt, budget, ladder, settings, calibration, right)
         names = [tier.name for tier in cache.engine.plan.tiers]
         kl = torch.stack(kl)
         record = {
-            "budget": budget, "ladder": names, "settings": settings, "tiers": cache.describe().tiers,
+            "budget": budget, "ladder": names, "settings": settings,
+            "tiers": cache.describe().tiers,
             "kl": float(kl.mean()), "worst": float(kl.max()), "steps": len(kl),
             "kl_by_quarter": [float(part.mean()) for part in kl.chunk(4)],
             "refreshes": cache.engine.rows[0].residency.num_rebalances,
