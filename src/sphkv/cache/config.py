@@ -49,6 +49,8 @@ class RetentionConfig:
         young_pages: Newest sealed pages of a head that keep their tier.
         refresh_share: Part of the ceiling that is freed at once when old pages must give way, so
             that the next pages to seal find room.
+        demotes: Whether pages that were sealed while decoding may be coded again at a lower tier
+            before they are dropped.
     """
 
     tiers: TierTable
@@ -63,6 +65,7 @@ class RetentionConfig:
     new_run_scale: float = 0.3
     young_pages: int = 1
     refresh_share: float = 0.0
+    demotes: bool = True
 
     def __post_init__(self) -> None:
         """Reject tiers that cannot be decided about together."""
@@ -73,6 +76,8 @@ class RetentionConfig:
             raise ValueError(f"dense pages must hold {RUN_TOKENS} states")
         if not self.tiers[self.seal_tier].is_coded:
             raise ValueError(f"seal_tier must be a coded tier, got {self.seal_tier!r}")
+        if not 0 <= self.refresh_share < 1:
+            raise ValueError(f"refresh_share must be in [0, 1), got {self.refresh_share!r}")
 
     @property
     def page_tokens(self) -> int:
@@ -184,11 +189,13 @@ class ResidencyPlan:
         """Tokens kept beyond a sliding window, so that a crop finds them."""
         return self.spec.page_tokens + self.recent_tokens
 
-    def slab_pages(self, device: str, *, is_aligned: bool = False) -> int:
+    def slab_pages(self, config: CacheConfig, *, is_aligned: bool = False) -> int:
         """Pages of the largest slab; a GPU counts in gigabytes and likes few allocations."""
         if self.is_retention:
-            return _ALIGNED_SLAB_PAGES if is_aligned else _RETENTION_SLAB_PAGES
-        return _MAX_SLAB_PAGES if device == "cpu" else _MAX_GPU_SLAB_PAGES
+            # no more than seal at once: one slab is kept in reserve
+            seals = config.geometry.num_layers * config.geometry.num_kv_heads
+            return min(_ALIGNED_SLAB_PAGES, seals) if is_aligned else _RETENTION_SLAB_PAGES
+        return _MAX_SLAB_PAGES if config.device == "cpu" else _MAX_GPU_SLAB_PAGES
 
     def store_config(
         self, config: CacheConfig, num_sequences: int, *, is_aligned: bool = False
@@ -201,7 +208,7 @@ class ResidencyPlan:
             seal_tier=self.tier,
             recent_tokens=self.recent_tokens,
             max_bytes=limit,
-            max_slab_pages=self.slab_pages(config.device, is_aligned=is_aligned),
+            max_slab_pages=self.slab_pages(config, is_aligned=is_aligned),
             has_few_kinds=is_aligned and self.is_retention,
             device=config.device,
         )
