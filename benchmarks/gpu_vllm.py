@@ -7,7 +7,7 @@ python3 benchmarks/gpu_vllm.py loop --kv auto,fp8,sphkv       # clients that ask
 python3 benchmarks/gpu_vllm.py held --kv auto,sphkv:k2v4:b51  # requests that run at once
 python3 benchmarks/gpu_vllm.py quality --folder MODEL --data DATA   # logprobs of true text
 python3 benchmarks/gpu_vllm.py stress --kv sphkv --watch 1    # many requests, cancelled at random
-python3 benchmarks/gpu_vllm.py failures --model tiny --kv sphkv     # and kill: what goes wrong
+python3 benchmarks/gpu_vllm.py failures --model tiny --kv sphkv     # what goes wrong
 
 Every cache runs in a process of its own, so that a crash of one leaves the others. A line of JSON
 per run goes to stdout and to the file ``--out`` names. ``gpu_vllm.py jobs FILE`` runs a command per
@@ -40,7 +40,6 @@ from gpu_vllm_checks import (
     compare_text,
     run_failures,
     run_held,
-    run_kill,
     run_quality,
     run_stress,
     run_text,
@@ -223,7 +222,6 @@ RUNS = {
     "quality": run_quality,
     "stress": run_stress,
     "failures": run_failures,
-    "kill": run_kill,
 }
 # What a mode compares when all caches are done, and what of their results is only for that.
 COMPARE = {"text": compare_text, "held": compare_held, "quality": compare_quality}
@@ -272,10 +270,6 @@ def run_parent(given: argparse.Namespace) -> None:
         for kv in kinds
     ]
     os.environ.update({**ENVIRONMENT, **os.environ})
-    if given.mode == "kill":
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        # a copy of a process whose torch has used its threads hangs
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     start = fork_context()
     started, results = [], []
     for kv, log in zip(kinds, logs, strict=True):

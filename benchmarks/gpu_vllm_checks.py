@@ -8,8 +8,6 @@ import json
 import math
 import os
 import random
-import signal
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -469,41 +467,3 @@ def _poison(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
 
 def _break_weight(model: Any) -> None:
     model.model.layers[1].input_layernorm.weight.data[5] = math.nan
-
-
-def run_kill(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
-    """Kill the process that runs the model in the middle of an answer."""
-    from vllm import SamplingParams
-
-    new = given.max_model_len - 400
-    sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-    short = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
-    llm.generate(random_prompts(given, 1, 300, 1), short, use_tqdm=False)
-    engines = _children(os.getpid())
-    begin = time.perf_counter()
-    killer = threading.Timer(1.0, lambda: [os.kill(pid, signal.SIGKILL) for pid in engines])
-    killer.start()
-    error = None
-    try:
-        llm.generate(random_prompts(given, 4, 300, 2), sampling, use_tqdm=False)
-    except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"[:400]
-    return {
-        "killed": len(engines),
-        "error": error,
-        "seconds_until_it": round(time.perf_counter() - begin - 1.0, 2),
-    }
-
-
-def _children(parent: int) -> list[int]:
-    """Processes that a process started, but for Python's own tracker of shared memory."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-            command = (stat.parent / "cmdline").read_text()
-        except OSError:
-            continue
-        if int(fields[1]) == parent and "resource_tracker" not in command:
-            found.append(int(stat.parent.name))
-    return found

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,17 +84,35 @@ def test_bad_requests_get_the_servers_own_errors(running: RunningServer):
     assert complete(running, "The capital of France is", 2) == " Paris."
 
 
-def test_a_killed_server_starts_again(
+def workers(session: int) -> list[int]:
+    """Processes of a session that run the model."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = stat.read_text().rpartition(")")
+        except OSError:
+            continue
+        if int(rest.split()[3]) == session and "Worker" in name:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_a_killed_worker_ends_the_server_which_starts_again(
     running: RunningServer, model_folder: Path, calibration_file: Path, tmp_path: Path
 ):
     stream = client(running).completions.create(
         model="model", prompt=long_prompt(5), max_tokens=200, stream=True
     )
     next(iter(stream))
-    running.kill()
-    # the connection breaks off; which error the client makes of it is not ours to say
+    killed = workers(running.process.pid)
+    assert killed
+    for worker in killed:
+        os.kill(worker, signal.SIGKILL)
+    # which error the client makes of it is not ours to say
     with pytest.raises(Exception, match=r"."):
         list(stream)
+    assert running.process.wait(START_SECONDS) != 0
+    assert "died unexpectedly" in running.log
     arguments = [*ARGUMENTS, *options(calibration_file)]
     with server(model_folder, arguments, tmp_path / "log", module=CODED_SERVER) as again:
         again.wait_until_ready(START_SECONDS)
