@@ -18,7 +18,7 @@ import torch
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.evaluation.environment import gpu_range
 from sphkv.evaluation.harness.decode import ByteTrace, follow_text
-from sphkv.evaluation.harness.subject import Subject
+from sphkv.evaluation.harness.subject import Subject, wait_for
 from sphkv.evaluation.metrics.answers import (
     Reply,
     begins_with_answer,
@@ -187,6 +187,7 @@ def measure_case(
     began = time.perf_counter()
     with gpu_range("allocate and write"):
         subject.store_prompt(read.states)
+        wait_for(read.states.hidden.device)
     # what an earlier cache found out is charged as if it had been found out again
     store_s = time.perf_counter() - began + read.work.reused_s - reused_s
     stored_bytes = subject.resident_bytes()
