@@ -343,6 +343,13 @@ class ProductSubject(EngineSubject):
         seconds = time.perf_counter() - began
         return Pass(hidden, seconds, 0.0, engine.peak_bytes, begin + 1)
 
+    def describe(self) -> MethodDescription:
+        """What was chosen under the budget, and whether the last step was a captured one."""
+        told = super().describe()
+        if self.engine.graph is not None:
+            told["setting"] += ", captured steps"
+        return told
+
     def tokens_until_change(self) -> int:
         """One where steps are captured; else as every engine's."""
         return 1 if self._model.device.type == "cuda" else super().tokens_until_change()
