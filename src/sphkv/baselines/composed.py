@@ -332,7 +332,7 @@ class ComposedCache(LayeredCache[GroupLayer]):
             held.append(keys[:, one], values[:, one])
             states = held.read()
             received = torch.zeros(states.positions.shape, device=keys.device)
-            position = torch.tensor([held.num_tokens - 1], device=keys.device)
+            position = torch.full((1,), held.num_tokens - 1, device=keys.device)
             outputs.append(
                 attend_held(
                     query[:, one],

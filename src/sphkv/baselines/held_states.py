@@ -74,7 +74,7 @@ def held_logits(
     heads, group = held.keys.shape[0], query.shape[0] // held.keys.shape[0]
     grouped = query.float().reshape(heads, -1, query.shape[-1]) * options.scale
     logits = grouped @ held.keys.transpose(1, 2)
-    beyond = int(query_positions.max()) + 1
+    beyond = query_positions.max() + 1
     positions = torch.where(held.positions < 0, beyond, held.positions)
     return mask_logits(logits, positions, query_positions.repeat(group), options)
 
@@ -168,7 +168,9 @@ def check_states(geometry: KVGeometry, keys: Tensor, values: Tensor) -> None:
         shape = tuple(states.shape)
         if len(shape) != 3 or (shape[0], shape[2]) != expected:
             raise ValueError(f"{name} must be [{expected[0]}, tokens, {expected[1]}], got {shape}")
-        if not bool(torch.isfinite(states).all()):
+        # of single tokens a GPU would have to be waited for in every layer
+        is_free = states.device.type == "cpu" or shape[1] > 1
+        if is_free and not bool(torch.isfinite(states).all()):
             raise ValueError(f"{name} hold entries that are not finite")
     if keys.shape != values.shape:
         raise ValueError(f"{keys.shape[1]} keys for {values.shape[1]} values")

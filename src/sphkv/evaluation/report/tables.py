@@ -146,14 +146,43 @@ def _weighted(parts: Sequence[tuple[int, float]]) -> float:
 
 
 def needle_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Needles found by every method and budget, by length of the text."""
+    """Needles found by every method and budget, by length of the text.
+
+    Where no dense cache was measured, the exact model's own answers stand in its place.
+    """
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         if record["status"] == "measured":
             groups[record["method"], record["budget"]].append(record)
     contexts = sorted({record["context"] for record in records})
-    dense = {r["case"]: r["quality"]["found"] for r in groups.get((DENSE, DENSE_BUDGET), ())}
-    rows = []
+    length = {record["case"]: record["context"] for record in records}
+    dense = {
+        record["case"]: record["quality"].get("found_reference", 0.0)
+        for group in groups.values()
+        for record in group
+    }
+    rows: list[dict[str, Any]] = []
+    if (DENSE, DENSE_BUDGET) in groups:
+        dense |= {r["case"]: r["quality"]["found"] for r in groups[DENSE, DENSE_BUDGET]}
+    else:
+        rows.append(
+            {
+                "method": "exact model",
+                "budget": DENSE_BUDGET,
+                "peak": None,
+                **{
+                    f"{context:,} tokens": _share(
+                        [found for case, found in dense.items() if length[case] == context]
+                    )
+                    for context in contexts
+                },
+                "found": _share(list(dense.values())),
+                "lost of dense's": None,
+                "found, dense did not": None,
+                "same tokens as dense": None,
+                "KL of answers": None,
+            }
+        )
     for (method, budget), group in groups.items():
         found = {record["case"]: record["quality"]["found"] for record in group}
         rows.append(

@@ -247,6 +247,7 @@ def _answer(
         "agreement_f1": 1.0 if text == exact else token_f1(text, exact),
         "em": exact_match(text, case.answers),
         "found": begins_with_answer(text, case.answers),
+        "found_reference": begins_with_answer(exact, case.answers),
         "is_same": float(got.token_ids == read.answer_ids),
         "length": len(got.token_ids),
         "length_drift": len(got.token_ids) - len(read.answer_ids),

@@ -34,7 +34,7 @@ from sphkv.integrations.transformers.architecture import describe_model, model_g
 from sphkv.integrations.transformers.calibrate import calibrate_model
 from sphkv.retention.policy import RetentionPolicy, load_policy
 
-_GPU_TOKENS = 2048
+_GPU_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
