@@ -327,15 +327,11 @@ class ProductSubject(EngineSubject):
         self.cache = cache
         self._model = model
         self._contract = None
-        self._is_timed = True
         self.engine.on_contract = self._keep_contract
 
     @torch.no_grad()
     def feed(self, input_ids: Tensor) -> Pass:
-        """Let the model go on with tokens ``[1, tokens]``; seconds count while they are asked for.
-
-        Tokens are counted by the cache: positions on a GPU would have to be waited for.
-        """
+        """Let the model go on with tokens ``[1, tokens]``; waits for a GPU, as ``generate`` does."""
         engine = self.engine
         engine.peak_bytes = 0
         begin = engine.length
@@ -347,8 +343,7 @@ class ProductSubject(EngineSubject):
         hidden = output.last_hidden_state[0].clone()
         if self._has_gate:
             self._model.get_output_embeddings()(hidden[None])
-        if self._is_timed:
-            wait_for(input_ids.device)
+        wait_for(input_ids.device)
         seconds = time.perf_counter() - began
         return Pass(hidden, seconds, 0.0, engine.peak_bytes, begin + 1)
 
@@ -358,10 +353,6 @@ class ProductSubject(EngineSubject):
         if self.engine.graph is not None:
             told["setting"] += ", captured steps"
         return told
-
-    def stop_timing(self) -> None:
-        """No step is waited for any more."""
-        self._is_timed = False
 
     def tokens_until_change(self) -> int:
         """One where steps are captured; else as every engine's."""
