@@ -331,7 +331,7 @@ class ProductSubject(EngineSubject):
 
     @torch.no_grad()
     def feed(self, input_ids: Tensor) -> Pass:
-        """Let the model go on with tokens ``[1, tokens]``; waits for a GPU, as ``generate`` does."""
+        """Let the model go on with tokens ``[1, tokens]``; waits for a GPU as ``generate`` does."""
         engine = self.engine
         engine.peak_bytes = 0
         begin = engine.length
