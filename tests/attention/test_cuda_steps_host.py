@@ -108,8 +108,15 @@ LADDER = TierTable(
 MIXED = CacheCase(tiers=LADDER, mix="runs", num_tokens=896, tail_tokens=127, num_layers=2)
 
 
+def assert_same_pages(store, plain):
+    """What the kernel's order leaves in place is enough to list pages."""
+    listed, same = store.page_list(0), plain.page_list(0)
+    for name in ("layer_ids", "head_ids", "tier_ids", "counts", "runs", "is_protected"):
+        assert torch.equal(getattr(listed, name), getattr(same, name)), name
+
+
 def test_captured_steps_read_tiers_runs_and_dense_pages(on_the_host):
-    """One launch per tier and mode, each merged with the one before; then pages go."""
+    """One launch per tier and mode, merged when all are done; then pages go."""
     on_the_host(12)
     backend = CudaBackend(CPU)
     plain, store = build_store(MIXED), build_store(MIXED, order=backend.page_order)
@@ -143,6 +150,7 @@ def test_captured_steps_read_tiers_runs_and_dense_pages(on_the_host):
             assert float(error) <= FLOORS["half"].rms, (at, layer)
         steps.commit()
     assert len(steps._launches[0]) > 2
+    assert_same_pages(store, plain)
 
     def demote():
         """A run that was dense becomes a page of a kind that nobody listed."""

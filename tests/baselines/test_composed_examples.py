@@ -130,6 +130,33 @@ def test_composed_keeps_what_is_voted_for() -> None:
     assert 32 <= round(dense) <= 64
 
 
+@pytest.mark.parametrize("settings", [Composed(recent=8, new_group=16, group=16), DiffKV()])
+def test_tokens_together_are_as_if_one_by_one(settings: Composed | DiffKV) -> None:
+    """Outputs, what groups remember, what was dropped and every byte."""
+    shape = KVGeometry(num_layers=1, num_kv_heads=2, num_query_heads=4, head_dim=64)
+    query, keys, values = (noise(heads, 400, 64, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    found = []
+    for is_single in (True, False):
+        plan = MethodShape(shape, [RopeSpec.unrotated(64)], 0.5, num_new=150)
+        cache = settings.build(plan)
+        cache.prefill(0, keys[:, :250], values[:, :250], query=query[:, :250])
+        outputs, at = [], 250
+        while at < 400:
+            count = 1 if is_single else min(400 - at, cache.tokens_until_change())
+            part = slice(at, at + count)
+            outputs.append(cache.attend(0, query[:, part], keys[:, part], values[:, part], OPTIONS))
+            at += count
+        groups = [group for held in cache._held() for group in held._groups.values()]
+        mass = torch.cat([group.mass for group in groups])
+        places = torch.cat([group.positions.flatten() for group in groups])
+        found.append((torch.cat(outputs, 1), mass, places, cache.resident_bytes()))
+    single, together = found
+    torch.testing.assert_close(together[0], single[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(together[1], single[1], rtol=0, atol=1e-5)
+    assert torch.equal(together[2], single[2])
+    assert together[3] == single[3]
+
+
 def test_unknown_parts_are_named() -> None:
     with pytest.raises(ValueError, match="'int5'"):
         Composed(code="int5")

@@ -10,15 +10,16 @@ from sphkv.baselines.registry import BASELINES
 from sphkv.cache.method import CacheMethodBase
 from sphkv.evaluation.environment import gpu_range
 from sphkv.evaluation.harness.decode import Decoder, follow_text
-from sphkv.evaluation.harness.states import PromptStates, read_prompt
-from sphkv.evaluation.harness.subject import MethodSubject, Subject
+from sphkv.evaluation.harness.states import DenseReference, PromptStates, read_prompt
+from sphkv.evaluation.harness.subject import MethodSubject, ProductSubject, Subject
 from sphkv.evaluation.metrics.divergence import (
     DISTANCE_EDGES,
     TokenDivergence,
     token_divergence,
 )
 from sphkv.evaluation.runner.continuation import describe_memory
-from sphkv.evaluation.runner.session import Session
+from sphkv.evaluation.runner.session import Placement, Session
+from sphkv.integrations.transformers.cache import SphericalCache
 
 NUM_FOLLOWING = 150
 OURS = [("dense", "100%"), ("spherical", "60%"), ("joint", "30%")]
@@ -74,6 +75,50 @@ def test_parts_are_as_good_as_single_steps_for_methods_that_store_one_by_one(ses
     shares = [run.trace.highest(lambda step: step.peak / step.limit, 0.0) for run in runs]
     assert shares[1] == pytest.approx(shares[0], rel=0.01)
     assert max(shares) <= 1
+
+
+def test_the_public_cache_is_measured_as_it_is(session, prompt):
+    cache = SphericalCache.for_model(
+        session.model, "30%", retention=True, calibration=session.calibration
+    )
+    product = ProductSubject(session.model, cache, "joint")
+    product.store_prompt(prompt)
+    runs = [
+        follow_text(subject, prompt.following, num_timed=2)
+        for subject in (stored(session, prompt, "joint", "30%"), product)
+    ]
+    torch.testing.assert_close(runs[1].hidden, runs[0].hidden, rtol=0, atol=0)
+    assert runs[0].trace.columns() == runs[1].trace.columns()
+    found = [subject.describe() for subject in (product, stored(session, prompt, "joint", "30%"))]
+    assert found[0]["setting"] == found[1]["setting"]
+    assert product.decision() is not None
+
+
+@pytest.mark.parametrize(("name", "budget"), [("joint", "30%"), ("snapkv+adakv+int4@5", "45%")])
+def test_weights_of_16_bits_are_measured_too(tiny_model_folder, session, name, budget):
+    place = Placement(dtype="bfloat16")
+    half = Session(str(tiny_model_folder), calibration_tokens=256, place=place)
+    ids = torch.randint(3, 250, (1, 720), generator=torch.Generator().manual_seed(1))
+    read = read_prompt(half.model, ids, num_following=20)
+    assert read.layers[0].keys.dtype == torch.bfloat16
+    subject = half.factory.make(name, budget, context=700, num_new=20)
+    subject.store_prompt(read)
+    run = follow_text(subject, read.following)
+    kl = token_divergence(half.model, read.hidden[1:], run.hidden).kl
+    assert 0 < float(kl.mean()) < 0.5
+    assert run.trace.highest(lambda step: step.peak / step.limit, 0.0) <= 1
+
+
+def test_states_may_wait_on_another_device_than_their_queries(session, prompt):
+    """Half a prompt read at once, half through the reference that keeps queries elsewhere."""
+    first = read_prompt(session.model, prompt.input_ids[:, :350])
+    exact = DenseReference(first, capacity=350, queries_on=torch.device("cpu"))
+    rest = prompt.input_ids[:, 350:]
+    hidden = MethodSubject(session.model, exact, first.geometry).feed(rest).hidden
+    whole = exact.extended(first, rest, hidden)
+    for ours, right in zip(whole.layers, prompt.layers, strict=True):
+        torch.testing.assert_close(ours.query, right.query, rtol=0, atol=1e-4)
+        torch.testing.assert_close(ours.keys, right.keys, rtol=0, atol=1e-4)
 
 
 def test_one_pass_over_all_tokens_is_not_what_decoding_sees(session, prompt):

@@ -41,6 +41,9 @@ def test_answers_by_hand():
     assert begins_with_answer(" 12345. And", ["12345"]) == 1.0
     assert begins_with_answer("123456", ["12345"]) == 0.0
     assert begins_with_answer("", ["12345"]) == 0.0
+    assert begins_with_answer("amber kelp. Remember", ["kelp", "amber kelp"]) == 1.0
+    assert begins_with_answer("amber", ["amber kelp"]) == 0.0
+    assert begins_with_answer("amber kelpie", ["amber kelp"]) == 0.0
     for score in (best_f1, exact_match, begins_with_answer):
         with pytest.raises(ValueError, match="at least one truth"):
             score("x", [])

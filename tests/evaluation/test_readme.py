@@ -33,6 +33,7 @@ def record(method: str, case: int, kl: float, *, delta: float = 0.0, share: floa
         "setup": SETUP,
         "quality": {
             "kl": kl, "kl_without_worst": kl / 2, "nll_delta": delta, "same_top1": 0.9,
+            "kl_max": 8 * kl,
         },
         "memory": {"dense_share": share, "b_kv_tables": 8.0, "realisation": "kernel-realized"},
     }  # fmt: skip
@@ -86,7 +87,8 @@ def test_the_readme_has_the_markers():
 def test_tables_of_the_evidence_are_those_of_its_records():
     root = Path(__file__).parents[2]
     text = (root / "docs/evidence.md").read_text(encoding="utf-8")
-    files = [*root.glob("results/ablations/*.jsonl"), *root.glob("results/workloads/*.jsonl")]
+    places = ("ablations/*.jsonl", "workloads/*.jsonl", "decoding/qwen-*.jsonl")
+    files = [file for place in places for file in root.glob(f"results/{place}")]
     made = {file.stem: record_table(file.stem, load_records([file])) for file in files}
     for file in root.glob("results/certificates/*.json"):
         made[file.stem] = certificate_tables(load_study(file, field="witnesses"))
@@ -109,3 +111,36 @@ def test_the_picture_is_the_same_for_the_same_records(tmp_path: Path):
         draw_decoding(RECORDS, picture)
     assert pictures[0].read_bytes() == pictures[1].read_bytes()
     assert pictures[0].stat().st_size > 5000
+
+
+def test_texts_are_told_with_their_worst_token():
+    lines = record_table("qwen", RECORDS).splitlines()
+    assert lines[0].startswith("| method | budget | peak | KL | above `joint` | worst token |")
+    assert lines[3].startswith("| `joint` | 5% | 4.60% | 0.035 [")
+    # 0.05 is the KL of the worst prompt, and its worst token has eight times as much
+    assert "| - | 0.4 | +0.0000 " in lines[3]
+    assert "| 0.1 [0.1, 0.1] | 1.2 | -0.0300 " in lines[4]
+
+
+def test_long_texts_are_told_by_distance():
+    long = record("joint", 0, 0.02)
+    bins = {"edges": [32, 128, 512, 2048], "tokens": [32, 96, 384, 1536], "kl": [0.1, 0.2, 0.4, 1]}
+    long = {**long, "num_following": 2048, "quality": {**long["quality"], "kl_by_distance": bins}}
+    _, _, row = record_table("drift", [long]).splitlines()
+    # (32 * 0.1 + 96 * 0.2 + 384 * 0.4) / 512, and 1 behind it
+    assert "| 0.1 | 0.2 | 0.4 | 1 | 0.344 | 1 | 2.91 |" in row
+
+
+def test_needles_are_counted_by_length_and_against_dense():
+    def needle(method: str, case: int, found: float, context: int) -> Any:
+        quality = {"found": found, "is_same": found, "kl": 0.5}
+        text = record(method, case, 0.0)
+        return {**text, "workload": "needle", "context": context, "quality": quality}
+
+    cases = [
+        *(needle("dense", case, 1.0, 8064 if case else 31744) for case in range(3)),
+        *(needle("joint", case, float(case > 0), 8064 if case else 31744) for case in range(3)),
+    ]
+    _, _, dense, joint = record_table("needles", cases).splitlines()
+    assert "| 2 of 2 | 1 of 1 | 3 of 3 | 0 | 0 | 3 of 3 | 0.5 |" in dense
+    assert "| 2 of 2 | 0 of 1 | 2 of 3 | 1 | 0 | 2 of 3 | 0.5 |" in joint

@@ -110,6 +110,8 @@ def test_stretches_are_what_the_manifest_says(data):
     assert case.following_ids == tuple(ids[15_024:15_040])
     assert case.split == "development"
     assert len({token_hash(c.prompt_ids) for c in cases}) == 12
+    some = split.stretches(words, length=1024, num_following=16, part=slice(3, 5))
+    assert [case.case_id for case in some] == [case.case_id for case in cases[3:5]]
     with pytest.raises(ValueError, match="length must be one of"):
         split.stretches(words, length=1000, num_following=16)
     with pytest.raises(ValueError, match="has 32000 tokens, not"):

@@ -305,6 +305,7 @@ def test_a_kept_calibration_is_found_by_the_weights(tiny_model, tmp_path, monkey
     model.config._name_or_path = "elsewhere"
     with SphericalCache.for_model(model, tiers="k3v4") as cache:
         assert cache.calibration is not None
+        assert fitted is not None
         assert torch.equal(cache.calibration.planes.stages, fitted.planes.stages)
     with torch.no_grad():
         next(iter(model.model.layers[0].self_attn.parameters())).mul_(1.5)

@@ -321,30 +321,52 @@ class ComposedCache(LayeredCache[GroupLayer]):
         *,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Store the next tokens one by one and attend."""
+        """Store the next tokens as if they came one by one, and attend.
+
+        Tokens between which nothing is coded or dropped see the same states, and attend together.
+        """
         check_states(self.geometry, keys, values)
         check_query(self.geometry, query, keys.shape[1])
         held = self._layer(layer)
-        outputs = []
-        for at in range(keys.shape[1]):
-            one = slice(at, at + 1)
+        outputs, at = [], 0
+        while at < keys.shape[1]:
             self._make_room(held)
-            held.append(keys[:, one], values[:, one])
-            states = held.read()
-            received = torch.zeros(states.positions.shape, device=keys.device)
-            position = torch.tensor([held.num_tokens - 1], device=keys.device)
-            outputs.append(
-                attend_held(
-                    query[:, one],
-                    states,
-                    position,
-                    options,
-                    sink_logits=sink_logits,
-                    received=received,
-                )
-            )
-            held.note(received / self.geometry.group_size, self.settings.decay)
+            some = slice(at, at + min(keys.shape[1] - at, self._num_free(held)))
+            held.append(keys[:, some], values[:, some])
+            outputs.append(self._attend_some(held, query[:, some], options, sink_logits))
+            at = some.stop
         return torch.cat(outputs, 1) if outputs else query.float()
+
+    def _attend_some(
+        self, held: GroupLayer, query: Tensor, options: AttentionOptions, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of the newest tokens, which the groups remember, older ones fading."""
+        count, states = query.shape[1], held.read()
+        positions = torch.arange(held.num_tokens - count, held.num_tokens, device=query.device)
+        decay = self.settings.decay
+        ages = torch.arange(count - 1, -1, -1, device=query.device)
+        received = torch.zeros(states.positions.shape, device=query.device)
+        output = attend_held(
+            query,
+            states,
+            positions,
+            options,
+            sink_logits=sinks,
+            received=received,
+            weight=decay**ages,
+        )
+        held.note(received / self.geometry.group_size, decay**count)
+        return output
+
+    def _num_free(self, held: GroupLayer) -> int:
+        """Tokens that come, one at least, before ``_make_room`` has to act again."""
+        options, token, nbytes = self.settings, self._token_bytes, held.nbytes
+        most = max(1, options.recent + options.new_group - held.num_open)
+        for count in range(1, most):
+            limit = self.shape.layer_limit_bytes(held.num_tokens + count + 1)
+            if nbytes + (count + 1) * token > limit:
+                return count
+        return most
 
     def tokens_until_change(self) -> int:
         """Tokens up to the next seal: they are stored and attend one by one in any case."""
@@ -357,9 +379,13 @@ class ComposedCache(LayeredCache[GroupLayer]):
         if held.num_open >= options.recent + options.new_group:
             held.seal(options.new_class(), options.new_group)
         limit = self.shape.layer_limit_bytes(held.num_tokens + 1)
-        token = self.geometry.num_kv_heads * self.geometry.dense_state_bytes
-        while held.nbytes + token > limit and held.drop_least():
+        while held.nbytes + self._token_bytes > limit and held.drop_least():
             pass
+
+    @property
+    def _token_bytes(self) -> int:
+        """Bytes of a dense token of a layer."""
+        return self.geometry.num_kv_heads * self.geometry.dense_state_bytes
 
     def _num_states(self, held: GroupLayer) -> int:
         return sum(held.state_counts().values())

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -137,12 +137,14 @@ class _Rebuilt:
     Attributes:
         held: The states, rows of heads.
         where: Head and column of each coded state, group by group.
-        sizes: Tokens of each group, in the same order.
+        group: Number of each state's group, in the same order.
+        num_groups: How many there are.
     """
 
     held: HeldStates
     where: tuple[Tensor, Tensor]
-    sizes: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    group: Tensor
+    num_groups: int
 
 
 class GroupLayer:
@@ -253,13 +255,11 @@ class GroupLayer:
     def note(self, received: Tensor, decay: float) -> None:
         """Add attention ``[kv_heads, most]``, in the order of ``read``, to the groups."""
         rebuilt = self._rebuild()
-        if not len(rebuilt.sizes):
+        if not rebuilt.num_groups:
             return
         flat = received[rebuilt.where]
-        owner = torch.arange(len(rebuilt.sizes), device=flat.device).repeat_interleave(
-            rebuilt.sizes.to(flat.device)
-        )
-        sums = torch.zeros(len(rebuilt.sizes), device=flat.device).index_add_(0, owner, flat)
+        sums = torch.zeros(rebuilt.num_groups, device=flat.device)
+        sums.index_add_(0, rebuilt.group, flat)
         at = 0
         for groups in self._groups.values():
             count = len(groups.mass)
@@ -274,7 +274,7 @@ class GroupLayer:
         device = self._sinks[0].device
         keys, values = [torch.empty(0, dim, device=device)], [torch.empty(0, dim, device=device)]
         owners = [torch.empty(0, dtype=torch.int64, device=device)]
-        positions, sizes = list(owners), []
+        positions, numbers, num_groups = list(owners), list(owners), 0
         for groups in self._groups.values():
             if not len(groups.heads):
                 continue
@@ -283,7 +283,9 @@ class GroupLayer:
             values.append(pair[1].reshape(-1, dim))
             owners.append(groups.heads.long().repeat_interleave(groups.unit))
             positions.append(groups.positions.long().flatten())
-            sizes += [groups.unit] * len(groups.heads)
+            every = torch.arange(num_groups, num_groups + len(groups.heads), device=device)
+            numbers.append(every.repeat_interleave(groups.unit))
+            num_groups += len(groups.heads)
         owner, counts = torch.cat(owners), torch.cat(owners).bincount(minlength=heads)
         order = owner.argsort(stable=True)
         rank = torch.empty_like(owner)
@@ -298,7 +300,7 @@ class GroupLayer:
         )
         held.keys[owner, rank], held.values[owner, rank] = torch.cat(keys), torch.cat(values)
         held.positions[owner, rank] = torch.cat(positions)
-        rebuilt = _Rebuilt(held, (owner, rank), torch.tensor(sizes, dtype=torch.int64))
+        rebuilt = _Rebuilt(held, (owner, rank), torch.cat(numbers), num_groups)
         if self.keeps_rebuilt:
             self._rebuilt = rebuilt
         return rebuilt

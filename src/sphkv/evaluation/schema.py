@@ -209,6 +209,7 @@ class AnswerQuality(TypedDict):
         agreement_f1: Against the exact model's answer.
         em: Whether it is a true answer.
         found: Whether it begins with one.
+        found_reference: The exact model's.
         is_same: Whether its tokens are the exact model's.
         length: Tokens.
         length_drift: Tokens more than the exact model's.
@@ -228,6 +229,7 @@ class AnswerQuality(TypedDict):
     agreement_f1: float
     em: float
     found: float
+    found_reference: NotRequired[float]
     is_same: float
     length: int
     length_drift: int

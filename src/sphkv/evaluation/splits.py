@@ -32,6 +32,7 @@ PURPOSES = ("calibration", "development", "test")
 # more than tokenizers pack into a token on average
 _MOST_CHARACTERS = 8
 _ANSWER_TOKENS = 24
+_ALL = slice(None)
 _WORDS = (
     "amber", "barley", "cobalt", "dahlia", "ember", "falcon", "garnet", "harbour", "indigo",
     "juniper", "kelp", "lantern", "marble", "nectar", "orchid", "pewter", "quartz", "raven",
@@ -173,7 +174,7 @@ class Split:
         return raw.decode("utf-8")
 
     def stretches(
-        self, tokenizer: Any, *, length: int, num_following: int, count: int | None = None
+        self, tokenizer: Any, *, length: int, num_following: int, part: slice = _ALL
     ) -> list[Case]:
         """Prompts of books and the tokens after them, every book's first stretch first.
 
@@ -181,7 +182,7 @@ class Split:
             tokenizer: Of the model.
             length: Tokens of a prompt, one of the manifest's.
             num_following: Tokens after it.
-            count: Only the first so many; None for all.
+            part: Which of them.
 
         Raises:
             ValueError: The manifest has no such length, or a book is too short.
@@ -189,7 +190,7 @@ class Split:
         known = self.manifest.stretches
         if length not in known:
             raise ValueError(f"length must be one of {sorted(known)}, got {length}")
-        places = [(book, first) for first in known[length] for book in self.books][:count]
+        places = [(book, first) for first in known[length] for book in self.books][part]
         cases: dict[tuple[str, int], Case] = {}
         for book in dict.fromkeys(book for book, _ in places):
             firsts = [first for name, first in places if name == book]
@@ -233,20 +234,20 @@ class Split:
             raise SplitError(f"{self.name} has no questions")
         return tuple(f"{dataset}-{at}" for at in range(*self.manifest.questions[self.name]))
 
-    def needles(self, tokenizer: Any, *, length: int, count: int | None = None) -> list[Case]:
+    def needles(self, tokenizer: Any, *, length: int, part: slice = _ALL) -> list[Case]:
         """A book with one hidden sentence, and a question for it; each a document of its own.
 
         Args:
             tokenizer: Of the model.
             length: Tokens of a prompt, question included.
-            count: Only the first so many; None for all.
+            part: Which of them.
 
         Raises:
             SplitError: The split has no needles.
         """
         if self.name not in _PLACES:
             raise SplitError(f"{self.name} has no needles")
-        needles = list(self._needles())[:count]
+        needles = list(self._needles())[part]
         return [self._needle_case(tokenizer, needle, length) for needle in needles]
 
     def _needles(self) -> Iterator[SplitNeedle]:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sphkv.store.layout import PageLayout, first_positions
+from sphkv.store.layout import PageLayout, first_positions, frame_parts
 from sphkv.store.order import PageOrder
 from sphkv.store.paging import PositionMode
 
@@ -453,17 +453,45 @@ class PageAllocator:
         Returns:
             ``[pages, page_bytes]`` uint8.
         """
+        layout, out = self._gather(page_ids, lambda layout: (slice(0, layout.page_bytes),))
+        if layout is None or self.order is None:
+            return out
+        return self.order.from_slab(layout, out)
+
+    def gather_frames(self, page_ids: Tensor) -> Tensor:
+        """Copy of what frames the codes of pages of one pool: headers and position streams.
+
+        No order of a page moves them, and they are a hundredth of it.
+
+        Args:
+            page_ids: ``[pages]`` int64 ids.
+
+        Returns:
+            ``[pages, frame_bytes]`` uint8, see ``sphkv.store.layout.PageFrames``.
+        """
+        return self._gather(page_ids, frame_parts)[1]
+
+    def _gather(
+        self, page_ids: Tensor, parts_of: Callable[[PageLayout], Sequence[slice]]
+    ) -> tuple[PageLayout | None, Tensor]:
+        """Layout of pages of one pool, None without any, and some of their bytes, side by side."""
         groups = list(self._by_slab(page_ids))
         if not groups:
-            return torch.empty((0, 0), dtype=torch.uint8, device=self._device)
+            return None, torch.empty((0, 0), dtype=torch.uint8, device=self._device)
         first = self._slab(groups[0][0])
         if any(self._slab(slot).key != first.key for slot, _, _ in groups):
             raise ValueError("gathered pages must share a tier and a position mode")
-        out = first.data.new_empty((page_ids.numel(), first.layout.page_bytes))
+        parts = parts_of(first.layout)
+        width = sum(part.stop - part.start for part in parts)
+        out = first.data.new_empty((page_ids.numel(), width))
         for slot, index, rows in groups:
             data = self._slab(slot).data
-            out[_places(rows, self._device)] = data[_places(index, self._device)]
-        return out if self.order is None else self.order.from_slab(first.layout, out)
+            where, to, at = _places(index, self._device), _places(rows, self._device), 0
+            for part in parts:
+                size = part.stop - part.start
+                out[to, at : at + size] = data[where, part]
+                at += size
+        return first.layout, out
 
     def first_positions(self, page_ids: Tensor) -> Tensor:
         """``[pages]`` int64 position of each page's first state, where the pages live."""

@@ -250,6 +250,54 @@ def _put_flags(pages: Tensor, flags: Tensor) -> None:
     pages[:, FLAGS_OFFSET : FLAGS_OFFSET + bits.shape[1]] = bits.to(torch.uint8)
 
 
+def _words(pages: Tensor, offset: int, num_words: int, dtype: torch.dtype) -> Tensor:
+    """``[rows, words]`` that begin at an offset of every row of bytes."""
+    stop = offset + num_words * dtype.itemsize
+    return pages[:, offset:stop].contiguous().view(dtype)
+
+
+def _flags(pages: Tensor, counts: Tensor, page_tokens: int) -> Tensor:
+    """``[rows, tokens]`` bool of the header's flags, false for slack."""
+    data = pages[:, FLAGS_OFFSET : FLAGS_OFFSET + page_tokens // 8]
+    shift = torch.arange(8, dtype=torch.uint8, device=data.device)
+    bits = (data[:, :, None] >> shift) & 1
+    return bits.flatten(1).to(torch.bool) & live_mask(counts, page_tokens)
+
+
+def frame_parts(layout: PageLayout) -> tuple[slice, slice]:
+    """Bytes of a page that frame its codes: its header and its positions."""
+    return slice(0, HEADER_BYTES), slice(layout.position_offset, layout.payload_end)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageFrames:
+    """Headers and positions of pages of one layout whose positions are in runs of 16.
+
+    Attributes:
+        layout: Layout that all pages share; positions are contiguous or in runs.
+        frames: ``[rows, frame_bytes]`` uint8: what ``frame_parts`` names, side by side.
+    """
+
+    layout: PageLayout
+    frames: Tensor
+
+    def counts(self) -> Tensor:
+        """``[rows]`` int64 live states of each page."""
+        return _words(self.frames, COUNT_OFFSET, 1, torch.int16)[:, 0].to(torch.int64)
+
+    def run_starts(self) -> Tensor:
+        """``[rows, runs]`` int64 first position of every run, live or not."""
+        runs = self.layout.page_tokens // RUN_TOKENS
+        if self.layout.position_mode is PositionMode.CONTIGUOUS:
+            base = _words(self.frames, POSITION_BASE_OFFSET, 1, torch.int32).to(torch.int64)
+            return base + RUN_TOKENS * torch.arange(runs, device=base.device)
+        return _words(self.frames, HEADER_BYTES, runs, torch.int32).to(torch.int64)
+
+    def is_protected(self) -> Tensor:
+        """``[rows]`` bool, true for pages with a protected state."""
+        return _flags(self.frames, self.counts(), self.layout.page_tokens).any(1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PageView:
     """What a kernel reads: pages of one layout, parsed on demand.
@@ -278,8 +326,7 @@ class PageView:
             )
 
     def _words(self, offset: int, num_words: int, dtype: torch.dtype) -> Tensor:
-        stop = offset + num_words * dtype.itemsize
-        return self.pages[:, offset:stop].contiguous().view(dtype)
+        return _words(self.pages, offset, num_words, dtype)
 
     def counts(self) -> Tensor:
         """``[rows]`` int64 live states of each page."""
@@ -291,10 +338,7 @@ class PageView:
 
     def flags(self) -> Tensor:
         """``[rows, tokens]`` bool, true for protected states."""
-        data = self.pages[:, FLAGS_OFFSET : FLAGS_OFFSET + self.layout.page_tokens // 8]
-        shift = torch.arange(8, dtype=torch.uint8, device=data.device)
-        bits = (data[:, :, None] >> shift) & 1
-        return bits.flatten(1).to(torch.bool) & self.live()
+        return _flags(self.pages, self.counts(), self.layout.page_tokens)
 
     def positions(self) -> Tensor:
         """``[rows, tokens]`` int64 positions."""

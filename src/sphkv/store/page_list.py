@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.store.allocator import PageMoves
-from sphkv.store.layout import PageView
-from sphkv.store.paging import live_mask
+from sphkv.store.layout import PageFrames, PageLayout, PageView
+from sphkv.store.paging import PositionMode, live_mask
 from sphkv.store.pool import PagePool
 from sphkv.store.sequence import PointerTable, pool_of_tag, tier_ids_of
 
@@ -124,15 +124,24 @@ class PageIndex:
         for tag in tags.unique().tolist():
             layout = self._pool.layout(pool_of_tag(tag))
             for ids in page_ids[tags == tag].split(_READ_PAGES):
-                rows = PageView(layout, self._pool.allocator.gather(ids)).rows().to("cpu")
-                starts = rows.positions[:, ::RUN_TOKENS]
-                num_runs = -(-rows.counts // RUN_TOKENS)
-                is_used = live_mask(num_runs, starts.shape[1])
-                inside = torch.arange(layout.page_tokens) % RUN_TOKENS
-                follows = rows.positions == starts.repeat_interleave(RUN_TOKENS, 1) + inside
-                if not bool((follows | ~rows.live()).all()):
-                    raise ValueError(f"pages {ids.tolist()} hold states that are no runs of 16")
+                if layout.position_mode is PositionMode.TOKENS:
+                    counts, starts, is_protected = self._read_tokens(layout, ids)
+                else:
+                    frames = PageFrames(layout, self._pool.allocator.gather_frames(ids).cpu())
+                    counts, starts = frames.counts(), frames.run_starts()
+                    is_protected = frames.is_protected()
+                is_used = live_mask(-(-counts // RUN_TOKENS), starts.shape[1])
                 runs = self._known.new_full((len(ids), self._most), -1)
                 runs[:, : starts.shape[1]] = torch.where(is_used, starts // RUN_TOKENS, -1)
-                parts = (rows.counts[:, None], rows.flags.any(1, keepdim=True), runs)
+                parts = (counts[:, None], is_protected[:, None], runs)
                 self._known[ids] = torch.cat([part.to(torch.int32) for part in parts], 1)
+
+    def _read_tokens(self, layout: PageLayout, page_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Counts, first positions of runs and protection of pages with a position per state."""
+        rows = PageView(layout, self._pool.allocator.gather(page_ids)).rows().to("cpu")
+        starts = rows.positions[:, ::RUN_TOKENS]
+        inside = torch.arange(layout.page_tokens) % RUN_TOKENS
+        follows = rows.positions == starts.repeat_interleave(RUN_TOKENS, 1) + inside
+        if not bool((follows | ~rows.live()).all()):
+            raise ValueError(f"pages {page_ids.tolist()} hold states that are no runs of 16")
+        return rows.counts, starts, rows.flags.any(1)

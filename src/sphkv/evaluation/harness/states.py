@@ -46,6 +46,10 @@ class LayerStates:
             self.query[:, :num_tokens], self.keys[:, :num_tokens], self.values[:, :num_tokens]
         )
 
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values on a device; those of a long prompt may wait on another."""
+        return self.query.to(device), self.keys.to(device), self.values.to(device)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptStates:
@@ -151,13 +155,18 @@ class DenseReference(CacheMethodBase):
 
     name = "reference"
 
-    def __init__(self, states: PromptStates, *, capacity: int) -> None:
+    def __init__(
+        self, states: PromptStates, *, capacity: int, queries_on: torch.device | None = None
+    ) -> None:
         """Hold a prompt's states and room for more tokens.
 
         Args:
             states: The prompt.
             capacity: Tokens that may come after it.
+            queries_on: Where the queries of these are kept, three quarters of all bytes or more;
+                where they came from if None.
         """
+        self._queries_on = queries_on
         self._length = [states.num_tokens] * len(states.layers)
         self._queries: list[list[Tensor]] = [[] for _ in states.layers]
         self._keys: list[Tensor] = []
@@ -166,7 +175,8 @@ class DenseReference(CacheMethodBase):
         for part in states.layers:
             heads, tokens, dim = part.keys.shape
             for held, given in ((self._keys, part.keys), (self._values, part.values)):
-                room = given.new_empty(heads, tokens + capacity, dim)
+                # layers may wait elsewhere until a method stores them
+                room = given.new_empty(heads, tokens + capacity, dim, device=states.hidden.device)
                 room[:, :tokens] = given
                 held.append(room)
 
@@ -214,7 +224,7 @@ class DenseReference(CacheMethodBase):
         end = begin + new
         self._keys[layer][:, begin:end] = keys
         self._values[layer][:, begin:end] = values
-        self._queries[layer].append(query)
+        self._queries[layer].append(query.to(self._queries_on or query.device))
         self._length[layer] = end
         return scaled_dot_product_attention(
             query[None].float(),
@@ -266,7 +276,9 @@ class DenseReference(CacheMethodBase):
         """
         layers = [
             LayerStates(
-                torch.cat([part.query, *self._queries[layer]], 1),
+                torch.cat(
+                    [part.query.to(self._queries_on or part.query.device), *self._queries[layer]], 1
+                ),
                 self._keys[layer][:, : self._length[layer]],
                 self._values[layer][:, : self._length[layer]],
             )

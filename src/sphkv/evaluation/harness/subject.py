@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -162,6 +162,12 @@ def _forward(model: Any, cache: Any, input_ids: Tensor, begin: int) -> Tensor:
     return hidden
 
 
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done its work; elsewhere there is nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class TimedEngine(CacheEngine):
     """The engine of ``SphericalCache``, with the seconds spent in it.
 
@@ -218,8 +224,9 @@ class EngineSubject:
         engine.begin(StepTokens(torch.ones_like(positions, dtype=torch.bool), positions))
         try:
             for layer, part in enumerate(states.layers):
-                engine.update(layer, part.keys[None], part.values[None])
-                engine.end_layer(layer, part.query[None])
+                query, keys, values = part.on(self._model.device)
+                engine.update(layer, keys[None], values[None])
+                engine.end_layer(layer, query[None])
         except BaseException:
             engine.finish(is_failed=True)
             raise
@@ -233,7 +240,9 @@ class EngineSubject:
             engine.see_logits(head(states.hidden[-1:][None]))
 
     def _keep_contract(self, contract: WriteContract) -> None:
-        self._contract = contract
+        self._contract = replace(
+            contract, tier_id=contract.tier_id.cpu(), protected=contract.protected.cpu()
+        )
 
     @property
     def _has_gate(self) -> bool:
@@ -301,6 +310,55 @@ class EngineSubject:
         """Nothing is rebuilt."""
 
 
+class ProductSubject(EngineSubject):
+    """Our cache exactly as ``SphericalCache.for_model`` made it, on the model's own device.
+
+    On a GPU single steps are captured and replayed, as ``generate`` has them, so that the seconds
+    inside the cache are not known, and text is fed token by token.
+    """
+
+    engine: Any
+
+    def __init__(self, model: Any, cache: SphericalCache, name: str) -> None:
+        """Measure a cache that a user could have made."""
+        self.name = name
+        self.engine = cache.engine
+        self.geometry = cache.config.geometry
+        self.cache = cache
+        self._model = model
+        self._contract = None
+        self.engine.on_contract = self._keep_contract
+
+    @torch.no_grad()
+    def feed(self, input_ids: Tensor) -> Pass:
+        """Let the model go on with tokens ``[1, tokens]``; waits for a GPU as ``generate`` does."""
+        engine = self.engine
+        engine.peak_bytes = 0
+        begin = engine.length
+        began = time.perf_counter()
+        output = self._model.base_model(
+            input_ids=input_ids, past_key_values=self.cache, use_cache=True
+        )
+        # a captured step hands out the same memory every time
+        hidden = output.last_hidden_state[0].clone()
+        if self._has_gate:
+            self._model.get_output_embeddings()(hidden[None])
+        wait_for(input_ids.device)
+        seconds = time.perf_counter() - began
+        return Pass(hidden, seconds, 0.0, engine.peak_bytes, begin + 1)
+
+    def describe(self) -> MethodDescription:
+        """What was chosen under the budget, and whether the last step was a captured one."""
+        told = super().describe()
+        if self.engine.graph is not None:
+            told["setting"] += ", captured steps"
+        return told
+
+    def tokens_until_change(self) -> int:
+        """One where steps are captured; else as every engine's."""
+        return 1 if self._model.device.type == "cuda" else super().tokens_until_change()
+
+
 class MethodSubject:
     """Another method inside a model.
 
@@ -339,7 +397,8 @@ class MethodSubject:
     def store_prompt(self, states: PromptStates) -> None:
         """Give the method every layer of a prompt."""
         for layer, part in enumerate(states.layers):
-            self.method.prefill(layer, part.keys, part.values, query=part.query)
+            query, keys, values = part.on(self._model.device)
+            self.method.prefill(layer, keys, values, query=query)
 
     def feed(self, input_ids: Tensor) -> Pass:
         """Let the model go on with tokens ``[1, tokens]``."""
@@ -350,6 +409,7 @@ class MethodSubject:
         watched.begin()
         began = time.perf_counter()
         hidden = _forward(self._model, self._cache, input_ids, self._cache.length)
+        wait_for(input_ids.device)
         seconds = time.perf_counter() - began - watched.count_s
         length = self._cache.length
         return Pass(hidden, seconds, watched.clock.seconds, watched.peak_bytes, length)

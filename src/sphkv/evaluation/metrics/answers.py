@@ -63,12 +63,12 @@ def exact_match(answer: str, truths: Sequence[str]) -> float:
 
 
 def begins_with_answer(text: str, truths: Sequence[str]) -> float:
-    """1 if the text's first word, stripped of punctuation, is a truth, else 0."""
+    """1 if the text begins with a truth, whole words and punctuation around them aside, else 0."""
     if not truths:
         raise ValueError("an answer needs at least one truth")
-    words = text.split()
-    first = words[0].strip(string.punctuation) if words else ""
-    return float(first in truths)
+    words = [word.strip(string.punctuation) for word in text.split()]
+    wanted = [truth.split() for truth in truths if truth.split()]
+    return float(any(words[: len(each)] == each for each in wanted))
 
 
 def trajectory_sensitivity(scores: Mapping[str, Sequence[float]]) -> float:

@@ -39,7 +39,7 @@ class DecodeTimes:
         return self.step_s[self.num_warm :]
 
     def to_dict(self) -> Times:
-        """Plain data; speeds are None when no step was left to measure."""
+        """Plain data; what no step was left to measure, or nobody timed, is None."""
         steps = self.measured
         inside = self.attend_s[self.num_warm :]
         first = self.step_s[0] if self.step_s else 0.0
@@ -52,7 +52,7 @@ class DecodeTimes:
             "ttft_s": self.prefill_s + self.store_s + first,
             "num_measured": len(steps),
             "decode_s": sum(steps),
-            "attend_s": sum(inside) if inside else None,
+            "attend_s": sum(inside) if any(inside) else None,
             "tok_s": 1.0 / middle if middle else None,
             "step_p50_s": middle,
             "step_p95_s": quantile(steps, 0.95) if steps else None,

@@ -37,6 +37,7 @@ class ComparedPoint:
         kl_without_worst: The same without the worst token of each prompt.
         nll_delta: Loss above dense's, in nats.
         same_top1: Share of tokens with dense's best token.
+        worst: Divergence of the worst token of any prompt.
         by_case: Divergence of each prompt by its name.
         num_refused: Prompts at which the budget was too small for the method.
     """
@@ -49,6 +50,7 @@ class ComparedPoint:
     kl_without_worst: float
     nll_delta: MeanInterval
     same_top1: float
+    worst: float
     by_case: Mapping[str, float]
     num_refused: int
 
@@ -94,6 +96,7 @@ def _point(
         kl_without_worst=sum(each("kl_without_worst")) / len(done),
         nll_delta=mean_interval(each("nll_delta")),
         same_top1=sum(each("same_top1")) / len(done),
+        worst=max(each("kl_max")),
         by_case={record["case"]: record["quality"]["kl"] for record in done},
         num_refused=num_refused,
     )

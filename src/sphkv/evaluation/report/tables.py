@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of ablations, answered workloads and certificates in Markdown, rebuilt from records."""
+"""Tables of what was decoded, ablations, answers and certificates in Markdown, from records."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
+from sphkv.evaluation.metrics.statistics import paired_interval
+from sphkv.evaluation.report.readme import compared_points
 from sphkv.evaluation.report.sections import ablation_points, behaviour_rows
 from sphkv.evaluation.retention.study import STUDIES
-from sphkv.evaluation.runner.methods import DENSE
+from sphkv.evaluation.runner.methods import DENSE, JOINT
+from sphkv.evaluation.sweep.config import DENSE_BUDGET
 
 Record = Mapping[str, Any]
 
@@ -54,22 +59,157 @@ _FAILURE_COLUMNS = {
 
 
 def record_table(name: str, records: Sequence[Record]) -> str:
-    """Variants of an ablation if the name is one's (``a1`` to ``a5``), else behaviour by budget.
+    """Variants of an ablation if the name is one's (``a1`` to ``a5``), else by what was measured.
+
+    Texts give divergence by budget, or by distance where many tokens follow; needles what was
+    found; other answers their behaviour by budget.
 
     Raises:
-        ValueError: The records are of neither.
+        ValueError: The records hold nothing to compare.
     """
+    workloads = {record["workload"] for record in records}
     if name in STUDIES:
         ours = [record for record in records if record["method"] != DENSE]
         budgets = list(dict.fromkeys(record["budget"] for record in ours))
         rows = sorted(ablation_points(ours), key=lambda row: budgets.index(row["budget"]))
         table = _markdown(_VARIANT_COLUMNS, rows)
+    elif workloads == {"lm"}:
+        is_long = any(record["num_following"] > FOLLOWING_TOKENS for record in records)
+        rows = distance_rows(records) if is_long else text_rows(records)
+        table = _markdown({key: key for key in rows[0]}, rows) if rows else ""
     else:
-        rows = behaviour_rows(records)
+        rows = needle_rows(records) if workloads == {"needle"} else behaviour_rows(records)
         table = _markdown({key: key for key in rows[0]}, rows) if rows else ""
     if not rows:
         raise ValueError(f"the {len(records)} records of {name} hold nothing to compare")
     return table
+
+
+def text_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Divergence, loss and worst token of every method and budget, dense pages included."""
+    points = compared_points(records)
+    joint = {point.budget: point for point in points if point.method == JOINT}
+    rows = []
+    for point in points:
+        ours = joint.get(point.budget)
+        is_other = ours is not None and ours is not point
+        above = str(paired_interval(point.by_case, ours.by_case)) if ours and is_other else None
+        loss = point.nll_delta
+        rows.append(
+            {
+                "method": f"`{point.method}`",
+                "budget": point.budget,
+                "peak": f"{100 * point.peak:.2f}%",
+                "KL": str(point.kl),
+                "above `joint`": above,
+                "worst token": point.worst,
+                "NLL above dense": f"{loss.mean:+.4f} [{loss.low:+.4f}, {loss.high:+.4f}]",
+                "same top-1": f"{100 * point.same_top1:.1f}%",
+                "prompts": point.kl.count,
+            }
+        )
+    return rows
+
+
+def distance_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Divergence of every prompt by distance from it, and how much it grew."""
+    rows = []
+    for record in records:
+        if record["status"] != "measured":
+            continue
+        bins = record["quality"]["kl_by_distance"]
+        starts = (1, *(edge + 1 for edge in bins["edges"]))
+        parts = list(zip(bins["edges"], bins["tokens"], bins["kl"], strict=True))
+        near = [(count, kl) for edge, count, kl in parts if edge <= FOLLOWING_TOKENS and count]
+        far = [(count, kl) for edge, count, kl in parts if edge > FOLLOWING_TOKENS and count]
+        rows.append(
+            {
+                "prompt": record["case"],
+                "method": f"`{record['method']}`",
+                "budget": record["budget"],
+                **{
+                    f"{start} to {edge}": kl
+                    for start, (edge, _, kl) in zip(starts, parts, strict=False)
+                },
+                "up to 512": _weighted(near),
+                "behind": _weighted(far),
+                "ratio": _weighted(far) / _weighted(near),
+                "worst token": record["quality"]["kl_max"],
+                "peak": f"{100 * record['memory']['dense_share']:.2f}%",
+            }
+        )
+    return rows
+
+
+def _weighted(parts: Sequence[tuple[int, float]]) -> float:
+    return sum(count * kl for count, kl in parts) / max(1, sum(count for count, _ in parts))
+
+
+def needle_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Needles found by every method and budget, by length of the text.
+
+    Where no dense cache was measured, the exact model's own answers stand in its place.
+    """
+    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        if record["status"] == "measured":
+            groups[record["method"], record["budget"]].append(record)
+    contexts = sorted({record["context"] for record in records})
+    length = {record["case"]: record["context"] for record in records}
+    dense = {
+        record["case"]: record["quality"].get("found_reference", 0.0)
+        for group in groups.values()
+        for record in group
+    }
+    rows: list[dict[str, Any]] = []
+    if (DENSE, DENSE_BUDGET) in groups:
+        dense |= {r["case"]: r["quality"]["found"] for r in groups[DENSE, DENSE_BUDGET]}
+    else:
+        rows.append(
+            {
+                "method": "exact model",
+                "budget": DENSE_BUDGET,
+                "peak": None,
+                **{
+                    f"{context:,} tokens": _share(
+                        [found for case, found in dense.items() if length[case] == context]
+                    )
+                    for context in contexts
+                },
+                "found": _share(list(dense.values())),
+                "lost of dense's": None,
+                "found, dense did not": None,
+                "same tokens as dense": None,
+                "KL of answers": None,
+            }
+        )
+    for (method, budget), group in groups.items():
+        found = {record["case"]: record["quality"]["found"] for record in group}
+        rows.append(
+            {
+                "method": f"`{method}`",
+                "budget": budget,
+                "peak": f"{100 * max(r['memory']['dense_share'] for r in group):.2f}%",
+                **{
+                    f"{context:,} tokens": _share(
+                        [r["quality"]["found"] for r in group if r["context"] == context]
+                    )
+                    for context in contexts
+                },
+                "found": _share(list(found.values())),
+                "lost of dense's": sum(1 for c, was in dense.items() if was > found.get(c, was)),
+                "found, dense did not": sum(
+                    1 for c, was in dense.items() if was < found.get(c, was)
+                ),
+                "same tokens as dense": _share([r["quality"]["is_same"] for r in group]),
+                "KL of answers": sum(r["quality"]["kl"] for r in group) / len(group),
+            }
+        )
+    return rows
+
+
+def _share(hits: Sequence[float]) -> str:
+    return f"{sum(map(int, hits))} of {len(hits)}" if hits else "-"
 
 
 def certificate_tables(certificate: Record) -> str:

@@ -18,7 +18,7 @@ import torch
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.evaluation.environment import gpu_range
 from sphkv.evaluation.harness.decode import ByteTrace, follow_text
-from sphkv.evaluation.harness.subject import Subject
+from sphkv.evaluation.harness.subject import Subject, wait_for
 from sphkv.evaluation.metrics.answers import (
     Reply,
     begins_with_answer,
@@ -187,6 +187,7 @@ def measure_case(
     began = time.perf_counter()
     with gpu_range("allocate and write"):
         subject.store_prompt(read.states)
+        wait_for(read.states.hidden.device)
     # what an earlier cache found out is charged as if it had been found out again
     store_s = time.perf_counter() - began + read.work.reused_s - reused_s
     stored_bytes = subject.resident_bytes()
@@ -246,6 +247,7 @@ def _answer(
         "agreement_f1": 1.0 if text == exact else token_f1(text, exact),
         "em": exact_match(text, case.answers),
         "found": begins_with_answer(text, case.answers),
+        "found_reference": begins_with_answer(exact, case.answers),
         "is_same": float(got.token_ids == read.answer_ids),
         "length": len(got.token_ids),
         "length_drift": len(got.token_ids) - len(read.answer_ids),

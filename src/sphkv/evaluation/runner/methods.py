@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from sphkv.attention.api import get_backend
 from sphkv.attention.request import DecodeBackend
 from sphkv.baselines.attention_scores import SharedAttention, SharedScores
@@ -23,7 +25,14 @@ from sphkv.core.configs import check_name
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierTable, ladder
-from sphkv.evaluation.harness.subject import EngineSubject, MethodSubject, Subject, TimedEngine
+from sphkv.evaluation.harness.subject import (
+    EngineSubject,
+    MethodSubject,
+    ProductSubject,
+    Subject,
+    TimedEngine,
+)
+from sphkv.integrations.transformers.cache import CacheOptions, RetentionOptions, SphericalCache
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.measure import PromptWork
 from sphkv.retention.policy import BlockShape, ControlOptions, RetentionPolicy
@@ -203,7 +212,9 @@ class MethodFactory:
         self._model = model
         self._shape = shape
         self._calibration = calibration
-        self._backend = get_backend(backend)
+        self._device: torch.device = model.device
+        self._backend = get_backend(backend, self._device)
+        self._copies: dict[str, Calibration] = {}
 
     @property
     def backend_name(self) -> str:
@@ -238,6 +249,8 @@ class MethodFactory:
             ValueError: There is no such method, or the budget is too small for it.
         """
         check_method(name)
+        if self._device.type != "cpu" and (name == DENSE or name.startswith(OUR_METHODS)):
+            return self._product(name, budget, context + num_new, segments or SegmentSpans())
         if name == DENSE:
             return self._ours(DENSE, self._config(None), work)
         if name == UNIFORM:
@@ -248,6 +261,31 @@ class MethodFactory:
         if name.partition(_VARIANT)[0] == JOINT:
             return self._variant(name, budget, segments, work)
         return self._baseline(name, ByteBudget.parse(budget), context, num_new, work)
+
+    def _product(self, name: str, budget: str, context: int, segments: SegmentSpans) -> Subject:
+        """The public cache as a user makes it, on a GPU with its kernels and captured steps."""
+        model, options = self._model, CacheOptions(backend=self._backend.name)
+        if name == DENSE:
+            cache = SphericalCache.for_model(model, tiers=_DENSE_TIER, options=options)
+            return ProductSubject(model, cache, name)
+        retention: bool | RetentionOptions | None = False if name == UNIFORM else None
+        if name.startswith(JOINT):
+            variant = find_variant(name)
+            if replace(variant, gate=None) != JointVariant():
+                raise ValueError(f"{name} is measured on the CPU only")
+            retention = RetentionOptions(
+                retrieved=segments.retrieved, policy=self._policy, gate=variant.gate
+            )
+        cache = SphericalCache.for_model(
+            model,
+            budget,
+            retention=retention,
+            context=context,
+            # caches of one method share what the GPU's kernels make of the codebooks
+            calibration=self._copies.setdefault(name, replace(self._calibration)),
+            options=options,
+        )
+        return ProductSubject(model, cache, name)
 
     def _variant(
         self, name: str, budget: str, segments: SegmentSpans | None, work: SharedWork | None
@@ -284,6 +322,7 @@ class MethodFactory:
             num_tokens=context,
             num_new=num_new,
             settings=find(base).settings().trials()[int(number)] if mark else None,
+            backend=None if self._device.type == "cpu" else self._backend,
         )
         if work is not None and isinstance(method, EvictionCache):
             method.shared = work.scores

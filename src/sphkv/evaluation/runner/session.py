@@ -34,7 +34,7 @@ from sphkv.integrations.transformers.architecture import describe_model, model_g
 from sphkv.integrations.transformers.calibrate import calibrate_model
 from sphkv.retention.policy import RetentionPolicy, load_policy
 
-_GPU_TOKENS = 2048
+_GPU_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,11 +64,23 @@ class ReadCase:
 class PromptReader:
     """Reads cases; a document that several share is read once.
 
-    The model may be on a GPU; what was read is handed out on the CPU, where methods store it.
+    The model may be on a GPU while methods store what was read on another device.
     """
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, device: torch.device | str | None = None
+    ) -> None:
+        """Read with a model.
+
+        Args:
+            model: The model.
+            tokenizer: Its tokenizer.
+            device: Where methods run; the CPU if None.
+        """
         self._model = model
+        self._device = torch.device(device or "cpu")
+        # several readers share a GPU, and states in float32 are as large as a model
+        self._waiting = torch.device("cpu") if model.dtype == torch.float32 else self._device
         self._geometry = model_geometry(model)
         self._tokenizer = tokenizer
         self._group = ""
@@ -79,7 +91,10 @@ class PromptReader:
     def read(self, case: Case) -> ReadCase:
         """Run the dense model over a case."""
         with gpu_range("prefill"):
-            return self._read(case)
+            read = self._read(case)
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return read
 
     def _read(self, case: Case) -> ReadCase:
         began = time.perf_counter()
@@ -89,7 +104,7 @@ class PromptReader:
             states = self._dense_pass(ids, num_following=len(case.following_ids))
             seconds = time.perf_counter() - began
             work = SharedWork(SharedAttention(case.context, device=ids.device))
-            states = _on_cpu(states)
+            states = self._moved(states)
             return ReadCase(case, states, states.hidden[1:], (), seconds, work)
         if 0 < case.num_shared < case.context:
             states, extra = self._read_shared(case)
@@ -102,21 +117,32 @@ class PromptReader:
             exact = exact_subject(self._model, states, case.max_new_tokens)
             last = states.hidden[-1:]
             episode = run_episode(self._model, self._tokenizer, case.task, exact, last)
-            states = _on_cpu(states)
+            states = self._moved(states)
             return ReadCase(case, states, states.hidden[-1:], (), seconds, work, episode)
         hidden, answer = self._exact_answer(states, case)
-        return ReadCase(case, _on_cpu(states), hidden.cpu(), answer, seconds, work)
+        hidden = hidden.to(self._device)
+        return ReadCase(case, self._moved(states), hidden, answer, seconds, work)
+
+    def _moved(self, states: PromptStates) -> PromptStates:
+        """Layers to where they wait for methods, the rest to where methods run."""
+        layers = [LayerStates(*part.on(self._waiting)) for part in states.layers]
+        ids, following = states.input_ids.to(self._device), states.following.to(self._device)
+        return PromptStates(ids, following, layers, states.hidden.to(self._device))
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([ids], device=self._model.device)
 
     def _dense_pass(self, ids: Tensor, *, num_following: int = 0) -> PromptStates:
-        """As ``read_prompt``, in parts where a GPU would hold the logits of a whole prompt."""
+        """As ``read_prompt``, in parts where a GPU would hold the logits of a whole prompt.
+
+        Its attention in 16 bits holds none.
+        """
         prompt = ids.shape[1] - num_following
-        if ids.device.type == "cpu" or prompt <= _GPU_TOKENS:
+        is_whole = ids.device.type == "cpu" or self._model.dtype != torch.float32
+        if is_whole or prompt <= _GPU_TOKENS:
             return read_prompt(self._model, ids, num_following=num_following)
         first = read_prompt(self._model, ids[:, :_GPU_TOKENS])
-        exact = DenseReference(first, capacity=ids.shape[1] - _GPU_TOKENS)
+        exact = DenseReference(first, capacity=ids.shape[1] - _GPU_TOKENS, queries_on=self._waiting)
         rest = ids[:, _GPU_TOKENS:prompt]
         for part in rest.split(_GPU_TOKENS, 1):
             hidden = self._go_on(exact, part)
@@ -142,7 +168,7 @@ class PromptReader:
             self._attention = SharedAttention(case.num_shared, device=ids.device)
         assert self._shared is not None
         rest = ids[:, case.num_shared :]
-        exact = DenseReference(self._shared, capacity=rest.shape[1])
+        exact = DenseReference(self._shared, capacity=rest.shape[1], queries_on=self._waiting)
         hidden = self._go_on(exact, rest)
         return exact.extended(self._shared, rest, hidden), self._shared_s if known else 0.0
 
@@ -163,13 +189,6 @@ def exact_subject(model: Any, states: PromptStates, capacity: int) -> MethodSubj
     return MethodSubject(model, DenseReference(states, capacity=capacity), states.geometry)
 
 
-def _on_cpu(states: PromptStates) -> PromptStates:
-    layers = [
-        LayerStates(part.query.cpu(), part.keys.cpu(), part.values.cpu()) for part in states.layers
-    ]
-    return PromptStates(states.input_ids.cpu(), states.following.cpu(), layers, states.hidden.cpu())
-
-
 def _checked_device(name: str) -> torch.device:
     """A device that is there."""
     try:
@@ -179,12 +198,27 @@ def _checked_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model is measured.
+
+    Attributes:
+        device: Where methods run.
+        dtype: Type of the weights, ``float32`` or ``bfloat16``.
+        prefill_device: Where prompts are read, if methods run on the CPU.
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    prefill_device: str = "cpu"
+
+
 class Session:
     """Everything that is loaded once.
 
     Attributes:
         name: The model as it was asked for.
-        model: The model, in float32 on the CPU.
+        model: The model, on the device that methods run on.
         tokenizer: Its tokenizer.
         shape: What methods must know of it.
         reader: Reads prompts.
@@ -202,7 +236,7 @@ class Session:
         keep: Path | None = None,
         backend: str = "auto",
         policy: Path | None = None,
-        prefill_device: str = "cpu",
+        place: Placement | None = None,
     ) -> None:
         """Load the model; codebooks are fitted when they are first needed.
 
@@ -214,7 +248,7 @@ class Session:
             keep: Folder that keeps the calibration for the next time; None keeps none.
             backend: Decode backend of our methods.
             policy: File with the controller's weights; equal weights if None.
-            prefill_device: Where prompts are read; everything after is done on the CPU.
+            place: Where everything runs; in float32 on the CPU if None.
 
         Raises:
             ValueError: Both a calibration text and a file are given.
@@ -222,8 +256,10 @@ class Session:
         if calibration_text is not None and calibration_file is not None:
             raise ValueError("give a calibration text or a file, not both")
         self.name = name
-        model, tokenizer = load_model(name, torch.float32)
+        place = place or Placement()
+        model, tokenizer = load_model(name, getattr(torch, place.dtype))
         self.model: Any = model
+        torch.nn.Module.to(self.model, _checked_device(place.device))
         self.tokenizer: Any = tokenizer
         layout = describe_model(model)
         self.shape = ModelShape(layout.geometry, layout.ropes, layout.windows, layout.max_tokens)
@@ -233,10 +269,10 @@ class Session:
         self._source = (calibration_text, calibration_tokens, calibration_file, keep)
         self._own_ids: Tensor | None = None
         reading = self.model
-        if prefill_device != "cpu":
+        if place.prefill_device != place.device == "cpu":
             reading = copy.deepcopy(self.model)
-            torch.nn.Module.to(reading, _checked_device(prefill_device))
-        self.reader = PromptReader(reading, self.tokenizer)
+            torch.nn.Module.to(reading, _checked_device(place.prefill_device))
+        self.reader = PromptReader(reading, self.tokenizer, place.device)
 
     def calibrate_on(self, input_ids: Tensor) -> None:
         """Fit the codebooks on tokens ``[1, tokens]`` of what is measured itself."""
@@ -300,7 +336,8 @@ class Session:
         file = None if keep is None else keep / f"calibration-{name}.safetensors"
         if file is not None and file.is_file():
             return load_calibration(file, geometry=shape.geometry, ropes=shape.ropes), name
-        made = calibrate_model(self.model, torch.tensor([ids]), model_id=self.name, source=source)
+        given_ids = torch.tensor([ids], device=self.model.device)
+        made = calibrate_model(self.model, given_ids, model_id=self.name, source=source)
         if file is not None:
             save_calibration(made, file)
         return made, name

@@ -278,7 +278,8 @@ class SplitWorkload:
         purpose: What the data is for; must be the split's name.
         log: File that counts uses of test data.
         workload: ``lm``, ``needle`` or ``qa``.
-        count: Only the first so many prompts; 0 for all.
+        count: Only so many prompts; 0 for all.
+        skip: Prompts of the manifest's list that are left out before them.
         num_following: Tokens after a stretch.
     """
 
@@ -288,14 +289,16 @@ class SplitWorkload:
     log: Path | None = None
     workload: str = "lm"
     count: int = 0
+    skip: int = 0
     num_following: int = FOLLOWING_TOKENS
 
     def __post_init__(self) -> None:
         """Reject a workload that the manifest does not have."""
         _check_positive(self, "length", "num_following")
         check_name("workload", self.workload, ("lm", "needle", "qa"))
-        if self.count < 0:
-            raise ValueError(f"count must not be negative, got {self.count}")
+        for name in ("count", "skip"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def cases(
         self, tokenizer: Any, data: Path | None, *, seed: int, limit: int | None
@@ -307,18 +310,18 @@ class SplitWorkload:
         check_context(self.length, limit, extra=extra)
         note = f"{self.workload} {self.length}"
         split = open_split(self.split, data, purpose=self.purpose, log=self.log, note=note)
-        most = self.count or None
+        part = slice(self.skip, self.skip + self.count if self.count else None)
         if self.workload == "lm":
             return split.stretches(
-                tokenizer, length=self.length, num_following=self.num_following, count=most
+                tokenizer, length=self.length, num_following=self.num_following, part=part
             )
         if self.workload == "needle":
-            return split.needles(tokenizer, length=self.length, count=most)
-        return self._questions(tokenizer, split, most)
+            return split.needles(tokenizer, length=self.length, part=part)
+        return self._questions(tokenizer, split, part)
 
-    def _questions(self, tokenizer: Any, split: Split, most: int | None) -> list[Case]:
+    def _questions(self, tokenizer: Any, split: Split, part: slice) -> list[Case]:
         pools = [split.question_ids(dataset) for dataset in DATASETS]
-        names = tuple(name for turn in zip(*pools, strict=True) for name in turn)[:most]
+        names = tuple(name for turn in zip(*pools, strict=True) for name in turn)[part]
         is_test = split.name == "test"
         chosen = choose_questions(split.data, DATASETS, len(names), names, is_test=is_test)
         return qa_cases(tokenizer, chosen, context=self.length, split=split.name)
@@ -348,7 +351,9 @@ class SweepConfig:
         policy: File with the controller's weights; None takes equal weights.
         backend: Decode backend of our methods.
         num_threads: Threads of torch; 0 leaves its default.
-        prefill_device: Where prompts are read, such as ``cuda``; methods always run on the CPU.
+        prefill_device: Where prompts are read, such as ``cuda``, if methods run on the CPU.
+        device: Where methods run; on ``cuda`` ours are the public cache with its captured steps.
+        dtype: Type of the model's weights, ``float32`` or ``bfloat16``.
     """
 
     model: str
@@ -370,6 +375,8 @@ class SweepConfig:
     backend: str = "auto"
     num_threads: int = 0
     prefill_device: str = "cpu"
+    device: str = "cpu"
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         """Reject an empty grid, a method or budget named twice, and budgets that do not parse."""
@@ -379,6 +386,7 @@ class SweepConfig:
             raise ValueError("a sweep needs at least one of lm, qa, needle, tools and split")
         for method in self.methods:
             check_method(method)
+        check_name("dtype", self.dtype, ("float32", "bfloat16"))
         if self.num_seeds < 0 or self.num_seeds == 1:
             raise ValueError(f"num_seeds must be 0 or at least 2, got {self.num_seeds}")
         own = [(f"method_budgets of {name}", v) for name, v in self.method_budgets.items()]

@@ -6,6 +6,7 @@ Prompts are the outer loop, because reading one costs more than measuring a poin
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.records import content_id, write_text
 from sphkv.evaluation.runner.continuation import measure_case, sampled_quality
 from sphkv.evaluation.runner.methods import JOINT
-from sphkv.evaluation.runner.session import ReadCase, Session
+from sphkv.evaluation.runner.session import Placement, ReadCase, Session
 from sphkv.evaluation.schema import Identity, Setup
 from sphkv.evaluation.splits import check_calibration
 from sphkv.evaluation.sweep.config import QAWorkload, SweepConfig
@@ -111,7 +112,7 @@ class SweepRunner:
             keep=keep,
             backend=config.backend,
             policy=config.policy,
-            prefill_device=config.prefill_device,
+            place=Placement(config.device, config.dtype, config.prefill_device),
         )
         config = replace(config, qa=tuple(self._chosen(part, keep) for part in config.qa))
         self._cases = config.cases(self._session.tokenizer, self._session.shape.max_tokens)
@@ -146,9 +147,9 @@ class SweepRunner:
             "substrate": {
                 "pages": "paged, ragged, one sequence",
                 "page_tokens": {tier.name: tier.page_tokens for tier in tiers},
-                "device": "cpu",
+                "device": config.device,
                 "prefill_device": config.prefill_device,
-                "dtype": "float32 compute, bfloat16 dense pages",
+                "dtype": f"{config.dtype} compute, bfloat16 dense pages",
                 "backend": self._session.factory.backend_name,
             },
             "tiers": [config_to_dict(tier) for tier in tiers],
@@ -186,6 +187,9 @@ class SweepRunner:
                 measured += 1
                 refused += record["status"] == "refused"
                 progress.step(case.context, record)
+                if self._config.device != "cpu":
+                    # a cache and what measures it hold each other, and a GPU's memory with them
+                    gc.collect()
         return SweepSummary(measured, refused, num_all - measured, time.perf_counter() - began)
 
     def _identity(self, case: Case, method: str, budget: str) -> Identity:

@@ -282,7 +282,7 @@ class _Examiner:
                 session.tokenizer,
                 length=config.context,
                 num_following=config.num_following,
-                count=config.num_texts,
+                part=slice(config.num_texts),
             )
         peaks = []
         for case in cases:
