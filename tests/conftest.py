@@ -15,6 +15,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Nothing is fetched at test time. transformers reads this when it is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Nor is anything found that the user has kept.
+os.environ["SPHKV_CACHE"] = os.devnull
 
 # Workers share the cores already.
 if "PYTEST_XDIST_WORKER" in os.environ:

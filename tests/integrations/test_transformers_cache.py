@@ -303,11 +303,14 @@ def test_a_kept_calibration_is_found_by_the_weights(tiny_model, tmp_path, monkey
     assert path.is_relative_to(tmp_path)
     # where a model was loaded from does not matter, its weights do
     model.config._name_or_path = "elsewhere"
+    alone = CacheOptions(finds_calibration=False)
+    with SphericalCache.for_model(model, tiers="k3v4", options=alone) as cache:
+        assert cache.calibration is None
     with SphericalCache.for_model(model, tiers="k3v4") as cache:
         assert cache.calibration is not None
         assert fitted is not None
         assert torch.equal(cache.calibration.planes.stages, fitted.planes.stages)
     with torch.no_grad():
-        next(iter(model.model.layers[0].self_attn.parameters())).mul_(1.5)
+        model.model.layers[1].self_attn.k_proj.weight.mul_(1.01)
     with SphericalCache.for_model(model, tiers="k3v4") as cache:
         assert cache.calibration is None

@@ -49,8 +49,8 @@ class RetentionConfig:
         young_pages: Newest sealed pages of a head that keep their tier.
         refresh_share: Part of the ceiling that is freed at once when old pages must give way, so
             that the next pages to seal find room.
-        demotes: Whether pages that were sealed while decoding may be coded again at a lower tier
-            before they are dropped.
+        demotes: Whether pages at the seal tier may be coded again at a lower one before they are
+            dropped; without it pages, those of the prompt too, stay as they are or go.
     """
 
     tiers: TierTable

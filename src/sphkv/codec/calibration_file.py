@@ -38,7 +38,8 @@ def model_key(about: str, weights: Iterable[Tensor]) -> str:
 
     Args:
         about: Text that tells its shape, such as its configuration.
-        weights: Some of its weights, always in the same order; evenly spaced elements are read.
+        weights: Some of its weights, always in the same order; of each 64 evenly spaced elements
+            are read, so that a change of others is not seen.
 
     Returns:
         32 hexadecimal digits.
@@ -92,8 +93,8 @@ def find_calibration(
     if recent not in _RECENT:
         try:
             found = load_calibration(path, geometry=geometry, ropes=ropes)
-        except (FileNotFoundError, ValueError):
-            # a damaged file is as good as none: the next prompt replaces it
+        except (OSError, ValueError):
+            # a file that cannot be read is as good as none
             return None
         _RECENT[recent] = found
         while len(_RECENT) > _MOST_RECENT:

@@ -83,7 +83,7 @@ class SphericalLM(TemplateLM):  # type: ignore[misc]
         torch.nn.Module.to(self.model, _find_device(device))
         self._device = self.model.device
         self._budget, self._retention, self._calibration = budget, retention, calibration
-        self._options = CacheOptions(backend=backend)
+        self._options = CacheOptions(backend=backend, finds_calibration=False)
         own = getattr(self.model.config.get_text_config(), "max_position_embeddings", 2048)
         self.max_length = int(max_length or own)
         self.max_gen_toks = int(max_gen_toks)

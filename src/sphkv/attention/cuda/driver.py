@@ -50,6 +50,22 @@ def _check(status: int, what: str) -> None:
     raise RuntimeError(f"{what} failed: {reason} (CUDA error {status})")
 
 
+@functools.cache
+def _load_function(image: bytes, name: str, shared_bytes: int, _device: int) -> ctypes.c_void_p:
+    """An entry point of a module that stays loaded: layers and caches without number share it."""
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    _check(driver.cuModuleLoadData(ctypes.byref(module), image), "loading a kernel")
+    _check(
+        driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()),
+        f"finding kernel {name!r}",
+    )
+    _check(
+        driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes),
+        f"asking for {shared_bytes} bytes of shared memory",
+    )
+    return function
+
+
 class Kernel:
     """One entry point of a loaded module.
 
@@ -62,21 +78,10 @@ class Kernel:
 
     def __init__(self, image: bytes, name: str, *, shared_bytes: int, threads: int) -> None:
         torch.cuda.current_stream()  # makes sure that a context exists
-        self._module = ctypes.c_void_p()
-        self._function = ctypes.c_void_p()
+        self._function = _load_function(image, name, shared_bytes, torch.cuda.current_device())
         self._threads = threads
         self._shared_bytes = shared_bytes
-        driver = _driver()
-        _check(driver.cuModuleLoadData(ctypes.byref(self._module), image), "loading a kernel")
-        _check(
-            driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()),
-            f"finding kernel {name!r}",
-        )
-        _check(
-            driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes),
-            f"asking for {shared_bytes} bytes of shared memory",
-        )
-        self._launch = driver.cuLaunchKernelEx
+        self._launch = _driver().cuLaunchKernelEx
         self._overlap = _Attribute(_OVERLAP)
         self._overlap.value[0] = 1
 

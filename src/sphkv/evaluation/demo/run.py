@@ -24,7 +24,7 @@ from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.inspect import tier_map
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import model_geometry
-from sphkv.integrations.transformers.cache import SphericalCache
+from sphkv.integrations.transformers.cache import CacheOptions, SphericalCache
 from sphkv.integrations.transformers.calibrate import calibrate_model
 from sphkv.integrations.transformers.stepping import (
     continue_greedily,
@@ -265,10 +265,14 @@ def _check_fits(stage: _Stage, config: DemoConfig) -> None:
 def _make_cache(
     stage: _Stage, config: DemoConfig, name: str, calibration: Calibration | None
 ) -> SphericalCache:
+    # the demo shows a model that nobody has calibrated
+    options = CacheOptions(finds_calibration=False)
     if name == "tier":
-        return SphericalCache.for_model(stage.model, tiers=config.tier, calibration=calibration)
+        return SphericalCache.for_model(
+            stage.model, tiers=config.tier, calibration=calibration, options=options
+        )
     return SphericalCache.for_model(
-        stage.model, config.budget, retention=True, calibration=calibration
+        stage.model, config.budget, retention=True, calibration=calibration, options=options
     )
 
 

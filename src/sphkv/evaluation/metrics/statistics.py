@@ -110,7 +110,9 @@ class MeanInterval:
     count: int
 
     def __str__(self) -> str:
-        """The mean and its interval, to three digits."""
+        """The mean and its interval, to three digits; a single value has none."""
+        if self.count < 2:
+            return f"{self.mean:.3g}"
         return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
 

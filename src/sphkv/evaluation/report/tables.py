@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
-from sphkv.evaluation.metrics.statistics import paired_interval
+from sphkv.evaluation.metrics.statistics import MeanInterval, paired_interval
 from sphkv.evaluation.report.readme import compared_points
 from sphkv.evaluation.report.sections import ablation_points, behaviour_rows
 from sphkv.evaluation.retention.study import STUDIES
@@ -103,12 +103,18 @@ def text_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "KL": str(point.kl),
                 "above `joint`": above,
                 "worst token": point.worst,
-                "NLL above dense": f"{loss.mean:+.4f} [{loss.low:+.4f}, {loss.high:+.4f}]",
+                "NLL above dense": _signed(loss),
                 "same top-1": f"{100 * point.same_top1:.1f}%",
                 "prompts": point.kl.count,
             }
         )
     return rows
+
+
+def _signed(value: MeanInterval) -> str:
+    """A difference with its interval, if it is one of several."""
+    mean = f"{value.mean:+.4f}"
+    return mean if value.count < 2 else f"{mean} [{value.low:+.4f}, {value.high:+.4f}]"
 
 
 def distance_rows(records: Sequence[Record]) -> list[dict[str, Any]]:

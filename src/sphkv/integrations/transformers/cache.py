@@ -64,6 +64,8 @@ class CacheOptions:
         backend: What runs decode attention, see ``sphkv.attention.api``.
         cuda_graphs: Whether single steps on a GPU are captured once and replayed, where the
             backend can.
+        finds_calibration: Whether a cache that is given no calibration takes the one that was kept
+            for its model.
     """
 
     sink_tokens: int = 4
@@ -72,6 +74,7 @@ class CacheOptions:
     calibration: CalibrationOptions = field(default_factory=lambda: PROMPT_CALIBRATION)
     backend: str = "auto"
     cuda_graphs: bool = True
+    finds_calibration: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +93,8 @@ class RetentionOptions:
         seal_tier: Tier at which new states leave the dense tail; the budget chooses if None.
         refresh_share: Part of the ceiling that is freed at once when old pages must give way; as
             suits the backend if None.
-        demotes: Whether sealed pages may be coded again at a lower tier before they are dropped; if
-            None, where that costs no stall: with small pages.
+        demotes: Whether pages at the seal tier may be coded again at a lower one before they are
+            dropped; without it every page stays as it is or goes. If None, with small pages only.
     """
 
     protect: Sequence[Span] = ()
@@ -158,7 +161,7 @@ class SphericalCache(AttachedCache):
             context: Tokens at which a budget of total bytes must hold with one tier; the
                 model's longest by default.
             calibration: Codebooks or a file of them; if None, those that ``keep_calibration``
-                kept for these very weights, or else fitted on the prompt.
+                kept for this model, or else fitted on the prompt.
             options: Settings that rarely change.
 
         Raises:
@@ -168,7 +171,7 @@ class SphericalCache(AttachedCache):
         """
         options = options or CacheOptions()
         layout = describe_model(model)
-        if calibration is None:
+        if calibration is None and options.finds_calibration:
             calibration = find_calibration(
                 _model_key(model, layout), geometry=layout.geometry, ropes=layout.ropes
             )
@@ -212,7 +215,7 @@ class SphericalCache(AttachedCache):
         return self.engine.calibration
 
     def keep_calibration(self) -> Path:
-        """Keep the codebooks for later caches of the same weights, in the user's cache folder.
+        """Keep the codebooks for later caches of the same model, in the user's cache folder.
 
         ``SPHKV_CACHE`` names another folder. Caches made without a calibration find it there.
 
@@ -277,6 +280,8 @@ class SphericalCache(AttachedCache):
     def detach(self) -> None:
         """Let go of the model; the last cache to do so gives it back as it was."""
         super().detach()
+        if self._captured is not None:
+            self._captured.forget()
         if self._unwatch is not None:
             self._unwatch()
 
@@ -436,15 +441,14 @@ def _make_engine(
 
 
 def _model_key(model: PreTrainedModel, layout: ModelLayout) -> str:
-    """Names a model by its shape and weights, wherever it was loaded from."""
+    """Names a model by its shape and a sample of what makes its keys, wherever it comes from."""
     where = ("dtype", "torch_dtype", "transformers_version")
     about = {
         name: value
         for name, value in model.config.to_dict().items()
         if name not in where and not name.startswith("_")
     }
-    ends = (layout.attentions[0], layout.attentions[-1])
-    weights = (weight for module in ends for weight in module.parameters())
+    weights = (weight for module in layout.attentions for weight in module.parameters())
     return model_key(json.dumps(about, sort_keys=True, default=str), weights)
 
 

@@ -75,7 +75,7 @@ class DecoderGraph:
         ):
             engine.end_graph()
         if engine.graph is None:
-            self._forget()
+            self.forget()
             return engine.begin_graph(max_tokens=longest + _ROOM_TOKENS)
         return True
 
@@ -111,7 +111,7 @@ class DecoderGraph:
         assert graph is not None
         return graph.attend(layer, query, keys, values, options, sink_logits=sink_logits)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Let a graph go once it has run: its memory is no longer in the order of the stream."""
         if self._graph is not None:
             torch.cuda.current_stream().synchronize()
@@ -121,7 +121,7 @@ class DecoderGraph:
         """Record one step; the steps run to warm up leave no trace."""
         step = self._engine.graph
         assert step is not None
-        self._forget()
+        self.forget()
         self._steps = step
         self._input_ids = ids.clone()
         self._is_capturing = True
