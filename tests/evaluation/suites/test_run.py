@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from sphkv.evaluation.harness.states import read_prompt
 from sphkv.evaluation.suites.acceptance import (
     AcceptanceRunner,
     acceptance_rows,
@@ -17,7 +16,7 @@ from sphkv.evaluation.suites.acceptance import (
     speculate,
 )
 from sphkv.evaluation.suites.board import build_board, write_board
-from sphkv.evaluation.suites.columns import Bench, read_in_parts
+from sphkv.evaluation.suites.columns import Bench
 from sphkv.evaluation.suites.config import PRESETS, SuiteConfig, load_suite_config
 from sphkv.evaluation.suites.records import SuiteFile, load_acceptances, load_answers
 from sphkv.evaluation.suites.run import SuiteRunner
@@ -110,17 +109,6 @@ def test_a_hidden_question_is_read_after_the_context(config: SuiteConfig, record
     assert hidden.num_tokens == len(ids.context) == hidden.layers[0].keys.shape[1]
 
 
-def test_a_prompt_read_in_parts_has_the_same_states(config: SuiteConfig) -> None:
-    bench = Bench(config)
-    ids = torch.arange(1, 201).repeat(3)[None]
-    whole, parts = read_prompt(bench.model, ids), read_in_parts(bench.model, ids, 256)
-    assert torch.equal(parts.input_ids, ids)
-    for one, other in zip(whole.layers, parts.layers, strict=True):
-        for name in ("query", "keys", "values"):
-            torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=1e-4)
-    torch.testing.assert_close(whole.hidden, parts.hidden, rtol=0, atol=1e-4)
-
-
 def test_a_run_goes_on_where_it_stopped(config: SuiteConfig, records: Path) -> None:
     whole = records.read_bytes()
     lines = whole.splitlines(keepends=True)
@@ -174,10 +162,39 @@ def test_configs_are_checked() -> None:
         SuiteConfig("m", ("dense",), ())
     with pytest.raises(ValueError, match="quanto-3"):
         SuiteConfig("m", ("quantized:quanto-3",), ("50%",), prompts=(Path("p"),))
+    with pytest.raises(ValueError, match="kivi needs at least one budget"):
+        SuiteConfig("m", ("kivi",), (), prompts=(Path("p"),))
+    for shard in ("2/2", "1", "a/3"):
+        with pytest.raises(ValueError, match=f"got '{shard}'"):
+            SuiteConfig("m", ("dense",), (), prompts=(Path("p"),), shard=shard)
     for name in PRESETS:
         assert load_suite_config(None, name, {}).max_minutes
     changed = load_suite_config(None, "small-cpu", {"model": "other", "prompts": ["a"]})
     assert changed.model == "other"
+
+
+def test_a_method_may_have_budgets_of_its_own() -> None:
+    methods = ("dense", "auto", "kivi 25%", "joint:prefix=0.25 10% 5%")
+    config = SuiteConfig("m", methods, ("40%",), modes=("hidden",), prompts=(Path("p"),))
+    assert config.grid() == [
+        ("hidden", "dense", "100%"),
+        ("hidden", "auto", "40%"),
+        ("hidden", "kivi", "25%"),
+        ("hidden", "joint:prefix=0.25", "10%"),
+        ("hidden", "joint:prefix=0.25", "5%"),
+    ]
+
+
+def test_shards_share_the_samples(config: SuiteConfig, tmp_path: Path) -> None:
+    found = []
+    for part in range(3):
+        shard = replace(config, methods=("dense",), shard=f"{part}/3")
+        runner = SuiteRunner(shard, keep=tmp_path, tell=lambda _: None)
+        with SuiteFile(tmp_path / f"{part}.jsonl") as file:
+            runner.run(file)
+        found.append([row["sample"] for row in load_answers([tmp_path / f"{part}.jsonl"])])
+    assert sorted(map(len, found)) == [1, 1, 2]
+    assert len({name for names in found for name in names}) == 4
 
 
 def test_speculation_by_hand() -> None:

@@ -24,7 +24,7 @@ from sphkv.codec.calibration import Calibration
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.harness.decode import Decoder, StepBytes
-from sphkv.evaluation.harness.states import DenseReference, PromptStates, read_prompt
+from sphkv.evaluation.harness.states import PromptStates, read_prompt
 from sphkv.evaluation.harness.subject import EngineSubject, MethodSubject, Pass, Subject
 from sphkv.evaluation.runner.decoding import StopRule, decode_tokens, stop_rule
 from sphkv.evaluation.runner.methods import DENSE, JOINT, OUR_METHODS, UNIFORM
@@ -38,7 +38,6 @@ from sphkv.integrations.transformers.cache import CacheOptions, SphericalCache
 
 PROMPT_CALIBRATION = "prompt"
 _DENSE_TIER = "max"
-_PART_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +176,7 @@ class Bench:
         """Run the dense model over a prompt once."""
         began = time.perf_counter()
         tokens = torch.tensor([ids.prompt], device=self.model.device)
-        # on a GPU the weights of a whole long prompt would not fit; windows are read at once
-        if self.model.device.type == "cuda" and set(self.layout.windows) == {None}:
-            states = read_in_parts(self.model, tokens, _PART_TOKENS)
-        else:
-            states = read_prompt(self.model, tokens)
+        states = read_prompt(self.model, tokens)
         self._wait()
         return ReadSample(sample, ids, states, time.perf_counter() - began, {})
 
@@ -312,26 +307,6 @@ class Bench:
     def _wait(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-
-
-def read_in_parts(model: Any, input_ids: Tensor, part_tokens: int) -> PromptStates:
-    """As ``read_prompt``, a part at a time, each attending exactly to those before.
-
-    Args:
-        model: A model of full attention.
-        input_ids: ``[1, tokens]``.
-        part_tokens: Tokens of a part.
-    """
-    first = read_prompt(model, input_ids[:, :part_tokens])
-    rest = input_ids[:, part_tokens:]
-    if rest.shape[1] == 0:
-        return first
-    exact = DenseReference(first, capacity=rest.shape[1])
-    subject = MethodSubject(model, exact, first.geometry)
-    hidden = first.hidden
-    for part in rest.split(part_tokens, 1):
-        hidden = subject.feed(part).hidden
-    return exact.extended(first, rest, hidden)
 
 
 def _bytes(subject: Subject, stored: int, steps: Sequence[StepBytes]) -> AnswerBytes:

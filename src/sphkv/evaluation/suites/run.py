@@ -18,7 +18,13 @@ from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.records import content_id
 from sphkv.evaluation.suites.columns import Answer, Bench, ReadSample, counted_bytes
-from sphkv.evaluation.suites.config import PRESS, QUANTIZED, MakeConfig, SuiteConfig
+from sphkv.evaluation.suites.config import (
+    PRESS,
+    QUANTIZED,
+    MakeConfig,
+    SuiteConfig,
+    parse_shard,
+)
 from sphkv.evaluation.suites.crosscheck import Overlap, cross_check
 from sphkv.evaluation.suites.gsm8k import make_gsm8k
 from sphkv.evaluation.suites.longbench import load_longbench
@@ -168,7 +174,8 @@ class SuiteRunner:
         if not found:
             raise ValueError(f"no prompt has a task of {config.tasks} or length {config.lengths}")
         found.sort(key=lambda pair: (pair[0], len(pair[1].ids.prompt)))
-        return [item for _, item in found]
+        part, count = parse_shard(config.shard)
+        return [item for _, item in found][part::count]
 
     def _item(self, prompts: PromptSet, sample: Sample) -> Item:
         config, limit = self._config, self._bench.layout.max_tokens
