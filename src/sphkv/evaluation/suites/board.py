@@ -17,7 +17,7 @@ from typing import Any
 
 from sphkv.evaluation.metrics.statistics import MeanInterval, mean_interval, paired_interval
 from sphkv.evaluation.records import write_text
-from sphkv.evaluation.runner.methods import DENSE
+from sphkv.evaluation.runner.methods import AUTO, DENSE
 from sphkv.evaluation.suites.acceptance import acceptance_rows
 from sphkv.evaluation.suites.records import load_acceptances, load_answers
 
@@ -85,6 +85,27 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class Duel:
+    """Our cache beside another at the same budget, on the samples that both answered.
+
+    Attributes:
+        model: The model.
+        suite: The suite, all lengths together.
+        mode: Whether the question was visible.
+        budget: Budget of both; dense has none.
+        other: ``dense`` or a method.
+        difference: Ours minus the other's, tasks and lengths weighing alike.
+    """
+
+    model: str
+    suite: str
+    mode: str
+    budget: str
+    other: str
+    difference: MeanInterval
+
+
+@dataclass(frozen=True, slots=True)
 class Board:
     """Everything the page shows.
 
@@ -94,6 +115,7 @@ class Board:
         sources: Record files.
         setups: What was measured with.
         acceptance: Rows of ``acceptance_rows``; empty where none was measured.
+        duels: Our cache against dense and every other method.
     """
 
     cells: tuple[Cell, ...]
@@ -101,12 +123,31 @@ class Board:
     sources: tuple[str, ...]
     setups: tuple[Mapping[str, Any], ...]
     acceptance: tuple[Mapping[str, Any], ...] = ()
+    duels: tuple[Duel, ...] = ()
 
     def markdown(self) -> str:
         """The page."""
         lists = (self._acceptance_list(), self._task_list(), self._setup_list())
-        parts = ["# Suites", *self._tables(), *self._phase(), *lists]
+        parts = ["# Suites", *self._duel_tables(), *self._phase(), *self._tables(), *lists]
         return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _duel_tables(self) -> Iterable[str]:
+        groups: dict[tuple[str, str], list[Duel]] = defaultdict(list)
+        for duel in self.duels:
+            groups[duel.model, duel.suite].append(duel)
+        for (model, suite), duels in groups.items():
+            yield f"## Our cache against the others, all lengths: {suite}, {_short(model)}"
+            rows = [
+                [
+                    duel.mode,
+                    duel.budget,
+                    duel.other,
+                    _points(duel.difference, sign="+"),
+                    str(duel.difference.count),
+                ]
+                for duel in duels
+            ]
+            yield _table(["question", "budget", "other", "ours minus it (95%)", "samples"], rows)
 
     def _tables(self) -> Iterable[str]:
         groups: dict[tuple[str, str, int, str], list[Cell]] = defaultdict(list)
@@ -209,10 +250,13 @@ def build_board(paths: Sequence[Path]) -> Board:
             groups[(*key, row["method"], "" if is_dense else row["budget"])].append(row)
     cells = [_cell(key, rows, dense) for key, rows in groups.items()]
     cells.sort(key=_order)
+    duels = _duels([row for group in groups.values() for row in group], dense)
     setups = {json.dumps(row["setup"], sort_keys=True): row["setup"] for row in answers}
     names = tuple(str(path) for path in paths)
     accepted = acceptance_rows(load_acceptances(paths))
-    return Board(tuple(cells), tuple(tasks), names, tuple(setups.values()), tuple(accepted))
+    return Board(
+        tuple(cells), tuple(tasks), names, tuple(setups.values()), tuple(accepted), tuple(duels)
+    )
 
 
 def write_board(board: Board, folder: Path) -> list[Path]:
@@ -221,7 +265,9 @@ def write_board(board: Board, folder: Path) -> list[Path]:
     write_text(page, board.markdown())
     cells = [asdict(cell) for cell in board.cells]
     tasks = [asdict(task) for task in board.tasks]
-    text = json.dumps({"cells": cells, "tasks": tasks}, indent=1, sort_keys=True, default=dict)
+    duels = [asdict(duel) for duel in board.duels]
+    content = {"cells": cells, "tasks": tasks, "duels": duels}
+    text = json.dumps(content, indent=1, sort_keys=True, default=dict)
     write_text(data, text + "\n")
     return [page, data]
 
@@ -292,6 +338,53 @@ def _scores(
         for task in counts
     }
     return own, reference, weights, by_task
+
+
+def _duels(
+    rows: Sequence[Mapping[str, Any]], dense: Mapping[tuple[str, str, str], float]
+) -> list[Duel]:
+    """Our cache against dense, then against every other method of the same budget."""
+    scores: dict[tuple[str, str, str, str, str], dict[tuple[str, str, str, int], float]] = {}
+    for row in rows:
+        sample = (row["set"], row["sample"], row["task"], row["length"])
+        if row["status"] != "measured" or (row["model"], row["set"], row["sample"]) not in dense:
+            continue
+        key = (row["model"], row["suite"], row["mode"], row["budget"], row["method"])
+        scores.setdefault(key, {})[sample] = row["score"]
+    found = []
+    for (model, suite, mode, budget, method), ours in sorted(scores.items()):
+        if method != AUTO:
+            continue
+        exact = {name: dense[model, name[0], name[1]] for name in ours}
+        rivals = {
+            other: theirs
+            for (*place, other), theirs in sorted(scores.items())
+            if place == [model, suite, mode, budget] and other != AUTO
+        }
+        for other, theirs in {DENSE: exact, **rivals}.items():
+            common = [name for name in ours if name in theirs]
+            if common:
+                difference = _weighed_difference(ours, theirs, common)
+                found.append(Duel(model, suite, mode, budget, other, difference))
+    found.sort(key=lambda duel: (duel.model, duel.suite, duel.mode, -_size(duel.budget)))
+    return found
+
+
+def _weighed_difference(
+    ours: Mapping[tuple[str, str, str, int], float],
+    theirs: Mapping[tuple[str, str, str, int], float],
+    names: Sequence[tuple[str, str, str, int]],
+) -> MeanInterval:
+    """Paired difference over samples; every task and length weighs alike."""
+    counts: dict[tuple[str, int], int] = defaultdict(int)
+    for *_, task, length in names:
+        counts[task, length] += 1
+    weights = {name: len(names) / len(counts) / counts[name[2], name[3]] for name in names}
+    pairs = [
+        {" ".join(map(str, name)): side[name] * weights[name] for name in names}
+        for side in (ours, theirs)
+    ]
+    return paired_interval(*pairs)
 
 
 def _order(cell: Cell) -> tuple[Any, ...]:
