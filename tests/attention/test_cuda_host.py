@@ -27,6 +27,8 @@ CHOSEN = (
     "values 3 bits",
     "values 16 bits",
     "128 slots",
+    "128 slots, group 6",
+    "128 slots, group 6, runs",
 )
 
 

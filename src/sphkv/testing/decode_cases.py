@@ -90,6 +90,8 @@ CASES = {
     "head dim 64": Case(head_dim=64, nibbles=32, group=8),
     **{f"values {b} bits": Case(value_bits=b) for b in (2, 3, 8, 16)},
     **{f"{n} slots": Case(nibbles=n) for n in (32, 48, 96, 128)},
+    "128 slots, group 6": Case(nibbles=128, group=6, value_bits=8, counts=RAGGED, merge=True),
+    "128 slots, group 6, runs": Case(mode=PositionMode.RUNS, nibbles=128, group=6, value_bits=8),
 }  # fmt: skip
 
 

@@ -44,20 +44,22 @@ INLINE void store_stats(const Running& run, int tid) {
 // Factors that bring each warp's sums to a common maximum and divide by the total mass. Afterwards
 // warp 0's first two stats carry the row's own: log-sum-exp and what the midpoint of codes adds.
 INLINE void warp_factors(int tid) {
-  const int lane = tid & 31, query = tid / 32;
-  if (query >= COLUMNS) return;
-  // a warp has one query, its lanes one warp each
-  const uint32_t at = (min(lane, WARPS - 1) * COLUMNS + query) * 4;
+  const int lane = tid & 31;
   const bool is_live = lane < WARPS;
-  const float most = is_live ? load_shared_float(at + stat_at(0)) : NO_LOGIT;
-  const float top = warp_max(most), factor = exp2_fast(most - top);
-  const float mass = warp_sum(is_live ? factor * load_shared_float(at + stat_at(1)) : 0.f);
-  const float scaled = warp_sum(is_live ? factor * load_shared_float(at + stat_at(2)) : 0.f);
-  const float inverse = mass > 0.f ? 1.f / mass : 0.f;
-  if (is_live) store_shared_float(at + stat_at(3), factor * inverse);
-  if (lane == 0) {
-    store_shared_float(stat_at(0) + query * 4, mass > 0.f ? top + log2_fast(mass) : MINUS_INFINITY);
-    store_shared_float(stat_at(1) + query * 4, MIDPOINT * scaled * inverse);
+  // a warp has one query at a time, its lanes one warp each; a lone team has more queries than warps
+  for (int query = tid / 32; query < COLUMNS; query += WARPS) {
+    const uint32_t at = (min(lane, WARPS - 1) * COLUMNS + query) * 4;
+    const float most = is_live ? load_shared_float(at + stat_at(0)) : NO_LOGIT;
+    const float top = warp_max(most), factor = exp2_fast(most - top);
+    const float mass = warp_sum(is_live ? factor * load_shared_float(at + stat_at(1)) : 0.f);
+    const float scaled = warp_sum(is_live ? factor * load_shared_float(at + stat_at(2)) : 0.f);
+    const float inverse = mass > 0.f ? 1.f / mass : 0.f;
+    if (is_live) store_shared_float(at + stat_at(3), factor * inverse);
+    if (lane == 0) {
+      store_shared_float(stat_at(0) + query * 4,
+                         mass > 0.f ? top + log2_fast(mass) : MINUS_INFINITY);
+      store_shared_float(stat_at(1) + query * 4, MIDPOINT * scaled * inverse);
+    }
   }
 }
 
@@ -302,7 +304,7 @@ INLINE void merge_parts(const Params& p, const Row& row, int tid) {
 // comes to it after its other rows, so that it is the one that waits.
 INLINE void finish_row(const Params& p, Row& row, const Running& run, const Accumulator& acc,
                        int tid) {
-  const int lane = tid & 31, query = tid / 32;
+  const int lane = tid & 31;
   sync_teams();  // nobody has queries to take from scratch any more
   const uint2 parts = load_shared2(SHARED_BASE + KEPT_OFFSET);
   row.first_part = parts.x, row.num_parts = parts.y;
@@ -313,7 +315,7 @@ INLINE void finish_row(const Params& p, Row& row, const Running& run, const Accu
     merge_parts(p, row, tid);
     sync_teams();
   }
-  if (query < COLUMNS) {
+  for (int query = tid / 32; query < COLUMNS; query += WARPS) {
     float v[LANE_DIMS];
 #pragma unroll
     for (int i = 0; i < LANE_DIMS; i++)
