@@ -8,6 +8,7 @@ column differs from another in its cache alone.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from sphkv.evaluation.suites.samples import Sample, SampleIds
 from sphkv.evaluation.suites.scoring import is_settled
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import describe_model
+from sphkv.integrations.transformers.attached import MethodCache
 from sphkv.integrations.transformers.cache import CacheOptions, SphericalCache
 
 PROMPT_CALIBRATION = "prompt"
@@ -93,7 +95,6 @@ class ProductSubject(EngineSubject):
         self._contract = None
         self.engine.on_contract = self._keep_contract
 
-    @torch.no_grad()
     def feed(self, input_ids: Tensor) -> Pass:
         """Let the model go on with tokens ``[1, tokens]``."""
         engine = self.engine
@@ -101,17 +102,53 @@ class ProductSubject(EngineSubject):
         engine.peak_bytes = 0
         begin = engine.length
         began = time.perf_counter()
-        places = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
-        output = self._model.base_model(
-            input_ids=input_ids,
-            position_ids=places[None],
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        hidden = forward_pass(self._model, self.cache, input_ids, begin)
         seconds = time.perf_counter() - began
         # a captured step hands out the same memory every time
-        hidden = output.last_hidden_state[0].clone()
-        return Pass(hidden, seconds, 0.0, engine.peak_bytes, begin + 1)
+        return Pass(hidden.clone(), seconds, 0.0, engine.peak_bytes, begin + 1)
+
+    def close(self) -> None:
+        """Let go of the model and of what a captured step holds."""
+        self.engine.on_contract = None
+        self.engine.end_graph()
+        self.cache.detach()
+
+
+class PassSubject(MethodSubject):
+    """Another method whose bytes are counted between passes, not after each of their layers.
+
+    Counting waits for the GPU, and a board decodes many thousand tokens.
+    """
+
+    _held_bytes: int | None = None
+    _plain_cache: MethodCache | None = None
+
+    def feed(self, input_ids: Tensor) -> Pass:
+        """Let the model go on with tokens ``[1, tokens]``."""
+        if self._plain_cache is None:
+            # once there is a prompt: the first pass of an empty one would be taken for it
+            self._plain_cache = MethodCache(self._model, self.method)
+        cache = self._plain_cache
+        began = time.perf_counter()
+        hidden = forward_pass(self._model, cache, input_ids, cache.length)
+        self._held_bytes = None
+        return Pass(hidden, time.perf_counter() - began, 0.0, 0, cache.length)
+
+    def resident_bytes(self) -> int:
+        """Bytes of every tensor the sequence keeps alive."""
+        if self._held_bytes is None:
+            self._held_bytes = self.method.resident_bytes()
+        return self._held_bytes
+
+    def store_prompt(self, states: PromptStates) -> None:
+        """Give the method every layer of a prompt."""
+        super().store_prompt(states)
+        self._held_bytes = None
+
+    def close(self) -> None:
+        """Let go of the model."""
+        if self._plain_cache is not None:
+            self._plain_cache.detach()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,6 +234,19 @@ class Bench:
         """
         states, total = read.stored(mode), len(read.ids.prompt) + max_new_tokens
         subject = self._subject(read, states.num_tokens, total, method, budget)
+        try:
+            return self._answer(read, states, mode, subject, max_new_tokens)
+        finally:
+            subject.close()
+
+    def _answer(
+        self,
+        read: ReadSample,
+        states: PromptStates,
+        mode: Mode,
+        subject: ProductSubject | PassSubject,
+        max_new_tokens: int,
+    ) -> Answer:
         began = time.perf_counter()
         subject.store_prompt(states)
         self._wait()
@@ -244,17 +294,20 @@ class Bench:
         states = read.states
         total = states.num_tokens + count
         subject = self._subject(read, states.num_tokens, total, method, budget)
-        subject.store_prompt(states)
-        self._keep_calibration(read, states.num_tokens, subject)
-        stored = subject.resident_bytes()
-        subject.stop_timing()
-        last = states.hidden[-1:]
-        said = decode_tokens(self.model, subject, last, count, self._end, num_timed=0)
-        return said.token_ids, _bytes(subject, stored, said.trace.steps)
+        try:
+            subject.store_prompt(states)
+            self._keep_calibration(read, states.num_tokens, subject)
+            stored = subject.resident_bytes()
+            subject.stop_timing()
+            last = states.hidden[-1:]
+            said = decode_tokens(self.model, subject, last, count, self._end, num_timed=0)
+            return said.token_ids, _bytes(subject, stored, said.trace.steps)
+        finally:
+            subject.close()
 
     def _subject(
         self, read: ReadSample, num_stored: int, total: int, method: str, budget: str
-    ) -> Subject:
+    ) -> ProductSubject | PassSubject:
         if method == DENSE or method in OUR_METHODS:
             cache = self.make_cache(method, budget, total, read.calibrations.get(num_stored))
             return ProductSubject(self.model, cache, method)
@@ -271,7 +324,7 @@ class Bench:
             settings=find(base).settings().trials()[int(number)] if mark else None,
             backend=get_backend(self._config.baseline_backend, self.model.device),
         )
-        return MethodSubject(self.model, cache_method, geometry, budget=parsed, name=method)
+        return PassSubject(self.model, cache_method, geometry, budget=parsed, name=method)
 
     def make_cache(
         self, method: str, budget: str, context: int, calibration: Calibration | None = None
@@ -304,9 +357,30 @@ class Bench:
         if isinstance(subject, ProductSubject) and subject.cache.calibration is not None:
             read.calibrations.setdefault(num_stored, subject.cache.calibration)
 
+    def check_device(self) -> None:
+        """Raise what a broken device raises."""
+        self._wait()
+
+    def free_memory(self) -> None:
+        """Give memory of past answers back, as other processes may share the device."""
+        if self.model.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
     def _wait(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
+
+
+@torch.no_grad()
+def forward_pass(model: Any, cache: Any, input_ids: Tensor, begin: int) -> Tensor:
+    """Final hidden states ``[tokens, width]`` of tokens ``[1, tokens]`` from place ``begin`` on."""
+    places = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
+    output = model.base_model(
+        input_ids=input_ids, position_ids=places[None], past_key_values=cache, use_cache=True
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
 
 
 def _bytes(subject: Subject, stored: int, steps: Sequence[StepBytes]) -> AnswerBytes:
