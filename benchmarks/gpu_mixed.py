@@ -30,7 +30,7 @@ from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.dense import DenseDecode, DenseStates
 from sphkv.attention.cuda.geometry import PAGE_TOKENS, KernelShape
 from sphkv.attention.cuda.pages import PageLists, PagePool
-from sphkv.attention.cuda.steps import DENSE_PROCESSORS, launch_work, share_blocks
+from sphkv.attention.cuda.steps import DENSE_PROCESSORS, LaunchWork, share_blocks
 from sphkv.attention.cuda.synthetic import (
     Oracle,
     random_pages,
@@ -40,6 +40,7 @@ from sphkv.attention.cuda.synthetic import (
 )
 from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.request import AttentionOptions
+from sphkv.attention.triton.merge import empty_parts, merge_parts
 from sphkv.core.tiers import DENSE, parse_tier
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
@@ -132,22 +133,24 @@ class Layer:
                 kinds.append(build_kind(layout, tiers, tier, rope, turns, seed, batch))
         self.kinds = [kind for kind in kinds if kind is not None]
         work = [
-            launch_work(kind.decoder.shape, int(kind.lists.row_start[-1])) for kind in self.kinds
+            LaunchWork.of(kind.decoder.shape, kind.lists.row_start[::batch].diff().tolist())
+            for kind in self.kinds
         ]
         room = torch.cuda.get_device_properties(DEVICE).multi_processor_count - DENSE_PROCESSORS
         shares = share_blocks(work, room, heads=heads)
         for kind, share in zip(self.kinds, shares, strict=True):
             kind.lists = PageLists(kind.lists.entries, kind.lists.row_start, batch, share)
-        self.kinds = [self.kinds[i] for i in sorted(range(len(work)), key=lambda at: work[at])]
+        self.kinds = [
+            self.kinds[i] for i in sorted(range(len(work)), key=lambda at: work[at].steps)
+        ]
         self._dense_pages(tiers, len(names) - 1)
         self.coded_bytes = sum(kind.pages.numel() for kind in self.kinds)
         self.num_bytes = self.coded_bytes + self.pages.numel() + self.tails.numel() * 2
         self.query = torch.randn(batch, MODEL.query_heads, MODEL.head_dim, device=DEVICE).bfloat16()
-        shape = (batch, MODEL.query_heads)
-        self.partial = PartialAttention(
-            torch.full((*shape, MODEL.head_dim), torch.nan, device=DEVICE),
-            torch.full(shape, torch.nan, device=DEVICE),
+        self.parts = empty_parts(
+            1 + len(self.kinds), batch, MODEL.query_heads, MODEL.head_dim, torch.device(DEVICE)
         )
+        self.parts.output.fill_(torch.nan)
         self.result = self.kinds[0].decoder.empty_result(batch, torch.bfloat16)
         self.result.output.fill_(torch.nan)
         self.where = torch.full((batch,), self.context + TAIL, device=DEVICE, dtype=torch.int32)
@@ -182,17 +185,21 @@ class Layer:
 
     def attend(self):
         """Queue the layer as a captured step does."""
-        newest = self.tails[:, :, :, -1]
+        newest, parts = self.tails[:, :, :, -1], self.parts
+        own = [PartialAttention(*each) for each in zip(parts.output, parts.lse, strict=True)]
         self.dense.attend(
-            self.query, newest[0], newest[1], self.states, OPTIONS, result=self.partial,
+            self.query, newest[0], newest[1], self.states, OPTIONS, result=own[0],
             spare_processors=DENSE_PROCESSORS,
         )  # fmt: skip
-        for kind in self.kinds:
+        is_single = len(self.kinds) == 1
+        for kind, part in zip(self.kinds, own[1:], strict=True):
             kind.decoder.attend(
                 self.query, PagePool(kind.pages, PositionMode.RUNS), kind.lists, OPTIONS,
-                result=self.result if kind is self.kinds[-1] else self.partial,
-                merge_with=self.partial, query_positions=self.where,
+                result=self.result if is_single else part,
+                merge_with=own[0] if is_single else None, query_positions=self.where,
             )  # fmt: skip
+        if not is_single:
+            merge_parts(parts, self.result)
 
     def error(self, rope):
         """Largest error of a few rows against float64."""

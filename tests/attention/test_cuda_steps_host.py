@@ -7,6 +7,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from sphkv.attention.cuda.backend import CudaBackend
+from sphkv.attention.cuda.geometry import KernelShape
+from sphkv.attention.cuda.steps import LaunchWork, share_blocks
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
@@ -196,3 +198,48 @@ def test_reasons_are_named(on_the_host, monkeypatch):
     assert "tier 'k2.5v8' with contiguous positions" in backend.why_not(mixed, [0])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     assert "(9, 0)" in backend.why_not(store, [0, 1])
+
+
+def work_on(pages, *, teams=4):
+    """The work of a launch on so many pages of each head."""
+    return LaunchWork.of(KernelShape(128, 32, 0, 1, 4, columns=4, teams=teams), pages)
+
+
+def longest(work, shares, heads=8):
+    """When the busiest block of each launch ends, by the kernel's own division of blocks."""
+    ends = []
+    for (pages, own), blocks in zip(work, shares, strict=True):
+        before = [sum(pages[:head]) for head in range(heads + 1)]
+        total = max(1, before[-1])
+        first = [head + (blocks - heads) * b // total for head, b in enumerate(before)]
+        most = max(count / (first[h + 1] - first[h]) for h, count in enumerate(pages))
+        ends.append(most * own.steps / total)
+    return ends
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_launches_side_by_side_fit_the_multiprocessors_and_end_together(seed):
+    torch.manual_seed(seed)
+    lists = [(torch.rand(8) * size + 5).int().tolist() for size in (5000, 900, 400)]
+    own = [work_on(pages, teams=teams) for pages, teams in zip(lists, (4, 3, 1), strict=True)]
+    shares = share_blocks(own, 128, heads=8)
+    assert sum(shares) == 128
+    assert min(shares) >= 8
+    ends = longest(list(zip(lists, own, strict=True)), shares)
+    alone = sum(each.steps for each in own) / 128
+    # nothing ends much later than if all pages were shared evenly
+    assert max(ends) < 1.6 * alone
+
+
+def test_launches_without_pages_take_no_multiprocessor_from_others():
+    busy, idle = work_on([900] * 8), work_on([0] * 8)
+    assert share_blocks([idle, busy, idle], 128, heads=8) == [8, 128, 8]
+
+
+def test_a_launch_of_few_pages_has_a_block_per_head():
+    assert share_blocks([work_on([1] * 8), work_on([900] * 8)], 128, heads=8) == [8, 120]
+
+
+def test_many_heads_run_launch_by_launch():
+    work = [work_on([900] * 32)] * 3
+    assert share_blocks(work, 128, heads=32) == [128] * 3

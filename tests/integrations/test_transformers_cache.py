@@ -288,3 +288,25 @@ def test_training_is_refused(model, new_cache):
             model(make_tokens(20), past_key_values=cache)
     finally:
         model.eval()
+
+
+def test_a_kept_calibration_is_found_by_the_weights(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPHKV_CACHE", str(tmp_path))
+    model = copy.deepcopy(tiny_model("llama3"))
+    with SphericalCache.for_model(model, tiers="k3v4") as cache:
+        with pytest.raises(ValueError, match="no calibration yet"):
+            cache.keep_calibration()
+        with torch.no_grad():
+            model(make_tokens(600), past_key_values=cache, use_cache=True)
+        path = cache.keep_calibration()
+        fitted = cache.calibration
+    assert path.is_relative_to(tmp_path)
+    # where a model was loaded from does not matter, its weights do
+    model.config._name_or_path = "elsewhere"
+    with SphericalCache.for_model(model, tiers="k3v4") as cache:
+        assert cache.calibration is not None
+        assert torch.equal(cache.calibration.planes.stages, fitted.planes.stages)
+    with torch.no_grad():
+        next(iter(model.model.layers[0].self_attn.parameters())).mul_(1.5)
+    with SphericalCache.for_model(model, tiers="k3v4") as cache:
+        assert cache.calibration is None

@@ -184,11 +184,13 @@ class ResidencyPlan:
         """Tokens kept beyond a sliding window, so that a crop finds them."""
         return self.spec.page_tokens + self.recent_tokens
 
-    def slab_pages(self, device: str, *, is_aligned: bool = False) -> int:
+    def slab_pages(self, config: CacheConfig, *, is_aligned: bool = False) -> int:
         """Pages of the largest slab; a GPU counts in gigabytes and likes few allocations."""
         if self.is_retention:
-            return _ALIGNED_SLAB_PAGES if is_aligned else _RETENTION_SLAB_PAGES
-        return _MAX_SLAB_PAGES if device == "cpu" else _MAX_GPU_SLAB_PAGES
+            # no more than seal at once: one slab is kept in reserve
+            seals = config.geometry.num_layers * config.geometry.num_kv_heads
+            return min(_ALIGNED_SLAB_PAGES, seals) if is_aligned else _RETENTION_SLAB_PAGES
+        return _MAX_SLAB_PAGES if config.device == "cpu" else _MAX_GPU_SLAB_PAGES
 
     def store_config(
         self, config: CacheConfig, num_sequences: int, *, is_aligned: bool = False
@@ -201,7 +203,7 @@ class ResidencyPlan:
             seal_tier=self.tier,
             recent_tokens=self.recent_tokens,
             max_bytes=limit,
-            max_slab_pages=self.slab_pages(config.device, is_aligned=is_aligned),
+            max_slab_pages=self.slab_pages(config, is_aligned=is_aligned),
             has_few_kinds=is_aligned and self.is_retention,
             device=config.device,
         )

@@ -292,6 +292,9 @@ def retention_fixed_bytes(config: CacheConfig, num_tokens: int) -> int:
     notes = len(config.full_layers) * heads * (runs * _RUN_NOTE_BYTES + 8 * len(plan.tiers) + 64)
     dense = plan.tiers[plan.tiers.dense_id].name
     slack = _RETENTION_SLACK_PAGES + seals
+    if config.device != "cpu":
+        # slabs are larger there, and one is kept in reserve
+        slack += plan.slab_pages(config, is_aligned=True)
     return (
         tails
         + tables
@@ -307,7 +310,7 @@ def _table_entries(pages: int) -> int:
 
 def _pool_bytes(config: CacheConfig, plan: ResidencyPlan, tier: str, pages: int) -> int:
     """Bytes of so many pages with the free ones their slabs may hold."""
-    most = plan.slab_pages(config.device)
+    most = plan.slab_pages(config)
     spare = min(most - 1, pages // _SLAB_GROWTH_SHARE)
     if config.device != "cpu":
         # kernels want slabs whose pages are aligned, at the price of one page each

@@ -260,15 +260,20 @@ class RetentionResidency:
         """``[layers with full attention, heads, runs]`` uint8 tier of every run that was noted."""
         full, heads = self._config.full_layers, self._config.geometry.num_kv_heads
         runs = max(notes.num_runs for notes in self.notes)
-        place = torch.full((self._config.geometry.num_layers,), -1)
-        place[list(full)] = torch.arange(len(full))
-        layer = place[pages.layer_ids][:, None]
-        is_noted = (pages.runs >= 0) & (pages.runs < runs) & (layer >= 0)
-        at = (layer * heads + pages.head_ids[:, None]) * runs + pages.runs
+        place = self._note_places(pages)[:, None]
+        is_noted = (pages.runs >= 0) & (pages.runs < runs) & (place >= 0)
+        at = place * runs + pages.runs
         tier_id = torch.zeros(len(full) * heads * runs, dtype=torch.uint8)
         own = pages.tier_ids[:, None].expand_as(at)
         tier_id[at[is_noted]] = own[is_noted].to(torch.uint8)
         return tier_id.view(len(full), heads, runs)
+
+    def _note_places(self, pages: PageList) -> Tensor:
+        """``[pages]`` int64: each page's head among those of the joined notes, below 0 if none."""
+        full, heads = self._config.full_layers, self._config.geometry.num_kv_heads
+        place = torch.full((self._config.geometry.num_layers,), -heads)
+        place[list(full)] = heads * torch.arange(len(full))
+        return place[pages.layer_ids] + torch.where(place[pages.layer_ids] < 0, 0, pages.head_ids)
 
     def _tier_of_new(self, contract: WriteContract) -> str:
         """Tier at which new states are sealed.
@@ -492,11 +497,10 @@ class RetentionResidency:
         variant that knows one tier, and one that keeps everything drops none.
         """
         tokens = self._store.num_tokens(self._sequence)
-        place = {layer: index for index, layer in enumerate(self._config.full_layers)}
-        losses = torch.stack([notes.losses(tokens) for notes in self.notes])
-        where = torch.tensor([place[layer] for layer in pages.layer_ids.tolist()])
+        losses = RunNotes.join(self.notes).losses(tokens)
+        at = self._note_places(pages)[:, None]
         runs = pages.runs.long()
-        each = losses[where[:, None], pages.head_ids[:, None], runs.clamp(0, losses.shape[2] - 1)]
+        each = losses[at, runs.clamp(0, losses.shape[1] - 1)]
         # runs past a page's last one point to the first run, whose loss may be infinite
         loss = torch.where((runs >= 0)[..., None], each, 0.0).sum(1)
         tier, own = torch.arange(loss.shape[1])[None], pages.tier_ids[:, None]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Free pages: slabs of equal pages under one byte limit."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,15 +62,28 @@ class PageMoves:
     Attributes:
         old_ids: ``[pages]`` int64 on the CPU, rising.
         new_ids: ``[pages]`` int64 on the CPU, none of them among ``old_ids``.
+        id_after: Id of every page afterwards, by its id before, up to the last that moved.
     """
 
     old_ids: Tensor
     new_ids: Tensor
+    id_after: _Ids
+
+    @classmethod
+    def of(cls, old_ids: _Ids, new_ids: _Ids) -> PageMoves:
+        """Moves from ids to others, in any order."""
+        order = old_ids.argsort()
+        old_ids, new_ids = old_ids[order], new_ids[order]
+        id_after = np.arange(old_ids[-1] + 1 if len(old_ids) else 0)
+        id_after[old_ids] = new_ids
+        return cls(torch.from_numpy(old_ids), torch.from_numpy(new_ids), id_after)
 
     def apply(self, page_ids: Tensor) -> Tensor:
         """Ids after the move, of any shape; those of pages that stayed and -1 are kept."""
-        place = torch.searchsorted(self.old_ids, page_ids).clamp(max=len(self.old_ids) - 1)
-        return torch.where(self.old_ids[place] == page_ids, self.new_ids[place], page_ids)
+        ids = page_ids.numpy()
+        is_known = (ids >= 0) & (ids < len(self.id_after))
+        found = self.id_after[np.where(is_known, ids, 0)] if len(self.id_after) else ids
+        return torch.from_numpy(np.where(is_known, found, ids))
 
 
 def held_page_bytes(layout: PageLayout) -> int:
@@ -380,9 +395,7 @@ class PageAllocator:
         if not released:
             return None, 0
         old_ids, new_ids = (np.concatenate(each) for each in zip(*moves, strict=True))
-        order = old_ids.argsort()
-        ids = (torch.from_numpy(each[order]) for each in (old_ids, new_ids))
-        return PageMoves(*ids), released
+        return PageMoves.of(old_ids, new_ids), released
 
     def _dispensable(self, key: PoolKey) -> list[int]:
         """Slabs whose pages the others of a pool can take, the emptiest first."""

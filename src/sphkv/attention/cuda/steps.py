@@ -7,13 +7,12 @@ the host. Between steps the host counts along, lengthens the lists of rows that 
 lists anew what a controller demoted or dropped.
 
 A layer is read by one launch for its dense states and one for every tier and position mode of its
-coded pages. Each launch begins as soon as all blocks of the one before it have begun, takes as
-many multiprocessors as its pages are work, and merges what the one before has found.
+coded pages. Each launch begins as soon as all blocks of the one before it have begun and takes as
+many multiprocessors as its pages are work; what they found is merged at the end.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +38,7 @@ from sphkv.attention.cuda.pages import (
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions, spherical_codec
 from sphkv.attention.triton.dense import TailList
+from sphkv.attention.triton.merge import empty_parts, merge_parts
 from sphkv.codec.states import SphericalCodec
 from sphkv.errors import UnsupportedBatchError
 from sphkv.store.layout import PageLayout
@@ -54,8 +54,10 @@ DENSE_PROCESSORS = 4
 _PAGE_STEPS = 10
 # Pages of a list that are not full: of the prompt, of what was demoted, and the newest.
 _SPARE_PAGES = 4
-# How much longer a page takes if no other team works while it is on its way.
-_ALONE = 1.5
+# A team has the multiprocessor to itself, but waits for every page it asks for.
+_ALONE = 0.75
+# Part of the multiprocessors that must be left to share for launches to run side by side.
+_LEAST_SHARED = 1 / 3
 # Pages that lists have room for beyond those of now, in parts of a layer's.
 _ROOM_PART = 4
 
@@ -177,26 +179,62 @@ def _find_pages(tables: Sequence[Sequence[PointerTable]]) -> dict[int, _FoundPag
     return found
 
 
-def launch_work(shape: KernelShape, pages: int) -> float:
-    """What a launch over so many pages is to do, in product steps of one team.
+@dataclass(frozen=True, slots=True)
+class LaunchWork:
+    """What a launch over coded pages is to do.
 
-    A single team waits for every page it asks for.
+    Attributes:
+        steps: Product steps of one team.
+        even_heads: How many heads as busy as the busiest would make that much.
     """
-    alone = _ALONE if shape.teams == 1 else 1
-    return pages * alone * (shape.steps + _PAGE_STEPS) / shape.teams
+
+    steps: float
+    even_heads: float
+
+    @classmethod
+    def of(cls, shape: KernelShape, pages: Sequence[int]) -> LaunchWork:
+        """The work on so many pages of each head."""
+        alone = _ALONE if shape.teams == 1 else 1
+        page = alone * (shape.steps + _PAGE_STEPS) / shape.teams
+        return cls(sum(pages) * page, sum(pages) / max(1, *pages))
 
 
-def share_blocks(work: Sequence[float], blocks: int, *, heads: int) -> list[int]:
-    """Thread blocks of launches that run side by side, by their work.
+def share_blocks(work: Sequence[LaunchWork], blocks: int, *, heads: int) -> list[int]:
+    """Thread blocks of launches that run side by side, so that they end together.
+
+    A block fills a multiprocessor: one too many would begin when others are done, and take as long
+    again. Every head has a block in every launch, others are shared by pages; so ``n`` blocks do
+    the work of ``n - heads + even_heads`` that are shared without a rest.
 
     Args:
-        work: Of each launch, in any unit.
+        work: Of each launch; what has none yet is done at once and does not count.
         blocks: Multiprocessors.
-        heads: KV heads; each has a block of its own in every launch, which is soon done where the
-            head has few pages.
+        heads: KV heads.
+
+    Returns:
+        Blocks of each launch; all of them for every launch, one after the other, where heads leave
+        too few to share.
     """
-    total = max(1.0, sum(work))
-    return [heads + math.ceil(blocks * own / total) for own in work]
+    busy = [at for at, own in enumerate(work) if own.steps]
+    shares = [heads] * len(work)
+    if blocks - len(busy) * heads < blocks * _LEAST_SHARED:
+        return [max(heads, blocks) if own.steps else heads for own in work]
+    free = blocks
+    # launches that one block per head is more than enough for take no part
+    while busy:
+        total = sum(work[at].steps for at in busy)
+        wholes = free - sum(heads - work[at].even_heads for at in busy)
+        wanted = {at: wholes * work[at].steps / total + heads - work[at].even_heads for at in busy}
+        small = [at for at in busy if wanted[at] < heads]
+        if not small:
+            for at in busy:
+                shares[at] = int(wanted[at])
+            longest = max(busy, key=lambda at: work[at].steps)
+            shares[longest] += free - sum(shares[at] for at in busy)
+            break
+        free -= heads * len(small)
+        busy = [at for at in busy if at not in small]
+    return shares
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,12 +276,6 @@ class CapturedSteps:
         self._positions32 = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
         self._extents = torch.zeros(num_rows, 2, dtype=torch.int64, device=self._device)
         self._dense = DenseDecode(geometry.head_dim, geometry.group_size, self._device)
-        partial = (num_rows, geometry.num_query_heads)
-        # all layers use it in turn
-        self._partial = PartialAttention(
-            torch.empty(*partial, geometry.head_dim, device=self._device),
-            torch.empty(partial, device=self._device),
-        )
         self._tables = [[store.table(row, layer) for row in sequences] for layer in layers]
         tiers = store.config.tiers
         self._dense_tag = page_tag((tiers.dense_id, PositionMode.CONTIGUOUS))
@@ -253,6 +285,14 @@ class CapturedSteps:
         self._fill(found)
         self._dense_states = [self._tails_of(layer) for layer in layers]
         self._launches = self._plan(found)
+        # all layers use them in turn
+        self._parts = empty_parts(
+            1 + max(map(len, self._launches)),
+            num_rows,
+            geometry.num_query_heads,
+            geometry.head_dim,
+            self._device,
+        )
         self._version = self._table_version()
         self.recount()
 
@@ -339,7 +379,7 @@ class CapturedSteps:
         self, layer: int, tags: Sequence[int], found: dict[int, _FoundPages]
     ) -> list[_Launch]:
         launches: list[_Launch] = []
-        work: list[float] = []
+        work: list[LaunchWork] = []
         for tag in tags:
             layout = _layout_of_tag(self._store, tag)
             kernel = self.kernels.get(self._codec, layer, layout.tier, layout.position_mode)
@@ -351,8 +391,8 @@ class CapturedSteps:
             blank = torch.empty(1, layout.page_bytes, dtype=torch.uint8, device="meta")
             pool = PagePool(blank, layout.position_mode, self._bases[tag])
             launches.append(_Launch(kernel, pool, lists))
-            pages = int(found[tag].counts[layer].sum()) if tag in found else 0
-            work.append(launch_work(kernel.shape, pages))
+            pages = found[tag].counts[layer].sum(1).tolist() if tag in found else [0]
+            work.append(LaunchWork.of(kernel.shape, pages))
         if len(launches) == 1:
             # heads have as many pages each
             return launches
@@ -361,7 +401,7 @@ class CapturedSteps:
         heads = self._store.config.geometry.num_kv_heads
         shares = share_blocks(work, room // launches[0].kernel.passes, heads=heads)
         # the last launch is the longest, so that the others are merged while it runs
-        order = sorted(range(len(work)), key=lambda at: work[at])
+        order = sorted(range(len(work)), key=lambda at: work[at].steps)
         return [
             replace(launches[at], lists=replace(launches[at].lists, blocks=shares[at]))
             for at in order
@@ -416,28 +456,35 @@ class CapturedSteps:
         query = query[:, :, 0].contiguous()
         if query.dtype != torch.bfloat16:
             query = query.float()
+        outputs, lse = self._parts.output[: 1 + len(launches)], self._parts.lse[: 1 + len(launches)]
+        parts = [PartialAttention(*each) for each in zip(outputs, lse, strict=True)]
         self._dense.attend(
             query,
             keys[:, :, 0].to(torch.bfloat16),
             values[:, :, 0].to(torch.bfloat16),
             self._dense_states[layer],
             options,
-            result=self._partial,
+            result=parts[0],
             spare_processors=DENSE_PROCESSORS,
         )
         result = launches[0].kernel.empty_result(len(query), query.dtype)
-        for launch in launches:
-            is_last = launch is launches[-1]
+        sinks = None if sink_logits is None else sink_logits.float()
+        # a launch that merges waits for the one before it, and rows behind that wait with it: with
+        # one tier that is short, with several they are merged when all are done
+        is_single = len(launches) == 1
+        for launch, part in zip(launches, parts[1:], strict=True):
             launch.kernel.attend(
                 query,
                 launch.pool,
                 launch.lists,
                 options,
-                result=result if is_last else self._partial,
-                merge_with=self._partial,
+                result=result if is_single else part,
+                merge_with=parts[0] if is_single else None,
                 query_positions=self._positions32,
-                sink_logits=sink_logits.float() if is_last and sink_logits is not None else None,
+                sink_logits=sinks if is_single else None,
             )
+        if not is_single:
+            merge_parts(PartialAttention(outputs, lse), result, sink_logits=sinks)
         return result.output[:, :, None]
 
     def prepare(self, make_room: Callable[[], bool]) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,12 @@ from sphkv.cache.plan import (
     retention_tiers,
 )
 from sphkv.codec.calibration import Calibration, CalibrationOptions
-from sphkv.codec.calibration_file import load_calibration
+from sphkv.codec.calibration_file import (
+    find_calibration,
+    keep_calibration,
+    load_calibration,
+    model_key,
+)
 from sphkv.core.budget import ByteBudget
 from sphkv.core.tiers import TierSpec, TierTable
 from sphkv.errors import UnsupportedModelError
@@ -145,7 +151,8 @@ class SphericalCache(AttachedCache):
                 budget the highest one is used; ``"max"`` is bfloat16.
             context: Tokens at which a budget of total bytes must hold with one tier; the
                 model's longest by default.
-            calibration: Codebooks or a file of them; fitted on the prompt if None.
+            calibration: Codebooks or a file of them; if None, those that ``keep_calibration``
+                kept for these very weights, or else fitted on the prompt.
             options: Settings that rarely change.
 
         Raises:
@@ -155,6 +162,10 @@ class SphericalCache(AttachedCache):
         """
         options = options or CacheOptions()
         layout = describe_model(model)
+        if calibration is None:
+            calibration = find_calibration(
+                _model_key(model, layout), geometry=layout.geometry, ropes=layout.ropes
+            )
         backend = get_backend(options.backend, layout.device)
         order = backend.page_order
         config = _plan_config(layout, budget, retention, tiers, context, options, order)
@@ -193,6 +204,21 @@ class SphericalCache(AttachedCache):
     def calibration(self) -> Calibration | None:
         """The codebooks; None until the cache has them."""
         return self.engine.calibration
+
+    def keep_calibration(self) -> Path:
+        """Keep the codebooks for later caches of the same weights, in the user's cache folder.
+
+        ``SPHKV_CACHE`` names another folder. Caches made without a calibration find it there.
+
+        Raises:
+            ValueError: The cache has no codebooks yet, or outlived its model.
+        """
+        if self.calibration is None:
+            raise ValueError("the cache has no calibration yet: it is fitted on the first prompt")
+        model = self._model()
+        if model is None:
+            raise ValueError("the model of the cache is gone")
+        return keep_calibration(self.calibration, _model_key(model, self._layout))
 
     @property
     def holds_from(self) -> int | None:
@@ -399,6 +425,19 @@ def _make_engine(
         backend=backend,
         model_id=Path(name).name,
     )
+
+
+def _model_key(model: PreTrainedModel, layout: ModelLayout) -> str:
+    """Names a model by its shape and weights, wherever it was loaded from."""
+    where = ("dtype", "torch_dtype", "transformers_version")
+    about = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if name not in where and not name.startswith("_")
+    }
+    ends = (layout.attentions[0], layout.attentions[-1])
+    weights = (weight for module in ends for weight in module.parameters())
+    return model_key(json.dumps(about, sort_keys=True, default=str), weights)
 
 
 def _highest(table: TierTable) -> str:

@@ -319,6 +319,11 @@ INLINE void attend_rows(const Params& p, int first, int end, Row& row, RowStart&
   if (kept_cta() == 0) write_empty_rows(p, head_rows(p), row, tid);
 }
 
+// A launch ends after the one before it, so that who waits for the last of several waits for all.
+INLINE void end_after_previous(int tid) {
+  if (blockIdx.x == 0 && tid == 0) wait_for_previous();
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     sphkv_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared_memory[];
@@ -346,6 +351,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   if (place.cta >= head.ctas) {
     barrier_wait(table_barrier(), 0);  // shared memory must outlive the copy
     if (place.cta == 0 && tid < THREADS) write_empty_rows(p, rows, row, tid);
+    end_after_previous(tid);
     return;
   }
   if constexpr (HAS_SUPPLIERS) {
@@ -360,4 +366,5 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   } else {
     attend_rows(p, first, end, row, start, table, tid);
   }
+  end_after_previous(tid);
 }
