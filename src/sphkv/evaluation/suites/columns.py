@@ -12,7 +12,7 @@ import gc
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -347,8 +347,8 @@ class Bench:
             budget,
             retention={UNIFORM: False, JOINT: True}.get(method),
             context=context,
-            # a copy of its own counts only the codebooks that this cache needs
-            calibration=None if known is None else replace(known),
+            # caches of one calibration share the tables that are made of it
+            calibration=known,
             options=options,
         )
 
