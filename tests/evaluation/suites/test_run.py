@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sphkv.codec.calibration_file import save_calibration
 from sphkv.evaluation.suites.acceptance import (
     AcceptanceRunner,
     acceptance_rows,
@@ -108,6 +109,26 @@ def test_a_hidden_question_is_read_after_the_context(config: SuiteConfig, record
     assert read.stored("visible").num_tokens == len(ids.prompt)
     hidden = read.stored("hidden")
     assert hidden.num_tokens == len(ids.context) == hidden.layers[0].keys.shape[1]
+
+
+def test_a_file_of_codebooks_serves_every_prompt(config: SuiteConfig, tmp_path: Path) -> None:
+    given = read_prompts(config.prompts[0])
+    first, other = given.samples[0], given.samples[2]
+    bench = Bench(config)
+    read = bench.read(first, given.ids(bench.tokenizer, first))
+    assert bench.calibration_id == "prompt"
+    bench.answer(read, "visible", "spherical", "50%", max_new_tokens=2)
+    (fitted,) = read.calibrations.values()
+    path = tmp_path / "codebooks.safetensors"
+    save_calibration(fitted, path)
+    bench = Bench(replace(config, calibration=path))
+    assert bench.calibration_id not in ("", "prompt")
+    read = bench.read(other, given.ids(bench.tokenizer, other))
+    said = bench.answer(read, "hidden", "spherical", "50%", max_new_tokens=2)
+    assert said.bytes["dense_share"] <= 0.5
+    # nothing was fitted on this prompt
+    (used,) = read.calibrations.values()
+    assert torch.equal(used.planes.mean, fitted.planes.mean)
 
 
 def test_a_run_goes_on_where_it_stopped(config: SuiteConfig, records: Path) -> None:
