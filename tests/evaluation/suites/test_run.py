@@ -131,6 +131,17 @@ def test_a_file_of_codebooks_serves_every_prompt(config: SuiteConfig, tmp_path: 
     assert torch.equal(used.planes.mean, fitted.planes.mean)
 
 
+def test_pages_of_the_controller_may_be_chosen(config: SuiteConfig) -> None:
+    sizes = {}
+    for tokens in (None, 64):
+        bench = Bench(replace(config, page_tokens=tokens))
+        retention = bench.make_cache("joint", "50%", 1024).config.retention
+        assert retention is not None
+        sizes[tokens] = {tier.page_tokens for tier in retention.tiers if tier.is_coded}
+    assert sizes[64] == {64}
+    assert sizes[None] != {64}
+
+
 def test_a_run_goes_on_where_it_stopped(config: SuiteConfig, records: Path) -> None:
     whole = records.read_bytes()
     lines = whole.splitlines(keepends=True)

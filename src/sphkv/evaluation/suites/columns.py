@@ -36,7 +36,11 @@ from sphkv.evaluation.suites.scoring import is_settled
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import describe_model
 from sphkv.integrations.transformers.attached import MethodCache
-from sphkv.integrations.transformers.cache import CacheOptions, SphericalCache
+from sphkv.integrations.transformers.cache import (
+    CacheOptions,
+    RetentionOptions,
+    SphericalCache,
+)
 
 PROMPT_CALIBRATION = "prompt"
 _DENSE_TIER = "max"
@@ -342,10 +346,13 @@ class Bench:
         if method == DENSE:
             return SphericalCache.for_model(self.model, tiers=_DENSE_TIER, options=options)
         known = self._given or calibration
+        retention: bool | RetentionOptions | None = {UNIFORM: False, JOINT: True}.get(method)
+        if method == JOINT and config.page_tokens is not None:
+            retention = RetentionOptions(page_tokens=config.page_tokens)
         return SphericalCache.for_model(
             self.model,
             budget,
-            retention={UNIFORM: False, JOINT: True}.get(method),
+            retention=retention,
             context=context,
             # caches of one calibration share the tables that are made of it
             calibration=known,

@@ -77,6 +77,8 @@ class SuiteConfig:
         backend: Decode backend of our caches.
         baseline_backend: Decode backend of methods with pages.
         cuda_graphs: Whether our caches capture single steps on a GPU.
+        page_tokens: States of a coded page of ``joint``; None for the cache's own choice, which on
+            a GPU are the large pages that its fastest kernels read.
         max_prompt_tokens: Longer prompts lose the middle of their context; None cuts none.
         max_new_tokens: Most tokens of any answer; None leaves the suite's own limits.
         num_threads: Of the processor; 0 leaves torch's choice.
@@ -100,6 +102,7 @@ class SuiteConfig:
     backend: str = "auto"
     baseline_backend: str = "auto"
     cuda_graphs: bool = True
+    page_tokens: int | None = None
     max_prompt_tokens: int | None = None
     max_new_tokens: int | None = None
     num_threads: int = 0
