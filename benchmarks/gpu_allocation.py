@@ -5,11 +5,13 @@
 
 For every ladder and budget the prompt goes through the public class, then the text goes on token
 by token; KL is that of the dense model to ours. The decision about every run of 16 tokens is kept
-in a file, which ``gpu_mixed.py`` times. ``--ladders k2v2,k3v4 k2v4`` compares ladders; a file per
-ladder is written, the first one without its name.
+in a file, which ``gpu_mixed.py`` times. ``--ladders k2v2,k3v4 k2v4`` compares ladders, and
+``--settings seal_tier=k4v8,demotes=1,refresh_share=0.0625`` what is done while decoding; the first
+of each is written to the file.
 """
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
@@ -19,6 +21,7 @@ from safetensors.torch import save_file
 
 from sphkv import SphericalCache, calibrate_model, load_model
 from sphkv.cache.plan import FAST_RETENTION_TIERS
+from sphkv.integrations.transformers.cache import RetentionOptions
 
 RUN = 16
 CALIBRATION_TOKENS = 4096
@@ -34,12 +37,19 @@ def dense_logits(model, tokens, prompt):
     return torch.cat([past.logits[0], rest]).float().log_softmax(-1)
 
 
+def retention_options(text):
+    """Options from ``name=value,...``; the defaults for ``default``."""
+    kinds = {"seal_tier": str, "demotes": lambda x: x == "1", "refresh_share": float}
+    pairs = [] if text == "default" else [part.split("=") for part in text.split(",")]
+    return RetentionOptions(**{name: kinds[name](value) for name, value in pairs})
+
+
 @torch.no_grad()
-def measure(model, tokens, prompt, budget, ladder, calibration, right):
-    """The decision and a record of one ladder at one budget."""
+def measure(model, tokens, prompt, budget, ladder, settings, calibration, right):
+    """The decision and a record of one ladder and setting at one budget."""
     found = []
     with SphericalCache.for_model(
-        model, budget, retention=True, tiers=ladder, calibration=calibration
+        model, budget, retention=retention_options(settings), tiers=ladder, calibration=calibration
     ) as cache:
         cache.engine.on_contract = found.append
         began = time.perf_counter()
@@ -57,12 +67,16 @@ def measure(model, tokens, prompt, budget, ladder, calibration, right):
                 given = model(
                     input_ids=tokens[:, at : at + 1], past_key_values=cache, use_cache=True
                 )
-        tier_id = found[0].tier_id[..., : (prompt // RUN - 1) * RUN : RUN].to(torch.uint8).cpu()
+        tier_id = found[0].tier_id[..., : (prompt // RUN - 1) * RUN : RUN]
+        tier_id = tier_id.to(torch.uint8).cpu().contiguous()
         names = [tier.name for tier in cache.engine.plan.tiers]
         kl = torch.stack(kl)
         record = {
-            "budget": budget, "ladder": names, "tiers": cache.describe().tiers,
+            "budget": budget, "ladder": names, "settings": settings,
+            "tiers": cache.describe().tiers,
             "kl": float(kl.mean()), "worst": float(kl.max()), "steps": len(kl),
+            "kl_by_quarter": [float(part.mean()) for part in kl.chunk(4)],
+            "refreshes": cache.engine.rows[0].residency.num_rebalances,
             "prompt_tokens": prompt, "prompt_s": prompt_s,
             "peak_share": cache.engine.peak_share,
             "is_captured": cache.engine.graph is not None,
@@ -77,6 +91,7 @@ def main():
     parser.add_argument("text", type=Path)
     parser.add_argument("calibration_text", type=Path)
     parser.add_argument("--ladders", nargs="+", default=[])
+    parser.add_argument("--settings", nargs="+", default=["default"])
     parser.add_argument("--budgets", default="20,10,5")
     parser.add_argument("--prompt", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=128)
@@ -84,7 +99,10 @@ def main():
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     model, tokenizer = load_model(args.model)
-    model = model.to(device="cuda", dtype=torch.bfloat16).eval()
+    # weights alone: frequencies of the rotary embedding stay float32
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16()
+    model = model.cuda().eval()
     text = args.text.read_text(encoding="utf-8")
     end = args.start + args.prompt + args.steps
     tokens = tokenizer(text, return_tensors="pt").input_ids[:, args.start : end].cuda()
@@ -94,25 +112,23 @@ def main():
     calibration = calibrate_model(model, other, model_id=Path(args.model).name)
     print(f"calibrated in {time.perf_counter() - began:.1f} s", flush=True)
     right = dense_logits(model, tokens, args.prompt)
-    for ladder in args.ladders or [",".join(FAST_RETENTION_TIERS)]:
+    ladders = args.ladders or [",".join(FAST_RETENTION_TIERS)]
+    for ladder, settings in itertools.product(ladders, args.settings):
         held = {}
         for budget in args.budgets.split(","):
             try:
                 tier_id, names, record = measure(
                     model, tokens, args.prompt, f"{budget}%",
-                    ladder.split(",") if args.ladders else None, calibration, right,
+                    ladder.split(",") if args.ladders else None, settings, calibration, right,
                 )  # fmt: skip
             except Exception as error:  # the others may still run
                 print(f"{ladder} {budget}%: {type(error).__name__}: {error}", flush=True)
                 continue
             held[budget] = tier_id
             print(json.dumps(record), flush=True)
-        if held:
+        if held and (ladder, settings) == (ladders[0], args.settings[0]):
             held["tiers"] = torch.tensor(list(",".join(names).encode()), dtype=torch.uint8)
-            name = args.output
-            if ladder != (args.ladders or [ladder])[0]:
-                name = name.with_stem(f"{name.stem}-{ladder.replace(',', '-')}")
-            save_file(held, name)
+            save_file(held, args.output)
 
 
 if __name__ == "__main__":

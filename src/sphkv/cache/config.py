@@ -49,6 +49,8 @@ class RetentionConfig:
         young_pages: Newest sealed pages of a head that keep their tier.
         refresh_share: Part of the ceiling that is freed at once when old pages must give way, so
             that the next pages to seal find room.
+        demotes: Whether pages that were sealed while decoding may be coded again at a lower tier
+            before they are dropped.
     """
 
     tiers: TierTable
@@ -63,6 +65,7 @@ class RetentionConfig:
     new_run_scale: float = 0.3
     young_pages: int = 1
     refresh_share: float = 0.0
+    demotes: bool = True
 
     def __post_init__(self) -> None:
         """Reject tiers that cannot be decided about together."""
@@ -73,6 +76,8 @@ class RetentionConfig:
             raise ValueError(f"dense pages must hold {RUN_TOKENS} states")
         if not self.tiers[self.seal_tier].is_coded:
             raise ValueError(f"seal_tier must be a coded tier, got {self.seal_tier!r}")
+        if not 0 <= self.refresh_share < 1:
+            raise ValueError(f"refresh_share must be in [0, 1), got {self.refresh_share!r}")
 
     @property
     def page_tokens(self) -> int:

@@ -38,10 +38,12 @@ FAST_RETENTION_TIERS = ("k2v2", "k3v4", "k4v8", "k6v8")
 """Fewer of them, where every tier of a layer is a launch of a kernel."""
 
 # Part of the ceiling that is freed at once where changing pages means listing them anew.
-_FAST_REFRESH_SHARE = 1 / 16
+_FAST_REFRESH_SHARE = 1 / 8
 
 # Budgets from this share on seal new states at the finer of two tiers (key and value bits).
 _FINE_SEAL_SHARE = 0.09
+# The same where changing pages means listing them anew: what is sealed finely soon makes others go.
+_FAST_FINE_SEAL_SHARE = 0.15
 _FINE_SEAL, _COARSE_SEAL = (6.0, 8), (4.0, 4)
 _SEAL_CONTEXT = 8192
 _SLAB_GROWTH_SHARE = 16
@@ -373,12 +375,19 @@ def refresh_share(tiers: TierTable, order: PageOrder | None) -> float:
     return _FAST_REFRESH_SHARE if is_fast(tiers, order) else 0.0
 
 
-def choose_seal_tier(tiers: TierTable, budget: ByteBudget, geometry: KVGeometry) -> str:
+def choose_seal_tier(
+    tiers: TierTable,
+    budget: ByteBudget,
+    geometry: KVGeometry,
+    *,
+    order: PageOrder | None = None,
+) -> str:
     """Tier at which new states leave the dense tail: a finer one where bytes are plenty."""
     dense = geometry.dense_bytes_per_token * _SEAL_CONTEXT
     share = budget.resolve(geometry, _SEAL_CONTEXT) / dense
     coded = [tier for tier in tiers if tier.is_coded]
-    wanted = _FINE_SEAL if share >= _FINE_SEAL_SHARE else _COARSE_SEAL
+    least = _FAST_FINE_SEAL_SHARE if is_fast(tiers, order) else _FINE_SEAL_SHARE
+    wanted = _FINE_SEAL if share >= least else _COARSE_SEAL
     fitting = [tier for tier in coded if (tier.key_bits, tier.value_bits) <= wanted]
     return (fitting or coded)[-1].name
 

@@ -492,9 +492,9 @@ class RetentionResidency:
     def _choices(self, pages: PageList) -> TierChoices:
         """What each tier of each page would lose and cost.
 
-        A page at the seal tier may go to any lower one. A page below it was coded twice if it
-        were demoted again, which gains next to nothing: it stays or goes. So does every page of a
-        variant that knows one tier, and one that keeps everything drops none.
+        A page at the seal tier may go to any lower one where pages are demoted. A page below it
+        was coded twice if it were demoted again, which gains next to nothing: it stays or goes. So
+        does every page of a variant that knows one tier, and one that keeps everything drops none.
         """
         tokens = self._store.num_tokens(self._sequence)
         losses = RunNotes.join(self.notes).losses(tokens)
@@ -506,7 +506,7 @@ class RetentionResidency:
         tier, own = torch.arange(loss.shape[1])[None], pages.tier_ids[:, None]
         variant = self._retention.options.variant
         is_barred = (tier > 0) & (tier < own)
-        if variant == "joint":
+        if variant == "joint" and self._retention.demotes:
             is_barred &= own < self._plan.tiers.id_of(self._seal_tier)
         if variant != "quant":
             loss = torch.where(is_barred, torch.maximum(loss, loss[:, :1]), loss)

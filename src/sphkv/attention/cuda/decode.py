@@ -79,7 +79,7 @@ class _Params(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TurnTable:
     """Cosines and sines by position; one table serves all layers with the same embedding.
 
@@ -90,6 +90,7 @@ class TurnTable:
 
     rows: Tensor
     step: int
+    _halves: Tensor | None = None
 
     @classmethod
     def build(
@@ -97,6 +98,22 @@ class TurnTable:
     ) -> TurnTable:
         """Table for positions below ``max_positions``."""
         return cls(turn_rows(rope, max_positions, step=step, device=device), step)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows, and of their halves if a kernel asked for them."""
+        return self.rows.nbytes + (0 if self._halves is None else self._halves.nbytes)
+
+    def for_shape(self, shape: KernelShape) -> Tensor:
+        """What a kernel copies from: whole rows, or the second word of every turn side by side.
+
+        Pages of runs copy eight rows each: half as long, they are half the way.
+        """
+        if not shape.has_half_turns:
+            return self.rows
+        if self._halves is None:
+            self._halves = self.rows[..., 1].contiguous()
+        return self._halves
 
 
 class CudaDecode:
@@ -148,7 +165,7 @@ class CudaDecode:
         words = torch.full((parts, self.shape.head_dim), -1, dtype=torch.int32, device=device)
         self._part_out, self._part_lse = words, words[:, : self.shape.head_dim // 64].clone()
         self._params = _Params(
-            turns=turns.rows.data_ptr(),
+            turns=turns.for_shape(self.shape).data_ptr(),
             part_out=self._part_out.data_ptr(),
             part_lse=self._part_lse.data_ptr(),
             kv_heads=self.kv_heads,

@@ -228,10 +228,13 @@ class KernelShape:
         return 4 * turned * self.columns * row
 
     @property
+    def has_half_turns(self) -> bool:
+        """Whether rows of turns hold half of each: with four columns, on pages of runs."""
+        return self.positions is PositionMode.RUNS and self.columns != MAX_COLUMNS
+
+    @property
     def _turn_bytes(self) -> int:
-        # with four columns a row of a page of runs holds half of each turn
-        is_half = self.positions is PositionMode.RUNS and self.columns != MAX_COLUMNS
-        return (4 if is_half else 8) * self.entries
+        return (4 if self.has_half_turns else 8) * self.entries
 
     @property
     def _stage_bytes(self) -> int:

@@ -158,9 +158,7 @@ class DecodeKernels:
     def table_bytes(self, codec: SphericalCodec) -> int:
         """Bytes of the look-up tables made for a codec; those by position may serve others too."""
         by_position = sum(
-            self._turns[rope].rows.nbytes
-            for rope in set(codec.calibration.ropes)
-            if rope in self._turns
+            self._turns[rope].nbytes for rope in set(codec.calibration.ropes) if rope in self._turns
         )
         return by_position + sum(
             kernel.table_bytes for kernel in self._held.get(codec, {}).values()

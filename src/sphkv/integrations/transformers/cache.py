@@ -88,6 +88,10 @@ class RetentionOptions:
         page_tokens: States of a coded page, a multiple of 32; as many as the backend's kernels
             read fastest if None. Small pages suit tight budgets and short prompts.
         seal_tier: Tier at which new states leave the dense tail; the budget chooses if None.
+        refresh_share: Part of the ceiling that is freed at once when old pages must give way; as
+            suits the backend if None.
+        demotes: Whether sealed pages may be coded again at a lower tier before they are dropped; if
+            None, where that costs no stall: with small pages.
     """
 
     protect: Sequence[Span] = ()
@@ -97,6 +101,8 @@ class RetentionOptions:
     gate: GateOptions | None = None
     page_tokens: int | None = None
     seal_tier: str | None = None
+    refresh_share: float | None = None
+    demotes: bool | None = None
 
 
 class SphericalCache(AttachedCache):
@@ -397,16 +403,18 @@ def _retention_config(
     if isinstance(policy, Path | str):
         policy = load_policy(Path(policy))
     tiers = retention_tiers(layout.geometry.head_dim, asked.page_tokens, table, order=order)
-    seal = asked.seal_tier or choose_seal_tier(tiers, budget, layout.geometry)
+    seal = asked.seal_tier or choose_seal_tier(tiers, budget, layout.geometry, order=order)
+    has_fast_pages, share = is_fast(tiers, order), asked.refresh_share
     return RetentionConfig(
         tiers,
         seal,
         policy=policy or RetentionPolicy(),
-        options=ControlOptions(score=asked.score, may_be_dense=not is_fast(tiers, order)),
+        options=ControlOptions(score=asked.score, may_be_dense=not has_fast_pages),
         protection=ProtectionRule(spans=tuple(asked.protect)),
         segments=SegmentSpans(tuple(asked.retrieved)),
         gate=asked.gate,
-        refresh_share=refresh_share(tiers, order),
+        refresh_share=refresh_share(tiers, order) if share is None else share,
+        demotes=not has_fast_pages if asked.demotes is None else asked.demotes,
     )
 
 

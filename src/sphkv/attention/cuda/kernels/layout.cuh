@@ -79,7 +79,8 @@ constexpr bool TURNED_BY_PRODUCT = !SHARED_COLUMNS && !IS_TOKENS;
 // A page of runs has eight rows: with four columns they hold (sin, cos) alone, and a lane finds the
 // other word itself, so that more pages fit beside the table.
 constexpr bool HALF_TURNS = IS_RUNS && !TURNED_BY_PRODUCT;
-constexpr int TURN_ROW_BYTES = 8 * PLANES;
+constexpr int TURN_PLANE_BYTES = HALF_TURNS ? 4 : 8;  // in device memory
+constexpr int TURN_ROW_BYTES = TURN_PLANE_BYTES * PLANES;
 constexpr int TURN_PAIR_BYTES = HALF_TURNS ? 64 : 128;  // of two steps
 constexpr int TURN_BYTES = TURN_PAIR_BYTES * STEP_PAIRS;
 constexpr int ZERO_BYTES = TURNED_BY_PRODUCT ? TURN_BYTES : 0;
@@ -148,7 +149,7 @@ struct Params {
   const int2* page_list;        // number and base of pages, head by head, sequence by sequence
   const int* row_start;         // [kv_heads * batch + 1] into page_list
   const uint8_t* tables;        // [kv_heads][TABLE_BYTES]
-  const uint8_t* turns;         // [16 >> turn_shift][turn_rows][PLANES] (cos, -sin, sin, cos)
+  const uint8_t* turns;         // [16 >> turn_shift][turn_rows][PLANES] (cos, -sin, sin, cos) or half of it
   const void* query;            // [batch][query_heads][HEAD_DIM] float or bfloat16
   const int* query_positions;   // [batch], read if window > 0
   const float* sinks;           // [query_heads] or null

@@ -101,13 +101,12 @@ INLINE void request_turns(const Params& p, const TurnOrder& order, int base, uin
       const uint32_t row = IS_RUNS ? __shfl_sync(ALL_LANES, first, r) : first + r;
       const uint8_t* from = p.turns + (uint64_t)row * TURN_ROW_BYTES;
       if (TURNED_BY_PRODUCT) from += 4 - (lane & 4);
-      if (HALF_TURNS) from += 4;
 #pragma unroll
       for (int k = 0; k < TurnOrder::PARTS; k++) {
         const int at = (lane + 32 * k) * TurnOrder::COPY_BYTES;
         if (at < TURN_BYTES)
           copy_small<TurnOrder::COPY_BYTES>(to + r * TURN_BYTES + at,
-                                            from + (order.word[k] & 255) * 8);
+                                            from + (order.word[k] & 255) * TURN_PLANE_BYTES);
       }
     }
     track_copies(full_barrier(stage));
