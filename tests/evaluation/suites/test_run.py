@@ -17,7 +17,7 @@ from sphkv.evaluation.suites.acceptance import (
     parse_columns,
     speculate,
 )
-from sphkv.evaluation.suites.board import build_board, write_board
+from sphkv.evaluation.suites.board import build_board, weighted_interval, write_board
 from sphkv.evaluation.suites.columns import Bench
 from sphkv.evaluation.suites.config import PRESETS, SuiteConfig, load_suite_config
 from sphkv.evaluation.suites.records import SuiteFile, load_acceptances, load_answers
@@ -200,6 +200,22 @@ def test_our_cache_meets_every_method_of_its_budget(records: Path, tmp_path: Pat
         assert found[mode, "snapkv"].mean == pytest.approx(0.5)
         assert found[mode, "snapkv"].count == 2
     assert "Our cache against the others" in board.markdown()
+
+
+def test_the_kept_board_is_what_its_records_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    folder = Path("results/suites")
+    board = build_board(sorted(folder.glob("*.jsonl")))
+    assert board.markdown() == (folder / "board.md").read_text(encoding="utf-8")
+
+
+def test_weighted_means_stay_within_their_values() -> None:
+    # two tasks that weigh alike, one with a single sample
+    found = weighted_interval([1.0, 1.0, 0.0, 1.0], [1 / 3, 1 / 3, 1 / 3, 1.0])
+    assert found.mean == pytest.approx((2 / 3 + 1) / 2)
+    assert 0.0 <= found.low < found.mean < found.high <= 1.0
+    assert found.count == 4
+    assert weighted_interval([0.5, 0.5], [1.0, 9.0]).low == pytest.approx(0.5)
 
 
 def test_bad_records_are_named(tmp_path: Path) -> None:

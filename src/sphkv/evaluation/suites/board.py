@@ -8,6 +8,7 @@ would look as good as dense.
 from __future__ import annotations
 
 import json
+import random
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sphkv.evaluation.metrics.statistics import MeanInterval, mean_interval, paired_interval
+from sphkv.evaluation.metrics.statistics import MeanInterval, quantile
 from sphkv.evaluation.records import write_text
 from sphkv.evaluation.runner.methods import AUTO, DENSE
 from sphkv.evaluation.suites.acceptance import acceptance_rows
@@ -23,6 +24,8 @@ from sphkv.evaluation.suites.records import load_acceptances, load_answers
 
 LEAST_DENSE = 0.3
 """Mean score of dense below which a task does not count."""
+
+_DRAWS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,8 @@ class Board:
             names = sorted({task for cell in cells for task in cell.by_task})
             where = f"{length} tokens" if length else "natural lengths"
             yield f"## {suite}, {where}, question {mode}: {_short(model)}"
-            head = ["method", "budget", "score (95%)", "to dense (95%)", "peak bytes", *names]
+            head = ["method", "budget", "score (95%)", "to dense (95%)", "samples", "peak bytes"]
+            head += names
             yield _table(head, [_row(cell, names) for cell in cells])
 
     def _phase(self) -> Iterable[str]:
@@ -219,9 +223,10 @@ class Board:
             lines.append(
                 f"- {_short(config['model'])}, {config['dtype']} on "
                 f"{where['gpu'] if config['device'] != 'cpu' else where['device']}, prompts "
-                f"{', '.join(setup['sets'])}, commit {where['commit']}"
+                f"{', '.join(setup['sets'])}, commit {where['commit'] or 'not recorded'}"
             )
-        return "\n".join(lines)
+        # processes that shared a board differ in nothing that is shown here
+        return "\n".join(dict.fromkeys(lines))
 
 
 def build_board(paths: Sequence[Path]) -> Board:
@@ -241,11 +246,15 @@ def build_board(paths: Sequence[Path]) -> Board:
     tasks = _task_scores(answers, dense)
     counted = {(t.model, t.suite, t.task, t.length) for t in tasks if t.is_counted}
     groups: dict[tuple[str, str, int, str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    modes: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for row in answers:
+        modes[row["model"], row["suite"]].add(row["mode"])
     for row in answers:
         if (row["model"], row["suite"], row["task"], row["length"]) not in counted:
             continue
         is_dense = row["method"] == DENSE
-        for mode in sorted({r["mode"] for r in answers}) if is_dense else (row["mode"],):
+        every = sorted(modes[row["model"], row["suite"]])
+        for mode in every if is_dense else (row["mode"],):
             key = (row["model"], row["suite"], row["length"], mode)
             groups[(*key, row["method"], "" if is_dense else row["budget"])].append(row)
     cells = [_cell(key, rows, dense) for key, rows in groups.items()]
@@ -296,12 +305,11 @@ def _cell(
     own, reference, weights, by_task = _scores(usable, dense)
     measured = [row["bytes"] for row in usable]
     *_, method, _ = key
-    scaled = {name: score * weights[name] for name, score in own.items()}
-    score = mean_interval(list(scaled.values())) if own else None
+    weight = [weights[name] for name in own]
+    score = weighted_interval(list(own.values()), weight) if own else None
     behind = None
     if own and method != DENSE:
-        theirs = {name: reference[name] * weights[name] for name in own}
-        behind = paired_interval(scaled, theirs)
+        behind = weighted_interval([own[name] - reference[name] for name in own], weight)
     return Cell(
         *key,
         score,
@@ -379,12 +387,25 @@ def _weighed_difference(
     counts: dict[tuple[str, int], int] = defaultdict(int)
     for *_, task, length in names:
         counts[task, length] += 1
-    weights = {name: len(names) / len(counts) / counts[name[2], name[3]] for name in names}
-    pairs = [
-        {" ".join(map(str, name)): side[name] * weights[name] for name in names}
-        for side in (ours, theirs)
-    ]
-    return paired_interval(*pairs)
+    weights = [1.0 / counts[task, length] for *_, task, length in names]
+    return weighted_interval([ours[name] - theirs[name] for name in names], weights)
+
+
+def weighted_interval(values: Sequence[float], weights: Sequence[float]) -> MeanInterval:
+    """Weighted mean with its 95% bootstrap interval: samples are drawn with their weights.
+
+    Args:
+        values: One per sample.
+        weights: Positive; one per sample.
+    """
+    draw, places = random.Random(0), range(len(values))
+    means = []
+    for _ in range(_DRAWS):
+        chosen = draw.choices(places, k=len(values))
+        total = sum(weights[at] for at in chosen)
+        means.append(sum(weights[at] * values[at] for at in chosen) / total)
+    mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+    return MeanInterval(mean, quantile(means, 0.025), quantile(means, 0.975), len(values))
 
 
 def _order(cell: Cell) -> tuple[Any, ...]:
@@ -408,6 +429,7 @@ def _row(cell: Cell, names: Sequence[str]) -> list[str]:
         cell.budget or "-",
         _points(cell.score),
         _points(cell.behind, sign="+"),
+        "0" if cell.score is None else str(cell.score.count),
         "-" if cell.score is None else peak,
         *(f"{100 * cell.by_task[name]:.0f}" if name in cell.by_task else "-" for name in names),
     ]
@@ -422,14 +444,16 @@ def _points(value: MeanInterval | None, *, sign: str = "") -> str:
 
 
 def _best(cells: Sequence[Cell], budget: str, length: int) -> str:
+    """Of the methods with at least half as many samples as the one with most."""
     here = [
-        (cell.score.mean, cell.behind.mean, cell.method)
+        (cell.score.mean, cell.behind.mean, cell.method, cell.score.count)
         for cell in cells
         if cell.budget == budget and cell.length == length and cell.score and cell.behind
     ]
     if not here:
         return "-"
-    score, behind, method = max(here)
+    most = max(count for *_, count in here)
+    score, behind, method, _ = max(one for one in here if 2 * one[-1] >= most)
     return f"{method} {100 * score:.1f} ({100 * behind:+.1f})"
 
 
