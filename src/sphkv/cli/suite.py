@@ -63,6 +63,8 @@ def _add_run(steps: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--budgets", nargs="+", help="overrides the file")
     parser.add_argument("--lengths", type=int, nargs="+", help="overrides the file")
     parser.add_argument("--samples", type=int, help="most of each task and length")
+    parser.add_argument("--modes", nargs="+", help="visible, hidden; override the file")
+    parser.add_argument("--shard", help="part k/n of the samples, for one of n processes")
     parser.add_argument("--minutes", type=float, help="begin no new sample after so many minutes")
     parser.set_defaults(run=run_run)
 
@@ -166,6 +168,8 @@ def run_run(args: argparse.Namespace) -> int:
         budgets="budgets",
         lengths="lengths",
         num_samples="samples",
+        modes="modes",
+        shard="shard",
     )
     path = None if args.config is None else Path(args.config)
     config = load_suite_config(path, args.preset, flags)

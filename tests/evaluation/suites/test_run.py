@@ -2,6 +2,7 @@
 """A board from a tiny random model: run, go on, show; acceptance; kvpress's columns."""
 
 import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from sphkv.evaluation.harness.states import read_prompt
+from sphkv.codec.calibration_file import save_calibration
 from sphkv.evaluation.suites.acceptance import (
     AcceptanceRunner,
     acceptance_rows,
     parse_columns,
     speculate,
 )
-from sphkv.evaluation.suites.board import build_board, write_board
-from sphkv.evaluation.suites.columns import Bench, read_in_parts
+from sphkv.evaluation.suites.board import build_board, weighted_interval, write_board
+from sphkv.evaluation.suites.columns import Bench
 from sphkv.evaluation.suites.config import PRESETS, SuiteConfig, load_suite_config
 from sphkv.evaluation.suites.records import SuiteFile, load_acceptances, load_answers
 from sphkv.evaluation.suites.run import SuiteRunner
@@ -110,15 +111,35 @@ def test_a_hidden_question_is_read_after_the_context(config: SuiteConfig, record
     assert hidden.num_tokens == len(ids.context) == hidden.layers[0].keys.shape[1]
 
 
-def test_a_prompt_read_in_parts_has_the_same_states(config: SuiteConfig) -> None:
+def test_a_file_of_codebooks_serves_every_prompt(config: SuiteConfig, tmp_path: Path) -> None:
+    given = read_prompts(config.prompts[0])
+    first, other = given.samples[0], given.samples[2]
     bench = Bench(config)
-    ids = torch.arange(1, 201).repeat(3)[None]
-    whole, parts = read_prompt(bench.model, ids), read_in_parts(bench.model, ids, 256)
-    assert torch.equal(parts.input_ids, ids)
-    for one, other in zip(whole.layers, parts.layers, strict=True):
-        for name in ("query", "keys", "values"):
-            torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=1e-4)
-    torch.testing.assert_close(whole.hidden, parts.hidden, rtol=0, atol=1e-4)
+    read = bench.read(first, given.ids(bench.tokenizer, first))
+    assert bench.calibration_id == "prompt"
+    bench.answer(read, "visible", "spherical", "50%", max_new_tokens=2)
+    (fitted,) = read.calibrations.values()
+    path = tmp_path / "codebooks.safetensors"
+    save_calibration(fitted, path)
+    bench = Bench(replace(config, calibration=path))
+    assert bench.calibration_id not in ("", "prompt")
+    read = bench.read(other, given.ids(bench.tokenizer, other))
+    said = bench.answer(read, "hidden", "spherical", "50%", max_new_tokens=2)
+    assert said.bytes["dense_share"] <= 0.5
+    # nothing was fitted on this prompt
+    (used,) = read.calibrations.values()
+    assert torch.equal(used.planes.mean, fitted.planes.mean)
+
+
+def test_pages_of_the_controller_may_be_chosen(config: SuiteConfig) -> None:
+    sizes = {}
+    for tokens in (None, 64):
+        bench = Bench(replace(config, page_tokens=tokens))
+        retention = bench.make_cache("joint", "50%", 1024).config.retention
+        assert retention is not None
+        sizes[tokens] = {tier.page_tokens for tier in retention.tiers if tier.is_coded}
+    assert sizes[64] == {64}
+    assert sizes[None] != {64}
 
 
 def test_a_run_goes_on_where_it_stopped(config: SuiteConfig, records: Path) -> None:
@@ -136,8 +157,6 @@ def test_a_run_goes_on_where_it_stopped(config: SuiteConfig, records: Path) -> N
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    import json
-
     found: dict[str, Any] = json.loads(line)
     return found
 
@@ -161,6 +180,44 @@ def test_the_board_leaves_out_what_dense_cannot_do(records: Path, tmp_path: Path
         build_board([])
 
 
+def test_our_cache_meets_every_method_of_its_budget(records: Path, tmp_path: Path) -> None:
+    lines = [_parsed(line) for line in records.read_bytes().splitlines()]
+    changed = tmp_path / "changed.jsonl"
+    with changed.open("w", encoding="utf-8") as file:
+        for line in lines:
+            if line["kind"] == "answer" and line["method"] == "joint":
+                line["method"] = "auto"
+                # of the two samples that count, ours misses one
+                line["score"] = float(line["sample"] == "known-0")
+            if line["kind"] == "answer" and line["method"] == "snapkv":
+                line["score"] = 0.0
+            file.write(json.dumps(line) + "\n")
+    board = build_board([changed])
+    found = {(duel.mode, duel.other): duel.difference for duel in board.duels}
+    assert {duel.budget for duel in board.duels} == {"50%"}
+    for mode in ("visible", "hidden"):
+        assert found[mode, "dense"].mean == pytest.approx(-0.5)
+        assert found[mode, "snapkv"].mean == pytest.approx(0.5)
+        assert found[mode, "snapkv"].count == 2
+    assert "Our cache against the others" in board.markdown()
+
+
+def test_the_kept_board_is_what_its_records_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    folder = Path("results/suites")
+    board = build_board(sorted(folder.glob("*.jsonl")))
+    assert board.markdown() == (folder / "board.md").read_text(encoding="utf-8")
+
+
+def test_weighted_means_stay_within_their_values() -> None:
+    # two tasks that weigh alike, one with a single sample
+    found = weighted_interval([1.0, 1.0, 0.0, 1.0], [1 / 3, 1 / 3, 1 / 3, 1.0])
+    assert found.mean == pytest.approx((2 / 3 + 1) / 2)
+    assert 0.0 <= found.low < found.mean < found.high <= 1.0
+    assert found.count == 4
+    assert weighted_interval([0.5, 0.5], [1.0, 9.0]).low == pytest.approx(0.5)
+
+
 def test_bad_records_are_named(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text('{"kind":"answer","run":"x"}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"line 1, answer: is missing"):
@@ -174,10 +231,39 @@ def test_configs_are_checked() -> None:
         SuiteConfig("m", ("dense",), ())
     with pytest.raises(ValueError, match="quanto-3"):
         SuiteConfig("m", ("quantized:quanto-3",), ("50%",), prompts=(Path("p"),))
+    with pytest.raises(ValueError, match="kivi needs at least one budget"):
+        SuiteConfig("m", ("kivi",), (), prompts=(Path("p"),))
+    for shard in ("2/2", "1", "a/3"):
+        with pytest.raises(ValueError, match=f"got '{shard}'"):
+            SuiteConfig("m", ("dense",), (), prompts=(Path("p"),), shard=shard)
     for name in PRESETS:
         assert load_suite_config(None, name, {}).max_minutes
     changed = load_suite_config(None, "small-cpu", {"model": "other", "prompts": ["a"]})
     assert changed.model == "other"
+
+
+def test_a_method_may_have_budgets_of_its_own() -> None:
+    methods = ("dense", "auto", "kivi 25%", "joint:prefix=0.25 10% 5%")
+    config = SuiteConfig("m", methods, ("40%",), modes=("hidden",), prompts=(Path("p"),))
+    assert config.grid() == [
+        ("hidden", "dense", "100%"),
+        ("hidden", "auto", "40%"),
+        ("hidden", "kivi", "25%"),
+        ("hidden", "joint:prefix=0.25", "10%"),
+        ("hidden", "joint:prefix=0.25", "5%"),
+    ]
+
+
+def test_shards_share_the_samples(config: SuiteConfig, tmp_path: Path) -> None:
+    found = []
+    for part in range(3):
+        shard = replace(config, methods=("dense",), shard=f"{part}/3")
+        runner = SuiteRunner(shard, keep=tmp_path, tell=lambda _: None)
+        with SuiteFile(tmp_path / f"{part}.jsonl") as file:
+            runner.run(file)
+        found.append([row["sample"] for row in load_answers([tmp_path / f"{part}.jsonl"])])
+    assert sorted(map(len, found)) == [1, 1, 2]
+    assert len({name for names in found for name in names}) == 4
 
 
 def test_speculation_by_hand() -> None:

@@ -37,6 +37,10 @@ _SPARE_STEPS = 2
 
 _Kind = tuple[int, str, PositionMode]
 
+# Kernels that were found right on a device by this process: a cache is made for every prompt, and
+# what is compiled for a shape does not change.
+_CHECKED: set[tuple[str, KernelShape, int]] = set()
+
 
 def self_test(
     codebook: AngleCodebook,
@@ -100,7 +104,7 @@ class DecodeKernels:
     """Builds each kernel once.
 
     All layers of a tier share one kernel shape where they can, so that one is compiled. Every shape
-    is checked against the float64 oracle before it serves anything.
+    is checked against the float64 oracle before it first serves anything in a process.
 
     Args:
         device: The GPU.
@@ -115,7 +119,6 @@ class DecodeKernels:
         self._held = WeakKeyDictionary()
         self._shapes: WeakKeyDictionary[SphericalCodec, dict[str, list[KernelShape]]]
         self._shapes = WeakKeyDictionary()
-        self._checked: set[tuple[KernelShape, int]] = set()
 
     def reserve(self, num_positions: int, batch: int) -> None:
         """Make room for positions below ``num_positions`` and calls of so many sequences.
@@ -171,11 +174,12 @@ class DecodeKernels:
             )
         codebook = codec.codebook(layer, tier, self._device)
         shape = self._shape(codec, layer, tier, mode)
-        if (shape, group) not in self._checked:
+        known = (str(self._device), shape, group)
+        if known not in _CHECKED:
             # random pages must not move the caller's random numbers
             with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
                 self_test(codebook, rope, value_bits=tier.value_bits, group=group, shape=shape)
-            self._checked.add((shape, group))
+            _CHECKED.add(known)
         return CudaDecode(
             codebook,
             rope,

@@ -8,6 +8,7 @@ would look as good as dense.
 from __future__ import annotations
 
 import json
+import random
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +16,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sphkv.evaluation.metrics.statistics import MeanInterval, mean_interval, paired_interval
+from sphkv.evaluation.metrics.statistics import MeanInterval, quantile
 from sphkv.evaluation.records import write_text
-from sphkv.evaluation.runner.methods import DENSE
+from sphkv.evaluation.runner.methods import AUTO, DENSE
 from sphkv.evaluation.suites.acceptance import acceptance_rows
 from sphkv.evaluation.suites.records import load_acceptances, load_answers
 
 LEAST_DENSE = 0.3
 """Mean score of dense below which a task does not count."""
+
+_DRAWS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,27 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class Duel:
+    """Our cache beside another at the same budget, on the samples that both answered.
+
+    Attributes:
+        model: The model.
+        suite: The suite, all lengths together.
+        mode: Whether the question was visible.
+        budget: Budget of both; dense has none.
+        other: ``dense`` or a method.
+        difference: Ours minus the other's, tasks and lengths weighing alike.
+    """
+
+    model: str
+    suite: str
+    mode: str
+    budget: str
+    other: str
+    difference: MeanInterval
+
+
+@dataclass(frozen=True, slots=True)
 class Board:
     """Everything the page shows.
 
@@ -94,6 +118,7 @@ class Board:
         sources: Record files.
         setups: What was measured with.
         acceptance: Rows of ``acceptance_rows``; empty where none was measured.
+        duels: Our cache against dense and every other method.
     """
 
     cells: tuple[Cell, ...]
@@ -101,12 +126,31 @@ class Board:
     sources: tuple[str, ...]
     setups: tuple[Mapping[str, Any], ...]
     acceptance: tuple[Mapping[str, Any], ...] = ()
+    duels: tuple[Duel, ...] = ()
 
     def markdown(self) -> str:
         """The page."""
         lists = (self._acceptance_list(), self._task_list(), self._setup_list())
-        parts = ["# Suites", *self._tables(), *self._phase(), *lists]
+        parts = ["# Suites", *self._duel_tables(), *self._phase(), *self._tables(), *lists]
         return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _duel_tables(self) -> Iterable[str]:
+        groups: dict[tuple[str, str], list[Duel]] = defaultdict(list)
+        for duel in self.duels:
+            groups[duel.model, duel.suite].append(duel)
+        for (model, suite), duels in groups.items():
+            yield f"## Our cache against the others, all lengths: {suite}, {_short(model)}"
+            rows = [
+                [
+                    duel.mode,
+                    duel.budget,
+                    duel.other,
+                    _points(duel.difference, sign="+"),
+                    str(duel.difference.count),
+                ]
+                for duel in duels
+            ]
+            yield _table(["question", "budget", "other", "ours minus it (95%)", "samples"], rows)
 
     def _tables(self) -> Iterable[str]:
         groups: dict[tuple[str, str, int, str], list[Cell]] = defaultdict(list)
@@ -116,7 +160,8 @@ class Board:
             names = sorted({task for cell in cells for task in cell.by_task})
             where = f"{length} tokens" if length else "natural lengths"
             yield f"## {suite}, {where}, question {mode}: {_short(model)}"
-            head = ["method", "budget", "score (95%)", "to dense (95%)", "peak bytes", *names]
+            head = ["method", "budget", "score (95%)", "to dense (95%)", "samples", "peak bytes"]
+            head += names
             yield _table(head, [_row(cell, names) for cell in cells])
 
     def _phase(self) -> Iterable[str]:
@@ -178,9 +223,10 @@ class Board:
             lines.append(
                 f"- {_short(config['model'])}, {config['dtype']} on "
                 f"{where['gpu'] if config['device'] != 'cpu' else where['device']}, prompts "
-                f"{', '.join(setup['sets'])}, commit {where['commit']}"
+                f"{', '.join(setup['sets'])}, commit {where['commit'] or 'not recorded'}"
             )
-        return "\n".join(lines)
+        # processes that shared a board differ in nothing that is shown here
+        return "\n".join(dict.fromkeys(lines))
 
 
 def build_board(paths: Sequence[Path]) -> Board:
@@ -200,19 +246,26 @@ def build_board(paths: Sequence[Path]) -> Board:
     tasks = _task_scores(answers, dense)
     counted = {(t.model, t.suite, t.task, t.length) for t in tasks if t.is_counted}
     groups: dict[tuple[str, str, int, str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    modes: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for row in answers:
+        modes[row["model"], row["suite"]].add(row["mode"])
     for row in answers:
         if (row["model"], row["suite"], row["task"], row["length"]) not in counted:
             continue
         is_dense = row["method"] == DENSE
-        for mode in sorted({r["mode"] for r in answers}) if is_dense else (row["mode"],):
+        every = sorted(modes[row["model"], row["suite"]])
+        for mode in every if is_dense else (row["mode"],):
             key = (row["model"], row["suite"], row["length"], mode)
             groups[(*key, row["method"], "" if is_dense else row["budget"])].append(row)
     cells = [_cell(key, rows, dense) for key, rows in groups.items()]
     cells.sort(key=_order)
+    duels = _duels([row for group in groups.values() for row in group], dense)
     setups = {json.dumps(row["setup"], sort_keys=True): row["setup"] for row in answers}
     names = tuple(str(path) for path in paths)
     accepted = acceptance_rows(load_acceptances(paths))
-    return Board(tuple(cells), tuple(tasks), names, tuple(setups.values()), tuple(accepted))
+    return Board(
+        tuple(cells), tuple(tasks), names, tuple(setups.values()), tuple(accepted), tuple(duels)
+    )
 
 
 def write_board(board: Board, folder: Path) -> list[Path]:
@@ -221,7 +274,9 @@ def write_board(board: Board, folder: Path) -> list[Path]:
     write_text(page, board.markdown())
     cells = [asdict(cell) for cell in board.cells]
     tasks = [asdict(task) for task in board.tasks]
-    text = json.dumps({"cells": cells, "tasks": tasks}, indent=1, sort_keys=True, default=dict)
+    duels = [asdict(duel) for duel in board.duels]
+    content = {"cells": cells, "tasks": tasks, "duels": duels}
+    text = json.dumps(content, indent=1, sort_keys=True, default=dict)
     write_text(data, text + "\n")
     return [page, data]
 
@@ -250,12 +305,11 @@ def _cell(
     own, reference, weights, by_task = _scores(usable, dense)
     measured = [row["bytes"] for row in usable]
     *_, method, _ = key
-    scaled = {name: score * weights[name] for name, score in own.items()}
-    score = mean_interval(list(scaled.values())) if own else None
+    weight = [weights[name] for name in own]
+    score = weighted_interval(list(own.values()), weight) if own else None
     behind = None
     if own and method != DENSE:
-        theirs = {name: reference[name] * weights[name] for name in own}
-        behind = paired_interval(scaled, theirs)
+        behind = weighted_interval([own[name] - reference[name] for name in own], weight)
     return Cell(
         *key,
         score,
@@ -294,6 +348,66 @@ def _scores(
     return own, reference, weights, by_task
 
 
+def _duels(
+    rows: Sequence[Mapping[str, Any]], dense: Mapping[tuple[str, str, str], float]
+) -> list[Duel]:
+    """Our cache against dense, then against every other method of the same budget."""
+    scores: dict[tuple[str, str, str, str, str], dict[tuple[str, str, str, int], float]] = {}
+    for row in rows:
+        sample = (row["set"], row["sample"], row["task"], row["length"])
+        if row["status"] != "measured" or (row["model"], row["set"], row["sample"]) not in dense:
+            continue
+        key = (row["model"], row["suite"], row["mode"], row["budget"], row["method"])
+        scores.setdefault(key, {})[sample] = row["score"]
+    found = []
+    for (model, suite, mode, budget, method), ours in sorted(scores.items()):
+        if method != AUTO:
+            continue
+        exact = {name: dense[model, name[0], name[1]] for name in ours}
+        rivals = {
+            other: theirs
+            for (*place, other), theirs in sorted(scores.items())
+            if place == [model, suite, mode, budget] and other != AUTO
+        }
+        for other, theirs in {DENSE: exact, **rivals}.items():
+            common = [name for name in ours if name in theirs]
+            if common:
+                difference = _weighed_difference(ours, theirs, common)
+                found.append(Duel(model, suite, mode, budget, other, difference))
+    found.sort(key=lambda duel: (duel.model, duel.suite, duel.mode, -_size(duel.budget)))
+    return found
+
+
+def _weighed_difference(
+    ours: Mapping[tuple[str, str, str, int], float],
+    theirs: Mapping[tuple[str, str, str, int], float],
+    names: Sequence[tuple[str, str, str, int]],
+) -> MeanInterval:
+    """Paired difference over samples; every task and length weighs alike."""
+    counts: dict[tuple[str, int], int] = defaultdict(int)
+    for *_, task, length in names:
+        counts[task, length] += 1
+    weights = [1.0 / counts[task, length] for *_, task, length in names]
+    return weighted_interval([ours[name] - theirs[name] for name in names], weights)
+
+
+def weighted_interval(values: Sequence[float], weights: Sequence[float]) -> MeanInterval:
+    """Weighted mean with its 95% bootstrap interval: samples are drawn with their weights.
+
+    Args:
+        values: One per sample.
+        weights: Positive; one per sample.
+    """
+    draw, places = random.Random(0), range(len(values))
+    means = []
+    for _ in range(_DRAWS):
+        chosen = draw.choices(places, k=len(values))
+        total = sum(weights[at] for at in chosen)
+        means.append(sum(weights[at] * values[at] for at in chosen) / total)
+    mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+    return MeanInterval(mean, quantile(means, 0.025), quantile(means, 0.975), len(values))
+
+
 def _order(cell: Cell) -> tuple[Any, ...]:
     place = (cell.model, cell.suite, cell.length, cell.mode, cell.method != DENSE)
     score = -1.0 if cell.score is None else cell.score.mean
@@ -315,6 +429,7 @@ def _row(cell: Cell, names: Sequence[str]) -> list[str]:
         cell.budget or "-",
         _points(cell.score),
         _points(cell.behind, sign="+"),
+        "0" if cell.score is None else str(cell.score.count),
         "-" if cell.score is None else peak,
         *(f"{100 * cell.by_task[name]:.0f}" if name in cell.by_task else "-" for name in names),
     ]
@@ -329,14 +444,16 @@ def _points(value: MeanInterval | None, *, sign: str = "") -> str:
 
 
 def _best(cells: Sequence[Cell], budget: str, length: int) -> str:
+    """Of the methods with at least half as many samples as the one with most."""
     here = [
-        (cell.score.mean, cell.behind.mean, cell.method)
+        (cell.score.mean, cell.behind.mean, cell.method, cell.score.count)
         for cell in cells
         if cell.budget == budget and cell.length == length and cell.score and cell.behind
     ]
     if not here:
         return "-"
-    score, behind, method = max(here)
+    most = max(count for *_, count in here)
+    score, behind, method, _ = max(one for one in here if 2 * one[-1] >= most)
     return f"{method} {100 * score:.1f} ({100 * behind:+.1f})"
 
 

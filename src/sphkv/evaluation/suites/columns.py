@@ -8,10 +8,11 @@ column differs from another in its cache alone.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from sphkv.codec.calibration import Calibration
 from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.harness.decode import Decoder, StepBytes
-from sphkv.evaluation.harness.states import DenseReference, PromptStates, read_prompt
+from sphkv.evaluation.harness.states import PromptStates, read_prompt
 from sphkv.evaluation.harness.subject import EngineSubject, MethodSubject, Pass, Subject
 from sphkv.evaluation.runner.decoding import StopRule, decode_tokens, stop_rule
 from sphkv.evaluation.runner.methods import DENSE, JOINT, OUR_METHODS, UNIFORM
@@ -34,11 +35,15 @@ from sphkv.evaluation.suites.samples import Sample, SampleIds
 from sphkv.evaluation.suites.scoring import is_settled
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import describe_model
-from sphkv.integrations.transformers.cache import CacheOptions, SphericalCache
+from sphkv.integrations.transformers.attached import MethodCache
+from sphkv.integrations.transformers.cache import (
+    CacheOptions,
+    RetentionOptions,
+    SphericalCache,
+)
 
 PROMPT_CALIBRATION = "prompt"
 _DENSE_TIER = "max"
-_PART_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,6 @@ class ProductSubject(EngineSubject):
         self._contract = None
         self.engine.on_contract = self._keep_contract
 
-    @torch.no_grad()
     def feed(self, input_ids: Tensor) -> Pass:
         """Let the model go on with tokens ``[1, tokens]``."""
         engine = self.engine
@@ -102,17 +106,53 @@ class ProductSubject(EngineSubject):
         engine.peak_bytes = 0
         begin = engine.length
         began = time.perf_counter()
-        places = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
-        output = self._model.base_model(
-            input_ids=input_ids,
-            position_ids=places[None],
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        hidden = forward_pass(self._model, self.cache, input_ids, begin)
         seconds = time.perf_counter() - began
         # a captured step hands out the same memory every time
-        hidden = output.last_hidden_state[0].clone()
-        return Pass(hidden, seconds, 0.0, engine.peak_bytes, begin + 1)
+        return Pass(hidden.clone(), seconds, 0.0, engine.peak_bytes, begin + 1)
+
+    def close(self) -> None:
+        """Let go of the model and of what a captured step holds."""
+        self.engine.on_contract = None
+        self.engine.end_graph()
+        self.cache.detach()
+
+
+class PassSubject(MethodSubject):
+    """Another method whose bytes are counted between passes, not after each of their layers.
+
+    Counting waits for the GPU, and a board decodes many thousand tokens.
+    """
+
+    _held_bytes: int | None = None
+    _plain_cache: MethodCache | None = None
+
+    def feed(self, input_ids: Tensor) -> Pass:
+        """Let the model go on with tokens ``[1, tokens]``."""
+        if self._plain_cache is None:
+            # once there is a prompt: the first pass of an empty one would be taken for it
+            self._plain_cache = MethodCache(self._model, self.method)
+        cache = self._plain_cache
+        began = time.perf_counter()
+        hidden = forward_pass(self._model, cache, input_ids, cache.length)
+        self._held_bytes = None
+        return Pass(hidden, time.perf_counter() - began, 0.0, 0, cache.length)
+
+    def resident_bytes(self) -> int:
+        """Bytes of every tensor the sequence keeps alive."""
+        if self._held_bytes is None:
+            self._held_bytes = self.method.resident_bytes()
+        return self._held_bytes
+
+    def store_prompt(self, states: PromptStates) -> None:
+        """Give the method every layer of a prompt."""
+        super().store_prompt(states)
+        self._held_bytes = None
+
+    def close(self) -> None:
+        """Let go of the model."""
+        if self._plain_cache is not None:
+            self._plain_cache.detach()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,11 +217,7 @@ class Bench:
         """Run the dense model over a prompt once."""
         began = time.perf_counter()
         tokens = torch.tensor([ids.prompt], device=self.model.device)
-        # on a GPU the weights of a whole long prompt would not fit; windows are read at once
-        if self.model.device.type == "cuda" and set(self.layout.windows) == {None}:
-            states = read_in_parts(self.model, tokens, _PART_TOKENS)
-        else:
-            states = read_prompt(self.model, tokens)
+        states = read_prompt(self.model, tokens)
         self._wait()
         return ReadSample(sample, ids, states, time.perf_counter() - began, {})
 
@@ -202,6 +238,19 @@ class Bench:
         """
         states, total = read.stored(mode), len(read.ids.prompt) + max_new_tokens
         subject = self._subject(read, states.num_tokens, total, method, budget)
+        try:
+            return self._answer(read, states, mode, subject, max_new_tokens)
+        finally:
+            subject.close()
+
+    def _answer(
+        self,
+        read: ReadSample,
+        states: PromptStates,
+        mode: Mode,
+        subject: ProductSubject | PassSubject,
+        max_new_tokens: int,
+    ) -> Answer:
         began = time.perf_counter()
         subject.store_prompt(states)
         self._wait()
@@ -249,17 +298,20 @@ class Bench:
         states = read.states
         total = states.num_tokens + count
         subject = self._subject(read, states.num_tokens, total, method, budget)
-        subject.store_prompt(states)
-        self._keep_calibration(read, states.num_tokens, subject)
-        stored = subject.resident_bytes()
-        subject.stop_timing()
-        last = states.hidden[-1:]
-        said = decode_tokens(self.model, subject, last, count, self._end, num_timed=0)
-        return said.token_ids, _bytes(subject, stored, said.trace.steps)
+        try:
+            subject.store_prompt(states)
+            self._keep_calibration(read, states.num_tokens, subject)
+            stored = subject.resident_bytes()
+            subject.stop_timing()
+            last = states.hidden[-1:]
+            said = decode_tokens(self.model, subject, last, count, self._end, num_timed=0)
+            return said.token_ids, _bytes(subject, stored, said.trace.steps)
+        finally:
+            subject.close()
 
     def _subject(
         self, read: ReadSample, num_stored: int, total: int, method: str, budget: str
-    ) -> Subject:
+    ) -> ProductSubject | PassSubject:
         if method == DENSE or method in OUR_METHODS:
             cache = self.make_cache(method, budget, total, read.calibrations.get(num_stored))
             return ProductSubject(self.model, cache, method)
@@ -276,7 +328,7 @@ class Bench:
             settings=find(base).settings().trials()[int(number)] if mark else None,
             backend=get_backend(self._config.baseline_backend, self.model.device),
         )
-        return MethodSubject(self.model, cache_method, geometry, budget=parsed, name=method)
+        return PassSubject(self.model, cache_method, geometry, budget=parsed, name=method)
 
     def make_cache(
         self, method: str, budget: str, context: int, calibration: Calibration | None = None
@@ -294,13 +346,16 @@ class Bench:
         if method == DENSE:
             return SphericalCache.for_model(self.model, tiers=_DENSE_TIER, options=options)
         known = self._given or calibration
+        retention: bool | RetentionOptions | None = {UNIFORM: False, JOINT: True}.get(method)
+        if method == JOINT and config.page_tokens is not None:
+            retention = RetentionOptions(page_tokens=config.page_tokens)
         return SphericalCache.for_model(
             self.model,
             budget,
-            retention={UNIFORM: False, JOINT: True}.get(method),
+            retention=retention,
             context=context,
-            # a copy of its own counts only the codebooks that this cache needs
-            calibration=None if known is None else replace(known),
+            # caches of one calibration share the tables that are made of it
+            calibration=known,
             options=options,
         )
 
@@ -309,29 +364,30 @@ class Bench:
         if isinstance(subject, ProductSubject) and subject.cache.calibration is not None:
             read.calibrations.setdefault(num_stored, subject.cache.calibration)
 
+    def check_device(self) -> None:
+        """Raise what a broken device raises."""
+        self._wait()
+
+    def free_memory(self) -> None:
+        """Give memory of past answers back, as other processes may share the device."""
+        if self.model.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
     def _wait(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
 
 
-def read_in_parts(model: Any, input_ids: Tensor, part_tokens: int) -> PromptStates:
-    """As ``read_prompt``, a part at a time, each attending exactly to those before.
-
-    Args:
-        model: A model of full attention.
-        input_ids: ``[1, tokens]``.
-        part_tokens: Tokens of a part.
-    """
-    first = read_prompt(model, input_ids[:, :part_tokens])
-    rest = input_ids[:, part_tokens:]
-    if rest.shape[1] == 0:
-        return first
-    exact = DenseReference(first, capacity=rest.shape[1])
-    subject = MethodSubject(model, exact, first.geometry)
-    hidden = first.hidden
-    for part in rest.split(part_tokens, 1):
-        hidden = subject.feed(part).hidden
-    return exact.extended(first, rest, hidden)
+@torch.no_grad()
+def forward_pass(model: Any, cache: Any, input_ids: Tensor, begin: int) -> Tensor:
+    """Final hidden states ``[tokens, width]`` of tokens ``[1, tokens]`` from place ``begin`` on."""
+    places = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
+    output = model.base_model(
+        input_ids=input_ids, position_ids=places[None], past_key_values=cache, use_cache=True
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
 
 
 def _bytes(subject: Subject, stored: int, steps: Sequence[StepBytes]) -> AnswerBytes:

@@ -62,8 +62,9 @@ class SuiteConfig:
 
     Attributes:
         model: ``smollm2``, a local folder, a ``.gguf`` file or a hub name.
-        methods: ``dense``, ours, baselines, ``kvpress:NAME`` or ``quantized:BACKEND-BITS``.
-        budgets: Byte budgets; ``dense`` ignores them.
+        methods: ``dense``, ours, baselines, ``kvpress:NAME`` or ``quantized:BACKEND-BITS``; with
+            budgets of its own as ``kivi 25%`` or ``snapkv 10% 5%``.
+        budgets: Byte budgets of methods without budgets of their own; ``dense`` ignores them.
         modes: Whether the question is visible to the compressor.
         prompts: Files that ``sphkv suite make`` wrote.
         make: Sets to make where no files are given.
@@ -76,10 +77,14 @@ class SuiteConfig:
         backend: Decode backend of our caches.
         baseline_backend: Decode backend of methods with pages.
         cuda_graphs: Whether our caches capture single steps on a GPU.
+        page_tokens: States of a coded page of ``joint``; None for the cache's own choice, which on
+            a GPU are the large pages that its fastest kernels read.
         max_prompt_tokens: Longer prompts lose the middle of their context; None cuts none.
         max_new_tokens: Most tokens of any answer; None leaves the suite's own limits.
         num_threads: Of the processor; 0 leaves torch's choice.
         max_minutes: No new sample is begun after so many minutes; None for no end.
+        shard: Part ``k`` of ``n`` of the samples as ``k/n``, counted from 0, so that several
+            processes share a board, each with a record file of its own; all if empty.
     """
 
     model: str
@@ -97,23 +102,32 @@ class SuiteConfig:
     backend: str = "auto"
     baseline_backend: str = "auto"
     cuda_graphs: bool = True
+    page_tokens: int | None = None
     max_prompt_tokens: int | None = None
     max_new_tokens: int | None = None
     num_threads: int = 0
     max_minutes: float | None = None
+    shard: str = ""
 
     def __post_init__(self) -> None:
         """Reject names and budgets that do not exist."""
         for method in self.methods:
-            check_column(method)
-        for budget in self.budgets:
-            ByteBudget.parse(budget)
+            name, budgets = self.budgets_of(method)
+            check_column(name)
+            for budget in budgets:
+                ByteBudget.parse(budget)
+            if name != DENSE and not budgets:
+                raise ValueError(f"{name} needs at least one budget")
         if not self.methods or not self.modes:
             raise ValueError("a board needs at least one method and one mode")
-        if any(method != DENSE for method in self.methods) and not self.budgets:
-            raise ValueError("a board with more than dense needs at least one budget")
+        parse_shard(self.shard)
         if not self.prompts and not self.make:
             raise ValueError("a board needs prompts, or sets to make")
+
+    def budgets_of(self, method: str) -> tuple[str, tuple[str, ...]]:
+        """Name and budgets of an entry of ``methods``."""
+        name, *own = method.split()
+        return name, tuple(own) or self.budgets
 
     def grid(self) -> list[tuple[Mode, str, str]]:
         """Mode, method and budget of every column.
@@ -122,11 +136,26 @@ class SuiteConfig:
         """
         columns: list[tuple[Mode, str, str]] = []
         for method in self.methods:
-            if method == DENSE:
+            name, budgets = self.budgets_of(method)
+            if name == DENSE:
                 columns.append((self.modes[0], DENSE, "100%"))
                 continue
-            columns += [(m, method, budget) for m in self.modes for budget in self.budgets]
+            columns += [(mode, name, budget) for mode in self.modes for budget in budgets]
         return columns
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Part and number of parts of ``k/n``; ``(0, 1)`` if empty.
+
+    Raises:
+        ValueError: It is neither, or there is no such part.
+    """
+    if not text:
+        return 0, 1
+    part, _, count = text.partition("/")
+    if not part.isdigit() or not count.isdigit() or int(part) >= int(count):
+        raise ValueError(f"shard must be k/n with k from 0 to n - 1, got {text!r}")
+    return int(part), int(count)
 
 
 def check_column(name: str) -> str:

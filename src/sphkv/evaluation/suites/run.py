@@ -8,7 +8,7 @@ come in rounds over all tasks and lengths, so that a run that is stopped has mea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,13 @@ from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.records import content_id
 from sphkv.evaluation.suites.columns import Answer, Bench, ReadSample, counted_bytes
-from sphkv.evaluation.suites.config import PRESS, QUANTIZED, MakeConfig, SuiteConfig
+from sphkv.evaluation.suites.config import (
+    PRESS,
+    QUANTIZED,
+    MakeConfig,
+    SuiteConfig,
+    parse_shard,
+)
 from sphkv.evaluation.suites.crosscheck import Overlap, cross_check
 from sphkv.evaluation.suites.gsm8k import make_gsm8k
 from sphkv.evaluation.suites.longbench import load_longbench
@@ -168,7 +174,8 @@ class SuiteRunner:
         if not found:
             raise ValueError(f"no prompt has a task of {config.tasks} or length {config.lengths}")
         found.sort(key=lambda pair: (pair[0], len(pair[1].ids.prompt)))
-        return [item for _, item in found]
+        part, count = parse_shard(config.shard)
+        return [item for _, item in found][part::count]
 
     def _item(self, prompts: PromptSet, sample: Sample) -> Item:
         config, limit = self._config, self._bench.layout.max_tokens
@@ -204,18 +211,28 @@ class SuiteRunner:
                 continue
             if max_minutes is not None and time.perf_counter() - began > 60 * max_minutes:
                 break
-            self._tell(f"reading {item.sample.sample_id}: {len(item.ids.prompt)} tokens")
-            read = self._bench.read(item.sample, item.ids)
-            progress.pass_by(len(item.ids.prompt))
-            for column in columns:
-                record = self._answer(read, item, column)
+            for record in self._all_answers(item, columns, progress):
                 file.append(record)
                 counts[record["status"]] += 1
                 progress.step(len(item.ids.prompt), record)
+                # what broke may have taken the device with it; then only a new process helps
+                if record["status"] == "failed":
+                    self._bench.check_device()
+            self._bench.free_memory()
         done = sum(counts.values())
         left = sum(len(columns) for _, columns in todo) - done
         seconds = time.perf_counter() - began
         return RunSummary(done, counts["refused"], counts["failed"], left, seconds)
+
+    def _all_answers(
+        self, item: Item, columns: Sequence[Column], progress: _Progress
+    ) -> Iterator[dict[str, Any]]:
+        """Read a prompt and answer it with some columns; the prompt's states go at the end."""
+        self._tell(f"reading {item.sample.sample_id}: {len(item.ids.prompt)} tokens")
+        read = self._bench.read(item.sample, item.ids)
+        progress.pass_by(len(item.ids.prompt))
+        for column in columns:
+            yield self._answer(read, item, column)
 
     def _setup(self) -> SuiteSetup:
         return {
