@@ -354,6 +354,12 @@ class ProductSubject(EngineSubject):
             told["setting"] += ", captured steps"
         return told
 
+    def close(self) -> None:
+        """Let go of the model and of what a captured step holds."""
+        self.engine.on_contract = None
+        self.engine.end_graph()
+        self.cache.detach()
+
     def tokens_until_change(self) -> int:
         """One where steps are captured; else as every engine's."""
         return 1 if self._model.device.type == "cuda" else super().tokens_until_change()

@@ -26,7 +26,7 @@ from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.harness.decode import Decoder, StepBytes
 from sphkv.evaluation.harness.states import PromptStates, read_prompt
-from sphkv.evaluation.harness.subject import EngineSubject, MethodSubject, Pass, Subject
+from sphkv.evaluation.harness.subject import MethodSubject, Pass, ProductSubject, Subject
 from sphkv.evaluation.runner.decoding import StopRule, decode_tokens, stop_rule
 from sphkv.evaluation.runner.methods import DENSE, JOINT, OUR_METHODS, UNIFORM
 from sphkv.evaluation.suites.config import SuiteConfig
@@ -82,40 +82,6 @@ class SettledRule(StopRule):
         assert self.sample is not None
         text = self.tokenizer.decode(before, skip_special_tokens=True)
         return bool(before) and is_settled(self.sample, text)
-
-
-class ProductSubject(EngineSubject):
-    """Our cache exactly as ``SphericalCache.for_model`` made it, on the model's own device."""
-
-    engine: Any
-
-    def __init__(self, model: Any, cache: SphericalCache, name: str) -> None:
-        """Measure a cache that a user could have made."""
-        self.name = name
-        self.engine = cache.engine
-        self.geometry = cache.config.geometry
-        self.cache = cache
-        self._model = model
-        self._contract = None
-        self.engine.on_contract = self._keep_contract
-
-    def feed(self, input_ids: Tensor) -> Pass:
-        """Let the model go on with tokens ``[1, tokens]``."""
-        engine = self.engine
-        # the engine keeps the highest moment of all passes; here each pass has its own
-        engine.peak_bytes = 0
-        begin = engine.length
-        began = time.perf_counter()
-        hidden = forward_pass(self._model, self.cache, input_ids, begin)
-        seconds = time.perf_counter() - began
-        # a captured step hands out the same memory every time
-        return Pass(hidden.clone(), seconds, 0.0, engine.peak_bytes, begin + 1)
-
-    def close(self) -> None:
-        """Let go of the model and of what a captured step holds."""
-        self.engine.on_contract = None
-        self.engine.end_graph()
-        self.cache.detach()
 
 
 class PassSubject(MethodSubject):
@@ -342,7 +308,9 @@ class Bench:
             calibration: Codebooks; the config's, or fitted on the prompt, if None.
         """
         config = self._config
-        options = CacheOptions(backend=config.backend, cuda_graphs=config.cuda_graphs)
+        options = CacheOptions(
+            backend=config.backend, cuda_graphs=config.cuda_graphs, finds_calibration=False
+        )
         if method == DENSE:
             return SphericalCache.for_model(self.model, tiers=_DENSE_TIER, options=options)
         known = self._given or calibration
