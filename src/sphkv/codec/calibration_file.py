@@ -30,7 +30,7 @@ _SAMPLED = 64
 _KEY_LENGTH = 32
 # Calibrations that stay in memory for the next cache, with all tables that were made of them.
 _MOST_RECENT = 1
-_RECENT: OrderedDict[tuple[str, KVGeometry, tuple[RopeSpec, ...]], Calibration] = OrderedDict()
+_RECENT: OrderedDict[tuple[Path, KVGeometry, tuple[RopeSpec, ...]], Calibration] = OrderedDict()
 
 
 def model_key(about: str, weights: Iterable[Tensor]) -> str:
@@ -73,7 +73,7 @@ def keep_calibration(calibration: Calibration, key: str) -> Path:
     """
     path = _kept_path(key)
     save_calibration(replace(calibration, source="kept"), path)
-    _RECENT.pop((key, calibration.geometry, calibration.ropes), None)
+    _RECENT.pop((path, calibration.geometry, calibration.ropes), None)
     return path
 
 
@@ -89,7 +89,8 @@ def find_calibration(
         geometry: What the model has.
         ropes: Rotary embeddings of its layers.
     """
-    path, recent = _kept_path(key), (key, geometry, ropes)
+    path = _kept_path(key)
+    recent = (path, geometry, ropes)
     if recent not in _RECENT:
         try:
             found = load_calibration(path, geometry=geometry, ropes=ropes)

@@ -151,6 +151,9 @@ def _weighted(parts: Sequence[tuple[int, float]]) -> float:
     return sum(count * kl for count, kl in parts) / max(1, sum(count for count, _ in parts))
 
 
+_BESIDE_DENSE = ("lost of dense's", "found, dense did not", "same tokens as dense", "KL of answers")
+
+
 def needle_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Needles found by every method and budget, by length of the text.
 
@@ -167,50 +170,33 @@ def needle_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
         for group in groups.values()
         for record in group
     }
+
+    def by_length(found: Mapping[str, float]) -> dict[str, str]:
+        return {
+            f"{context:,} tokens": _share(
+                [score for case, score in found.items() if length[case] == context]
+            )
+            for context in contexts
+        }
+
     rows: list[dict[str, Any]] = []
     if (DENSE, DENSE_BUDGET) in groups:
         dense |= {r["case"]: r["quality"]["found"] for r in groups[DENSE, DENSE_BUDGET]}
     else:
-        rows.append(
-            {
-                "method": "exact model",
-                "budget": DENSE_BUDGET,
-                "peak": None,
-                **{
-                    f"{context:,} tokens": _share(
-                        [found for case, found in dense.items() if length[case] == context]
-                    )
-                    for context in contexts
-                },
-                "found": _share(list(dense.values())),
-                "lost of dense's": None,
-                "found, dense did not": None,
-                "same tokens as dense": None,
-                "KL of answers": None,
-            }
-        )
+        found = _share(list(dense.values()))
+        answers = dict.fromkeys(_BESIDE_DENSE)
+        first = {"method": "exact model", "budget": DENSE_BUDGET, "peak": None}
+        rows.append({**first, **by_length(dense), "found": found, **answers})
     for (method, budget), group in groups.items():
-        found = {record["case"]: record["quality"]["found"] for record in group}
-        rows.append(
-            {
-                "method": f"`{method}`",
-                "budget": budget,
-                "peak": f"{100 * max(r['memory']['dense_share'] for r in group):.2f}%",
-                **{
-                    f"{context:,} tokens": _share(
-                        [r["quality"]["found"] for r in group if r["context"] == context]
-                    )
-                    for context in contexts
-                },
-                "found": _share(list(found.values())),
-                "lost of dense's": sum(1 for c, was in dense.items() if was > found.get(c, was)),
-                "found, dense did not": sum(
-                    1 for c, was in dense.items() if was < found.get(c, was)
-                ),
-                "same tokens as dense": _share([r["quality"]["is_same"] for r in group]),
-                "KL of answers": sum(r["quality"]["kl"] for r in group) / len(group),
-            }
-        )
+        own = {record["case"]: record["quality"]["found"] for record in group}
+        lost = sum(1 for case, was in dense.items() if was > own.get(case, was))
+        gained = sum(1 for case, was in dense.items() if was < own.get(case, was))
+        same = _share([record["quality"]["is_same"] for record in group])
+        kl = sum(record["quality"]["kl"] for record in group) / len(group)
+        peak = max(record["memory"]["dense_share"] for record in group)
+        first = {"method": f"`{method}`", "budget": budget, "peak": f"{100 * peak:.2f}%"}
+        answers = dict(zip(_BESIDE_DENSE, (lost, gained, same, kl), strict=True))
+        rows.append({**first, **by_length(own), "found": _share(list(own.values())), **answers})
     return rows
 
 

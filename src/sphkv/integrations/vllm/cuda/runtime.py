@@ -96,6 +96,19 @@ class _Place:
     index: int
 
 
+def _kept_share(budget_bytes: int | None, layout: PageLayout) -> float:
+    """Part of a prompt's blocks that a budget of bytes per token and head leaves."""
+    if budget_bytes is None:
+        return 1.0
+    share = budget_bytes * PAGE_TOKENS / layout.page_bytes
+    if share >= 1.0:
+        raise ValueError(
+            f"budget_bytes must be below the {layout.page_bytes / PAGE_TOKENS} bytes "
+            f"that tier {layout.tier.name} takes, got {budget_bytes}"
+        )
+    return share
+
+
 class CudaRuntime(WorkerRuntime):
     """What the attention layers of a worker share.
 
@@ -130,14 +143,7 @@ class CudaRuntime(WorkerRuntime):
                 f"the CUDA kernels do not read tier {tier.name} with {head_dim} channels: keys of "
                 "0.5 to 4 bits and values of 2, 3, 4 or 8 bits, heads of 64 or 128 channels"
             )
-        self.kept_share = 1.0
-        if options.budget_bytes is not None:
-            self.kept_share = options.budget_bytes * PAGE_TOKENS / self.layout.page_bytes
-            if self.kept_share >= 1.0:
-                raise ValueError(
-                    f"budget_bytes must be below the {self.layout.page_bytes / PAGE_TOKENS} bytes "
-                    f"that tier {tier.name} takes, got {options.budget_bytes}"
-                )
+        self.kept_share = _kept_share(options.budget_bytes, self.layout)
         group = num_query_heads // num_kv_heads
         if group > MAX_GROUP:
             raise ValueError(f"{group} query heads share a KV head, the kernels take {MAX_GROUP}")
