@@ -152,7 +152,7 @@ class _Clock:
 
 
 @torch.no_grad()
-def _forward(model: Any, cache: Any, input_ids: Tensor, begin: int) -> Tensor:
+def forward_pass(model: Any, cache: Any, input_ids: Tensor, begin: int) -> Tensor:
     """Final hidden states ``[tokens, width]`` of a pass that uses a cache."""
     positions = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
     output = model.base_model(
@@ -257,7 +257,7 @@ class EngineSubject:
         engine.peak_bytes = 0
         begin = engine.length
         began = time.perf_counter()
-        hidden = _forward(self._model, self.cache, input_ids, begin)
+        hidden = forward_pass(self._model, self.cache, input_ids, begin)
         if self._has_gate:
             # a gate hears of margins through the language-model head, as in ``generate``
             self._model.get_output_embeddings()(hidden[None])
@@ -414,7 +414,7 @@ class MethodSubject:
         watched = self._watched
         watched.begin()
         began = time.perf_counter()
-        hidden = _forward(self._model, self._cache, input_ids, self._cache.length)
+        hidden = forward_pass(self._model, self._cache, input_ids, self._cache.length)
         wait_for(input_ids.device)
         seconds = time.perf_counter() - began - watched.count_s
         length = self._cache.length

@@ -26,7 +26,13 @@ from sphkv.codec.calibration_file import load_calibration
 from sphkv.core.budget import ByteBudget
 from sphkv.evaluation.harness.decode import Decoder, StepBytes
 from sphkv.evaluation.harness.states import PromptStates, read_prompt
-from sphkv.evaluation.harness.subject import MethodSubject, Pass, ProductSubject, Subject
+from sphkv.evaluation.harness.subject import (
+    MethodSubject,
+    Pass,
+    ProductSubject,
+    Subject,
+    forward_pass,
+)
 from sphkv.evaluation.runner.decoding import StopRule, decode_tokens, stop_rule
 from sphkv.evaluation.runner.methods import DENSE, JOINT, OUR_METHODS, UNIFORM
 from sphkv.evaluation.suites.config import SuiteConfig
@@ -345,17 +351,6 @@ class Bench:
     def _wait(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-
-
-@torch.no_grad()
-def forward_pass(model: Any, cache: Any, input_ids: Tensor, begin: int) -> Tensor:
-    """Final hidden states ``[tokens, width]`` of tokens ``[1, tokens]`` from place ``begin`` on."""
-    places = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
-    output = model.base_model(
-        input_ids=input_ids, position_ids=places[None], past_key_values=cache, use_cache=True
-    )
-    hidden: Tensor = output.last_hidden_state[0]
-    return hidden
 
 
 def _bytes(subject: Subject, stored: int, steps: Sequence[StepBytes]) -> AnswerBytes:
