@@ -271,9 +271,9 @@ class RetentionResidency:
     def _note_places(self, pages: PageList) -> Tensor:
         """``[pages]`` int64: each page's head among those of the joined notes, below 0 if none."""
         full, heads = self._config.full_layers, self._config.geometry.num_kv_heads
-        place = torch.full((self._config.geometry.num_layers,), -heads)
-        place[list(full)] = heads * torch.arange(len(full))
-        return place[pages.layer_ids] + torch.where(place[pages.layer_ids] < 0, 0, pages.head_ids)
+        first = torch.full((self._config.geometry.num_layers,), -heads)
+        first[list(full)] = heads * torch.arange(len(full))
+        return first[pages.layer_ids] + pages.head_ids
 
     def _tier_of_new(self, contract: WriteContract) -> str:
         """Tier at which new states are sealed.
