@@ -37,8 +37,7 @@ from sphkv.evaluation.runner.decoding import StopRule, decode_tokens, stop_rule
 from sphkv.evaluation.runner.methods import DENSE, JOINT, OUR_METHODS, UNIFORM
 from sphkv.evaluation.suites.config import SuiteConfig
 from sphkv.evaluation.suites.records import AnswerBytes, AnswerTimes, Mode
-from sphkv.evaluation.suites.samples import Sample, SampleIds
-from sphkv.evaluation.suites.scoring import is_settled
+from sphkv.evaluation.suites.samples import Sample, SampleIds, is_settled
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import describe_model
 from sphkv.integrations.transformers.attached import MethodCache

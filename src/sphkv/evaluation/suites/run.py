@@ -30,8 +30,14 @@ from sphkv.evaluation.suites.gsm8k import make_gsm8k
 from sphkv.evaluation.suites.longbench import load_longbench
 from sphkv.evaluation.suites.records import AnswerIdentity, Mode, SuiteFile, SuiteSetup
 from sphkv.evaluation.suites.ruler import make_ruler
-from sphkv.evaluation.suites.samples import PromptSet, Sample, SampleIds, read_prompts
-from sphkv.evaluation.suites.scoring import is_settled, score_answer
+from sphkv.evaluation.suites.samples import (
+    PromptSet,
+    Sample,
+    SampleIds,
+    is_settled,
+    read_prompts,
+    score_answer,
+)
 from sphkv.integrations.kvpress import OutsideCaches
 from sphkv.integrations.models import load_tokenizer
 
