@@ -57,7 +57,7 @@ def _add_validate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _run_validate(args: argparse.Namespace) -> int:
     """Name every fault by file, line and field."""
-    from sphkv.evaluation.schema import validate_file
+    from sphkv.evaluation.validate import validate_file
 
     is_bad = False
     for name in args.records:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from sphkv.evaluation.records import LineFile
-from sphkv.evaluation.schema import check_value
+from sphkv.evaluation.validate import check_value
 
 SUITE_FORMAT = "sphkv-suite-1"
 
