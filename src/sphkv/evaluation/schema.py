@@ -16,6 +16,10 @@ CERTIFICATE_FORMAT = "sphkv-certificate-2"
 """Since 2 a certificate names its split and failure classes say whether they were recovered."""
 
 
+PLACE_FIELDS = ("device", "dtype", "backend", "page_tokens")
+"""Fields of an identity that say where a point was measured; older records lack some of them."""
+
+
 class MethodDescription(TypedDict):
     """What a cache chose under its budget.
 
@@ -316,6 +320,10 @@ class Identity(TypedDict):
         budget: As it was asked for.
         policy: Names the controller's weights; empty for other methods.
         num_seeds: Sampled answers.
+        device: Where methods ran.
+        dtype: Type of the weights.
+        backend: What decoded our methods' pages.
+        page_tokens: States of a coded page of the controller's; 0 of a method without them.
     """
 
     model: str
@@ -334,6 +342,10 @@ class Identity(TypedDict):
     budget: str
     policy: str
     num_seeds: int
+    device: NotRequired[str]
+    dtype: NotRequired[str]
+    backend: NotRequired[str]
+    page_tokens: NotRequired[int]
 
 
 class Point(Identity):
@@ -375,7 +387,8 @@ class Setup(TypedDict):
         window: How decoding was timed.
         decode: Greedy, batch 1.
         substrate: Pages, device, types, backend.
-        tiers: Tiers our methods choose from.
+        tiers: Tiers that one-tier caches choose from.
+        controller_tiers: Tiers that the controller chooses from.
         calibration: Text and size.
         timing: Clock.
         environment: Hardware, versions, commit.
@@ -389,6 +402,7 @@ class Setup(TypedDict):
     decode: dict[str, Any]
     substrate: dict[str, Any]
     tiers: list[dict[str, Any]]
+    controller_tiers: NotRequired[list[dict[str, Any]]]
     calibration: dict[str, Any]
     timing: dict[str, str]
     environment: dict[str, Any]

@@ -398,6 +398,11 @@ class SweepConfig:
         for budget in (*self.budgets, *(b for _, values in own for b in values)):
             ByteBudget.parse(budget)
 
+    @property
+    def read_device(self) -> str:
+        """Where prompts are read: where methods run, unless that is the CPU."""
+        return self.prefill_device if self.device == "cpu" else self.device
+
     def grid(self) -> list[tuple[str, str]]:
         """(method, budget) of every point of a case, in order."""
         points = []
