@@ -7,6 +7,8 @@ between threads, and what the GPU's compiler makes of the source, are not.
 
 import ctypes
 import functools
+import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -21,6 +23,8 @@ import torch
 from sphkv.attention.cuda import compiler, decode, dense, encode
 
 HOST_KERNEL = Path(__file__).parent / "host_kernel"
+# Named by what they are made of, so that all processes and runs of the tests share them.
+BUILT = Path(__file__).parents[2] / ".pytest_cache" / "host-kernels"
 PARAMS = {
     "sphkv_decode": "Params",
     "sphkv_dense": "DenseParams",
@@ -36,25 +40,37 @@ def _build(name: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     command = shutil.which("g++")
     if command is None:
         pytest.skip("no g++ to compile the kernel for the CPU")
-    with tempfile.TemporaryDirectory() as folder:
-        for file, text in compiler.sources().items():
-            memory = "uint8_t* shared_memory = host::block.shared + host::SHARED_START;"
-            (Path(folder) / file).write_text(_SHARED.sub(memory, text))
-        for path in HOST_KERNEL.iterdir():
-            shutil.copy(path, folder)
-        library = Path(folder) / "kernel.so"
-        names = {"SOURCE": f'"{compiler.MAIN[name]}"', "ENTRY": name, "PARAMS": PARAMS[name]}
-        flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", str(library)]
-        flags += [f"-D{key}={value}" for key, value in names.items()]
-        source = Path(folder) / "launch.cpp"
-        done = subprocess.run(
-            [command, *flags, *defines, str(source)], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr[:2000]
-        built = ctypes.CDLL(str(library))
+    memory = "uint8_t* shared_memory = host::block.shared + host::SHARED_START;"
+    files = {file: _SHARED.sub(memory, text) for file, text in compiler.sources().items()}
+    files |= {path.name: path.read_text() for path in HOST_KERNEL.iterdir()}
+    names = {"SOURCE": f'"{compiler.MAIN[name]}"', "ENTRY": name, "PARAMS": PARAMS[name]}
+    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
+    flags += [*(f"-D{key}={value}" for key, value in names.items()), *defines]
+    made_of = json.dumps([files, flags, Path(command).stat().st_mtime_ns], sort_keys=True)
+    library = BUILT / f"{hashlib.sha256(made_of.encode()).hexdigest()[:24]}.so"
+    if not library.is_file():
+        _compile(command, flags, files, library)
+    built = ctypes.CDLL(str(library))
     built.launch.restype = ctypes.c_char_p
     built.launch.argtypes = (ctypes.c_void_p, *[ctypes.c_int] * 4)
     return built
+
+
+def _compile(command: str, flags: list[str], files: dict[str, str], library: Path) -> None:
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=BUILT) as folder:
+        for file, text in files.items():
+            (Path(folder) / file).write_text(text)
+        made, source = Path(folder) / library.name, Path(folder) / "launch.cpp"
+        done = subprocess.run(
+            [command, *flags, "-o", str(made), str(source)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[:2000]
+        # whole or not at all, as another process may look for it
+        made.replace(library)
 
 
 class HostKernel:

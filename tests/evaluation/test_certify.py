@@ -12,7 +12,8 @@ from sphkv.evaluation.harness.subject import EngineSubject
 from sphkv.evaluation.report.sections import certificate_part
 from sphkv.evaluation.runner.decoding import StopRule, decode_tokens
 from sphkv.evaluation.runner.session import Session
-from sphkv.evaluation.schema import Certificate, FailureRow, check_value
+from sphkv.evaluation.schema import Certificate, FailureRow
+from sphkv.evaluation.validate import check_value
 from sphkv.evaluation.witness.failures import FAILURE_CLASSES, diagnose
 from sphkv.evaluation.witness.suite import Witness, build_suite
 from sphkv.evaluation.workloads.case import Case
@@ -21,11 +22,18 @@ from sphkv.retention.gate import GateOptions
 COMMAND = ["certify", "--budget", "90%", "--context", "1700", "--seeds", "2", "--following", "32"]
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A calibration that the first test fits and all others find."""
+    return tmp_path_factory.mktemp("kept")
+
+
 @pytest.fixture
-def run(tiny_model_folder, tmp_path):
+def run(tiny_model_folder, tmp_path, kept):
     def certify(*flags):
         out = tmp_path / "certificate.json"
-        code = main([*COMMAND, "--model", str(tiny_model_folder), "--out", str(out), *flags])
+        where = ["--model", str(tiny_model_folder), "--keep", str(kept), "--out", str(out)]
+        code = main([*COMMAND, *where, *flags])
         return code, json.loads(out.read_text())
 
     return certify

@@ -41,9 +41,10 @@ from sphkv.evaluation.retention.study import (
 )
 from sphkv.evaluation.runner.continuation import DecodeWindow
 from sphkv.evaluation.runner.methods import check_method, find_variant
-from sphkv.evaluation.schema import TextQuality, check_value
+from sphkv.evaluation.schema import TextQuality
 from sphkv.evaluation.sweep.config import LMWorkload, SweepConfig
 from sphkv.evaluation.sweep.grid import PointList, SweepRunner
+from sphkv.evaluation.validate import check_value
 from sphkv.integrations.transformers.listening import listening
 from sphkv.retention.measure import MeasureConfig
 from sphkv.retention.policy import RetentionPolicy
@@ -320,13 +321,16 @@ def test_records_name_files_not_folders():
     assert recorded_config(config)["calibration"] == "c.safetensors"
 
 
-def test_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_plan_says_what_is_missing(
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("The ship left the harbour before dawn. " * 60, encoding="utf-8")
-    base = ["plan", "--model", "smollm2", "--prompt-file", str(prompt), "--max-tokens", "256"]
+    base = ["plan", "--model", str(tiny_model_folder), "--prompt-file", str(prompt)]
+    base += ["--max-tokens", "512"]
     assert main([*base, "--budget", "5%"]) == 1
     assert "bytes" in capsys.readouterr().err
     assert main([*base, "--budget", "60%", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["bytes"] <= record["limit_bytes"]
-    assert sum(record["tiers"].values()) == 256 * 90
+    assert sum(record["tiers"].values()) == 512 * 4

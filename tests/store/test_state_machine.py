@@ -32,7 +32,7 @@ from sphkv.store.store import PageStore
 
 MAX_BYTES = 24_000
 MAX_SEQUENCES = 3
-NUM_EXAMPLES, NUM_STEPS, MIN_STEPS = 72, 120, 5000
+NUM_EXAMPLES, NUM_STEPS, MIN_STEPS = 55, 120, 5000
 SEAL_TIERS, SEAL_TOKENS, RECENT_TOKENS = ("k2v2", "max"), 32, 5
 
 pick = st.integers(0, 2**16)
