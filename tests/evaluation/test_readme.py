@@ -79,9 +79,17 @@ def test_only_what_lies_between_the_markers_changes(tmp_path: Path):
         write_readme(file, "table")
 
 
-def test_the_readme_has_the_markers():
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert text.count(BEGIN) == text.count(END) == 1
+def test_the_readme_shows_its_records_and_nothing_else(tmp_path: Path):
+    root = Path(__file__).parents[2]
+    records = load_records([root / "results/decoding/smollm2-4096-test.jsonl"])
+    table = readme_table(records)
+    assert f"{BEGIN}\n{table}\n{END}" in (root / "README.md").read_text(encoding="utf-8")
+    mpl = pytest.importorskip("matplotlib", reason="the extra sphkv[plots] is not installed")
+    shown = (root / "docs/images/decoding.svg").read_bytes()
+    if f"Matplotlib v{mpl.__version__}".encode() not in shown:
+        pytest.skip(f"the picture was drawn by another matplotlib than {mpl.__version__}")
+    draw_decoding(records, tmp_path / "decoding.svg")
+    assert (tmp_path / "decoding.svg").read_bytes() == shown
 
 
 def test_tables_of_the_evidence_are_those_of_its_records():
