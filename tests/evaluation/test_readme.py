@@ -152,3 +152,18 @@ def test_needles_are_counted_by_length_and_against_dense():
     _, _, dense, joint = record_table("needles", cases).splitlines()
     assert "| 2 of 2 | 1 of 1 | 3 of 3 | 0 | 0 | 3 of 3 | 0.5 |" in dense
     assert "| 2 of 2 | 0 of 1 | 2 of 3 | 1 | 0 | 2 of 3 | 0.5 |" in joint
+
+
+def test_questions_are_told_by_place_and_distractors():
+    def question(method: str, case: int, f1: float, place: str, others: int) -> Any:
+        quality = {"f1": f1, "is_same": f1, "kl": 0.5, "length_drift": 0, "failures": []}
+        facets = {"position": place, "num_distractors": others}
+        text = record(method, case, 0.0)
+        return {**text, "workload": "qa", "quality": quality, "facets": facets}
+
+    cases = [question("joint", 0, 1.0, "late", 8), question("joint", 1, 0.5, "early", 30)]
+    head, _, row = record_table("w2", cases).splitlines()
+    assert head.endswith(
+        "| position early | position late | distractors up to 8 | distractors more than 16 |"
+    )
+    assert row.endswith("| 50 | 100 | 100 | 50 |")
