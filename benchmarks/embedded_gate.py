@@ -34,10 +34,10 @@ from embedded_code import (
     fit_embedded,
 )
 
+from sphkv.codec.calibration import key_frame_metric, query_moments
 from sphkv.codec.codebook import CELL_BITS, CodebookFit, fit_plane_codebooks, metric_roots
 from sphkv.codec.keys import SphericalCode, decode_keys, encode_keys
 from sphkv.codec.slots import build_angle_codebook
-from sphkv.codec.statistics import key_frame_metric, query_moments
 from sphkv.codec.values import ValueCode, decode_values, encode_values, unbiased_scale
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import describe_model

@@ -68,6 +68,7 @@ FINE = {
     ("demo", "--budget", "99999999999999999999"),
     ("eval needle", "--seed", "-1"),
     ("eval qa", "--seed", "-1"),
+    ("eval tools", "--seed", "-1"),
     ("eval lm", "--offset", "0"),
     ("eval lm", "--dense-tokens", "0"),
 }

@@ -7,19 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sphkv.codec.coordinates import (
-    COORDINATE_NAMES,
-    HypersphericalMap,
-    PlaneMap,
-    PolarTreeMap,
+from sphkv.codec.coordinates.levels import (
     ScalarAngleCodebook,
     cosine_from_codes,
     encode_angles,
     fit_angle_codebook,
     lloyd_max,
-    make_coordinates,
     nearest_level,
     split_radius,
+)
+from sphkv.codec.coordinates.maps import (
+    COORDINATE_NAMES,
+    HypersphericalMap,
+    PlaneMap,
+    PolarTreeMap,
+    make_coordinates,
 )
 from sphkv.core.rope import RopeSpec
 

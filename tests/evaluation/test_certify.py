@@ -13,7 +13,8 @@ from sphkv.evaluation.harness.subject import EngineSubject, ProductSubject
 from sphkv.evaluation.report.sections import certificate_part
 from sphkv.evaluation.runner.decoding import StopRule, decode_tokens
 from sphkv.evaluation.runner.session import Session
-from sphkv.evaluation.schema import Certificate, FailureRow, check_value
+from sphkv.evaluation.schema import Certificate, FailureRow
+from sphkv.evaluation.validate import check_value
 from sphkv.evaluation.witness.failures import FAILURE_CLASSES, diagnose
 from sphkv.evaluation.witness.suite import Witness, build_suite
 from sphkv.evaluation.workloads.case import Case

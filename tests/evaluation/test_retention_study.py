@@ -41,9 +41,10 @@ from sphkv.evaluation.retention.study import (
 )
 from sphkv.evaluation.runner.continuation import DecodeWindow
 from sphkv.evaluation.runner.methods import check_method, find_variant
-from sphkv.evaluation.schema import TextQuality, check_value
+from sphkv.evaluation.schema import TextQuality
 from sphkv.evaluation.sweep.config import LMWorkload, SweepConfig
 from sphkv.evaluation.sweep.grid import PointList, SweepRunner
+from sphkv.evaluation.validate import check_value
 from sphkv.integrations.transformers.listening import listening
 from sphkv.retention.measure import MeasureConfig
 from sphkv.retention.policy import RetentionPolicy

@@ -11,9 +11,9 @@ import pytest
 from sphkv.cli.main import main
 from sphkv.core.configs import build_config
 from sphkv.evaluation.records import RecordFile, canonical_json
-from sphkv.evaluation.schema import validate_file
 from sphkv.evaluation.sweep.config import SweepConfig
 from sphkv.evaluation.sweep.grid import SweepRunner
+from sphkv.evaluation.validate import validate_file
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sphkv.core.configs import build_config
+from sphkv.evaluation.environment import source_tree
 from sphkv.evaluation.metrics.answers import FAILURES
 from sphkv.evaluation.records import (
     RecordFile,
@@ -106,6 +107,55 @@ def test_another_setting_is_another_run(tmp_path):
 def test_identity_ignores_the_order_of_keys():
     assert content_id({"a": 1, "b": [2]}) == content_id({"b": [2], "a": 1})
     assert content_id({"a": 1}) != content_id({"a": 2})
+
+
+NEW = {"device": "cpu", "dtype": "float32", "backend": "native", "page_tokens": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("device", "cuda"), ("dtype", "bfloat16"), ("backend", "reference"), ("page_tokens", 128)],
+)
+def test_a_point_of_another_place_is_another_point(tmp_path, name, other):
+    identity = {"model": "m", "case": "c", **NEW}
+    with RecordFile(tmp_path / "records.jsonl") as file:
+        file.begin_run(SETUP)
+        file.append({"id": content_id(identity), **identity})
+        assert file.has(identity)
+        assert not file.has({**identity, name: other})
+
+
+def test_older_points_are_found_unless_their_run_says_otherwise(tmp_path):
+    path, identity = tmp_path / "records.jsonl", {"model": "m", "case": "c"}
+    said = {"device": "cuda", "dtype": "bfloat16 compute, bfloat16 dense pages"}
+    with RecordFile(path) as file:
+        file.begin_run({**SETUP, "substrate": said})
+        file.append({"id": content_id(identity), **identity})
+    with RecordFile(path) as file:
+        place = {**NEW, "device": "cuda", "dtype": "bfloat16"}
+        assert file.has({**identity, **place})
+        # what the run does not say is unknown
+        assert file.has({**identity, **place, "backend": "triton", "page_tokens": 128})
+        assert not file.has({**identity, **place, "device": "cpu"})
+        assert not file.has({**identity, **place, "dtype": "float32"})
+        assert not file.has({**identity, **place, "case": "d"})
+
+
+def test_a_record_names_its_source_as_git_does():
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", *words],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.stdout.strip()
+
+    tree = git("rev-parse", "--short=12", "HEAD:src/sphkv")
+    if not tree or git("status", "--porcelain", "--", "src/sphkv"):
+        pytest.skip("no git, or sources that are not committed")
+    assert source_tree() == tree
 
 
 def test_workloads_take_turns():

@@ -8,7 +8,6 @@ from sphkv.evaluation.runner.decoding import (
     Episode,
     episode_failures,
     episode_quality,
-    summarise_episodes,
 )
 from sphkv.evaluation.workloads.tools import (
     format_task,
@@ -57,15 +56,6 @@ def test_episodes_by_hand():
     bad = Episode(("b", "c"), False, 1, 30, False, True)
     assert episode_failures(bad, good) == ["tool corruption", "derailment", "termination"]
     assert episode_failures(bad, bad) == []
-    summary = summarise_episodes([good, bad], [good, good])
-    assert summary["success"] == 0.5
-    assert summary["dense_success"] == 1.0
-    assert summary["schema_validity"] == pytest.approx(2 / 3)
-    assert summary["disagree"] == 0.5
-    assert summary["delta_t"] == 10.0
-    assert summary["r_fail"] == 0.5
-    with pytest.raises(ValueError, match="1 episodes against 2"):
-        summarise_episodes([good], [good, good])
 
 
 def test_tasks_are_cases_of_a_sweep():

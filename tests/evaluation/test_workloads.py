@@ -10,7 +10,6 @@ import pytest
 from sphkv.errors import SplitError
 from sphkv.evaluation.sweep.config import QAWorkload
 from sphkv.evaluation.workloads.case import Case, check_context
-from sphkv.evaluation.workloads.long_text import hide_needles, lm_cases, make_needles, needle_cases
 from sphkv.evaluation.workloads.qa import (
     Question,
     answerable_questions,
@@ -24,7 +23,16 @@ from sphkv.evaluation.workloads.qa import (
     shared_cases,
     spread_passages,
 )
-from sphkv.evaluation.workloads.texts import filler_name, filler_text, hub_texts, made_up_text
+from sphkv.evaluation.workloads.texts import (
+    filler_name,
+    filler_text,
+    hide_needles,
+    hub_texts,
+    lm_cases,
+    made_up_text,
+    make_needles,
+    needle_cases,
+)
 from sphkv.evaluation.workloads.tools import read_tool_tasks
 
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from sphkv.cache.config import CacheConfig
-from sphkv.codec.calibration import LEAST_TOKENS, Calibration
+from sphkv.codec.calibration import LEAST_TOKENS, Calibration, key_frame_metric, query_moments
 from sphkv.codec.codebook import CELL_BITS, PlaneCodebooks, fit_plane_codebooks
-from sphkv.codec.statistics import key_frame_metric, query_moments
 
 
 class PromptCalibrator:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sphkv eval``: quality of one operating point, by workload: lm, needle, qa or tools."""
+"""One operating point: ``sphkv eval`` measures its quality, ``sphkv certify`` whether it is safe.
+
+Workloads of ``eval`` are lm, needle, qa and tools.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sphkv.cli.output import check_writable, format_table, write_json
@@ -45,16 +49,35 @@ _ANSWER_COLUMNS = (
     "b_kv",
     "tok_s",
 )
+_EPISODE_COLUMNS = (
+    "case",
+    "method",
+    "budget",
+    "context",
+    "success",
+    "success_reference",
+    "schema_validity",
+    "is_same",
+    "length_drift",
+    "b_kv",
+)
+_BOUNDS = ("kl", "kl_tail", "delta_t", "s_traj", "lost", "refusal_flips")
+_FAILURE_COLUMNS = (
+    "failure", "budget", "is_triggered", "is_recovered", "drift_trigger", "drift_fix",
+    "lost_trigger", "lost_fix", "delta_t_trigger", "delta_t_fix", "s_traj_trigger", "s_traj_fix",
+    "cost_bytes_per_token",
+)  # fmt: skip
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``eval`` and its workloads."""
+    """Declare ``eval`` with its workloads, and ``certify``."""
     evaluate = commands.add_parser("eval", help="measure quality", allow_abbrev=False)
     workloads = evaluate.add_subparsers(dest="workload", required=True, metavar="WORKLOAD")
     _add_lm(workloads)
     _add_needle(workloads)
     _add_qa(workloads)
     _add_tools(workloads)
+    _add_certify(commands)
 
 
 def _add_lm(workloads: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -128,12 +151,11 @@ def _comparison_points(config: LMConfig) -> list[LMConfig]:
     return points
 
 
-def _add_point_flags(parser: argparse.ArgumentParser) -> None:
+def _add_point_flags(parser: argparse.ArgumentParser, *, budget: str = "25%") -> None:
     """Flags of one operating point."""
     parser.add_argument("--model", required=True, help="smollm2, a local folder or a hub name")
     parser.add_argument("--method", default="spherical", help="dense, ours, or a baseline")
-    parser.add_argument("--budget", default="25%", help="byte budget of the cache")
-    parser.add_argument("--context", type=int, required=True, help="most tokens of a prompt")
+    parser.add_argument("--budget", default=budget, help="byte budget of the cache")
     parser.add_argument("--data", help="data folder, or hub:DATASET; made-up texts without it")
     parser.add_argument("--calibration-text", help="text to calibrate on; default: made up")
     parser.add_argument("--seed", type=int, default=0)
@@ -156,7 +178,9 @@ def _point_settings(args: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def _measure_and_print(args: argparse.Namespace, config: SweepConfig) -> int:
+def _measure_and_print(
+    args: argparse.Namespace, config: SweepConfig, columns: tuple[str, ...] = _ANSWER_COLUMNS
+) -> int:
     """Run a small sweep in memory and print its points."""
     check_writable(args.out)
     from sphkv.evaluation.sweep.grid import PointList, SweepRunner
@@ -171,7 +195,7 @@ def _measure_and_print(args: argparse.Namespace, config: SweepConfig) -> int:
     if args.json:
         print(json.dumps(points.records, indent=2))
     else:
-        print(format_table(_ANSWER_COLUMNS, [_row(record) for record in points.records]))
+        print(format_table(columns, [_row(record) for record in points.records]))
     return 0
 
 
@@ -186,6 +210,7 @@ def _add_needle(workloads: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "needle", help="sentences hidden at chosen depths", allow_abbrev=False
     )
     _add_point_flags(parser)
+    parser.add_argument("--context", type=int, required=True, help="most tokens of a prompt")
     parser.add_argument(
         "--depths",
         type=float,
@@ -214,6 +239,7 @@ def _add_qa(workloads: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "qa", help="F1 and EM of answers from many passages", allow_abbrev=False
     )
     _add_point_flags(parser)
+    parser.add_argument("--context", type=int, required=True, help="most tokens of a prompt")
     parser.add_argument("--questions", type=int, default=3, help="how many")
     parser.add_argument("--distractors", type=int, help="passages beside the needed ones")
     parser.set_defaults(run=_run_qa)
@@ -235,42 +261,134 @@ def _run_qa(args: argparse.Namespace) -> int:
 def _add_tools(workloads: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the flags of ``eval tools``."""
     parser = workloads.add_parser(
-        "tools", help="SQL episodes against a database in memory", allow_abbrev=False
+        "tools", help="tasks with SQL or calls, beside the exact model", allow_abbrev=False
     )
-    parser.add_argument("--model", required=True, help="smollm2, a local folder or a hub name")
-    parser.add_argument("--method", default="spherical", help="ours or a baseline")
-    parser.add_argument("--budget", default="40%", help="byte budget of the cache")
-    parser.add_argument("--data", help="data folder; made-up tasks without it")
+    _add_point_flags(parser, budget="40%")
+    parser.add_argument("--source", default="dbbench", help="dbbench (SQL) or toolbench (calls)")
     parser.add_argument("--tasks", type=int, default=4, help="how many")
     parser.add_argument("--rows", type=int, default=40, help="most rows of a table in the prompt")
-    parser.add_argument("--out", help="file for the JSON record")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run_tools)
 
 
 def _run_tools(args: argparse.Namespace) -> int:
     """Measure one point."""
-    check_writable(args.out)
-    from sphkv.evaluation.eval_tools import ToolsConfig, run_tools
+    from sphkv.core.configs import build_config
+    from sphkv.evaluation.sweep.config import SweepConfig
 
-    config = ToolsConfig(
-        model=args.model,
-        method=args.method,
-        budget=args.budget,
-        data=args.data,
-        num_tasks=args.tasks,
-        most_rows=args.rows,
+    part = {"source": args.source, "num_tasks": args.tasks, "most_rows": args.rows}
+    config = build_config(SweepConfig, {**_point_settings(args), "tools": [part]})
+    return _measure_and_print(args, config, _EPISODE_COLUMNS)
+
+
+def _add_certify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the flags of ``certify``."""
+    parser = commands.add_parser(
+        "certify",
+        help="run the witnesses against dense; exit 0 only if every one holds",
+        allow_abbrev=False,
     )
-    record = run_tools(config, lambda line: print(line, file=sys.stderr, flush=True))
+    parser.add_argument("--model", required=True, help="smollm2, a local folder or a hub name")
+    parser.add_argument("--budget", required=True, help="byte budget of the cache")
+    parser.add_argument("--method", default="spherical", help="ours or a baseline")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of the document")
+    parser.add_argument("--data", help="data folder; made-up text without it")
+    parser.add_argument("--calibration-text", help="text to calibrate on; default: made up")
+    parser.add_argument("--keep", help="folder that keeps the calibration for the next time")
+    parser.add_argument("--policy", help="weights of the controller, by sphkv fit-policy")
+    parser.add_argument(
+        "--suffix-tokens", type=int, help="newest prompt tokens that joint keeps dense; default 32"
+    )
+    parser.add_argument("--no-gate", action="store_true", help="joint without its stability gate")
+    parser.add_argument(
+        "--per-witness", type=int, default=0, help="most prompts of each witness; 0 takes all"
+    )
+    parser.add_argument("--following", type=int, default=512, help="tokens watched for drift")
+    parser.add_argument("--seeds", type=int, default=3, help="sampled answers per prompt")
+    for name in _BOUNDS:
+        kind = int if name in ("lost", "refusal_flips") else float
+        parser.add_argument(f"--bound-{name.replace('_', '-')}", type=kind, metavar="BOUND")
+    parser.add_argument("--texts", type=int, default=1, help="stretches watched for drift")
+    parser.add_argument("--split", default="development", help="development or test")
+    parser.add_argument("--purpose", default="development", help="must be test for test data")
+    parser.add_argument("--log", help="file that counts uses of test data; needed for these")
+    parser.add_argument(
+        "--failures",
+        metavar="BUDGETS",
+        help="also trigger and fix the failure classes; comma-separated, loosest first",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda for captured steps")
+    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
+    parser.add_argument("--threads", type=int, default=0, help="of torch; 0 leaves its default")
+    parser.add_argument("--out", help="file for the certificate")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_run_certify)
+
+
+def _run_certify(args: argparse.Namespace) -> int:
+    """Examine one operating point."""
+    check_writable(args.out)
+    import torch
+
+    from sphkv.core.configs import build_config
+    from sphkv.evaluation.witness.certify import CertifyConfig, certify
+
+    bounds = {
+        name: value for name in _BOUNDS if (value := getattr(args, f"bound_{name}")) is not None
+    }
+    settings: dict[str, Any] = {
+        "model": args.model,
+        "budget": args.budget,
+        "method": args.method,
+        "context": args.context,
+        "num_following": args.following,
+        "num_seeds": args.seeds,
+        "num_texts": args.texts,
+        "split": args.split,
+        "purpose": args.purpose,
+        "has_gate": not args.no_gate,
+        "per_witness": args.per_witness,
+        "device": args.device,
+        "dtype": args.dtype,
+        "bounds": bounds,
+    }
+    for name in ("data", "calibration_text", "policy", "suffix_tokens", "log"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
+    if args.failures is not None:
+        settings["failure_budgets"] = args.failures.split(",")
+    config = build_config(CertifyConfig, settings)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    keep = None if args.keep is None else Path(args.keep)
+    if keep is not None and not (args.keep and keep.is_dir()):
+        raise FileNotFoundError(f"there is no folder {args.keep!r} to keep a calibration in")
+    result = certify(config, lambda line: print(line, file=sys.stderr, flush=True), keep=keep)
     if args.out:
-        write_json(args.out, record)
+        write_json(args.out, result)
     if args.json:
-        print(json.dumps(record, indent=2))
+        print(json.dumps(result, indent=2))
     else:
-        rows = [
-            {"figure": name, "value": value}
-            for name, value in record["summary"].items()
-            if name != "failures"
-        ]
-        print(format_table(("figure", "value"), rows))
-    return 0
+        _print_certificate(result, f"{args.method} at {args.budget}")
+    return 0 if result["is_safe"] else 1
+
+
+def _print_certificate(result: dict[str, Any], point: str) -> None:
+    """The witnesses, what they leave open, and the verdict."""
+    print(format_table(("name", "value", "bound", "dense", "is_held"), result["witnesses"]))
+    if "failures" in result:
+        print(format_table(_FAILURE_COLUMNS, result["failures"]))
+    mute = [witness["name"] for witness in result["witnesses"] if witness["is_mute"]]
+    if mute:
+        print(f"dense itself fails these, so they show nothing: {', '.join(mute)}")
+    for witness in result["witnesses"]:
+        if witness["name"] == "budget" and not witness["is_held"]:
+            print(f"the budget did not hold: {witness['exemplar']}")
+    verdict = "SAFE" if result["is_safe"] else "NOT SAFE"
+    print(f"{point} ({_certified_share(result)}): {verdict}")
+
+
+def _certified_share(result: dict[str, Any]) -> str:
+    if result["memory"] is None:
+        return "nothing could be stored"
+    share = result["memory"]["b_kv"] / result["dense_bytes_per_token"]
+    return f"{100 * share:.1f}% of dense bytes"

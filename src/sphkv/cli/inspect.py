@@ -39,7 +39,7 @@ def _add_ls(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _run_ls(args: argparse.Namespace) -> int:
     """Print one table."""
     from sphkv.core.configs import check_name
-    from sphkv.evaluation.catalog import list_names
+    from sphkv.evaluation.inspect import list_names
 
     rows = list_names(check_name("list", args.kind, KINDS))
     print(format_table(tuple(rows[0]), rows))
@@ -57,7 +57,7 @@ def _add_validate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _run_validate(args: argparse.Namespace) -> int:
     """Name every fault by file, line and field."""
-    from sphkv.evaluation.schema import validate_file
+    from sphkv.evaluation.validate import validate_file
 
     is_bad = False
     for name in args.records:
@@ -159,7 +159,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     for path in (args.png, args.html, args.out):
         check_writable(path)
     # imported late, so that `sphkv --help` needs no torch
-    from sphkv.evaluation.retention.plan import PlanConfig, draw_plan, plan_html, plan_retention
+    from sphkv.evaluation.inspect import PlanConfig, draw_plan, plan_html, plan_retention
 
     config = PlanConfig(
         model=args.model,

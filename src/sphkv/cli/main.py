@@ -11,8 +11,6 @@ from sphkv import __version__
 from sphkv.cli import (
     ablate,
     bench,
-    certify,
-    demo,
     evaluate,
     generate,
     inspect,
@@ -36,8 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sphkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # as they are listed: try it, use it, measure it, read what was measured
-    everyday = (demo, generate, inspect)
-    for module in (*everyday, evaluate, sweep, suite, report, certify, ablate, bench):
+    for module in (generate, inspect, evaluate, sweep, suite, report, ablate, bench):
         module.add_parsers(commands)
     return parser
 

@@ -120,7 +120,7 @@ def _run_report(args: argparse.Namespace) -> int:
 
 def _write_readme(args: argparse.Namespace) -> None:
     from sphkv.evaluation.records import load_records
-    from sphkv.evaluation.report.readme import draw_decoding, readme_table, write_readme
+    from sphkv.evaluation.report.markdown import draw_decoding, readme_table, write_readme
 
     records = load_records([Path(path) for path in args.records])
     write_readme(Path(args.readme), readme_table(records))
@@ -131,9 +131,8 @@ def _write_readme(args: argparse.Namespace) -> None:
 
 def _write_tables(args: argparse.Namespace) -> None:
     from sphkv.evaluation.records import load_records
-    from sphkv.evaluation.report.readme import write_readme
+    from sphkv.evaluation.report.markdown import certificate_tables, record_table, write_readme
     from sphkv.evaluation.report.sections import load_study
-    from sphkv.evaluation.report.tables import certificate_tables, record_table
 
     tables = {
         Path(path).stem: load_study(Path(path), field="witnesses") for path in args.certificate

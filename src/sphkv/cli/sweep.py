@@ -122,7 +122,7 @@ def _run_compare(args: argparse.Namespace) -> int:
     """Measure what is missing and print the means."""
     from sphkv.core.configs import build_config
     from sphkv.evaluation.records import load_records
-    from sphkv.evaluation.report.readme import comparison_rows
+    from sphkv.evaluation.report.markdown import comparison_rows
     from sphkv.evaluation.sweep.config import SweepConfig
 
     part: dict[str, Any] = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from sphkv.codec.affine import AffineCode
 from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS, NUM_RATIOS, clip_weights
 from sphkv.codec.codebook import AngleCodebook
-from sphkv.core.native import native_kernels
+from sphkv.core.devices import native_kernels
 
 
 def is_native(*tensors: Tensor) -> bool:

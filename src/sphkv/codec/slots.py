@@ -17,8 +17,7 @@ from sphkv.codec.codebook import (
     AngleCodebook,
     PlaneCodebooks,
 )
-from sphkv.codec.replay import Replay
-from sphkv.core.constants import constant
+from sphkv.core.devices import Replay, constant
 
 PAIR_STEP = 2
 """Pair slots of a head come in multiples of this, so that kernels see few shapes."""

@@ -14,7 +14,6 @@ from sphkv.codec.affine import AffineCode, quantise_affine_u8
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.codebook import CELL_BITS, AngleCodebook, PlaneCodebooks
 from sphkv.codec.keys import SphericalCode, decode_keys, encode_keys, recode_keys
-from sphkv.codec.replay import Replay
 from sphkv.codec.slots import SlotLayout, lay_out_tiers
 from sphkv.codec.values import (
     ValueCode,
@@ -24,6 +23,7 @@ from sphkv.codec.values import (
     unbiased_scale,
 )
 from sphkv.core.contract import EncodedStates
+from sphkv.core.devices import Replay
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierSpec
 

@@ -16,7 +16,7 @@ from sphkv.codec.affine import AffineCode, check_finite, live_mask, quantise_aff
 from sphkv.codec.clipping import CLIP_RANGE, clipped_start, clipped_starts
 from sphkv.codec.hadamard import rotate, unrotate
 from sphkv.codec.packing import VALUE_BITS
-from sphkv.core.constants import constant
+from sphkv.core.devices import constant
 
 NUM_REFINEMENTS = 1
 

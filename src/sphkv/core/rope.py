@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from sphkv.core.constants import constant
+from sphkv.core.devices import constant
 
 LAYOUTS = ("half", "interleaved")
 _DEFAULT_THETA = 10_000.0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 
+_SOURCES = (".py", ".cu", ".cuh", ".toml")
+_BUILT = ("__pycache__", "cubins")
 _PACKAGES = ("sphkv", "torch", "transformers", "triton", "numpy", "safetensors")
 
 
@@ -29,6 +32,7 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
         "commit": _commit(),
+        "tree": source_tree(),
     }
 
 
@@ -64,6 +68,37 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
+
+
+@functools.cache
+def source_tree() -> str:
+    """Git's name of this package's folder, where there is no git to ask for a commit.
+
+    It equals ``git rev-parse COMMIT:src/sphkv`` of the commit that the files are from.
+    """
+    return _tree_id(Path(__file__).resolve().parents[1]).hex()[:12]
+
+
+def _tree_id(folder: Path) -> bytes:
+    """SHA-1 of a folder as git stores it, of sources alone; empty if there are none."""
+    entries = []
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in _BUILT:
+            # git sorts a folder as if its name ended in a slash
+            entries.append((f"{path.name}/", b"40000", _tree_id(path)))
+        elif path.suffix in _SOURCES or path.name == "py.typed":
+            entries.append((path.name, b"100644", _git_id(b"blob", path.read_bytes())))
+    rows = (
+        mode + b" " + name.rstrip("/").encode() + b"\0" + own
+        for name, mode, own in sorted(entries)
+        if own
+    )
+    data = b"".join(rows)
+    return _git_id(b"tree", data) if data else b""
+
+
+def _git_id(kind: bytes, data: bytes) -> bytes:
+    return hashlib.sha1(kind + b" %d\0" % len(data) + data, usedforsecurity=False).digest()
 
 
 @contextmanager

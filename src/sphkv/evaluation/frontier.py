@@ -30,6 +30,7 @@ AGREEMENT = "qa, agreement with dense"
 
 # Rounding of averages must not turn an equal score into a lost one.
 _SLACK = 1e-9
+_UNKNOWN = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ def check_fair(records: Sequence[Mapping[str, Any]]) -> None:
     if not records:
         raise ValueError("there are no records")
     for path in (
-        ("substrate",),
+        *(("substrate", name) for name in _substrate_names(records)),
         ("window",),
         ("seed",),
         ("decode",),
@@ -137,8 +138,8 @@ def check_fair(records: Sequence[Mapping[str, Any]]) -> None:
         for record in records:
             value: Any = record["setup"]
             for name in path:
-                value = value[name]
-            if value not in values:
+                value = value.get(name, _UNKNOWN) if isinstance(value, Mapping) else value
+            if value is not _UNKNOWN and value not in values:
                 values.append(value)
         if len(values) > 1:
             raise UnfairComparisonError(
@@ -149,6 +150,11 @@ def check_fair(records: Sequence[Mapping[str, Any]]) -> None:
             raise UnfairComparisonError(
                 f"record {record['id']} does not say how decode was realised"
             )
+
+
+def _substrate_names(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Fields of the substrate of any record; what an older record does not say is unknown."""
+    return sorted({name for record in records for name in record["setup"]["substrate"]})
 
 
 def build_panels(

@@ -15,13 +15,8 @@ from sphkv.baselines.integer_codes import ChannelIntegers, TokenIntegers
 from sphkv.baselines.rotation_lloyd import RotationLloyd
 from sphkv.baselines.rounding import RotatedIntegers
 from sphkv.codec.calibration import Calibration
-from sphkv.codec.coordinates import (
-    HypersphericalMap,
-    PolarTreeMap,
-    encode_angles,
-    fit_angle_codebook,
-    split_radius,
-)
+from sphkv.codec.coordinates.levels import encode_angles, fit_angle_codebook, split_radius
+from sphkv.codec.coordinates.maps import HypersphericalMap, PolarTreeMap
 from sphkv.codec.states import SphericalCodec
 from sphkv.codec.values import decode_values, encode_values
 from sphkv.core.contract import LayerContract

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from sphkv.evaluation.schema import FORMAT
+from sphkv.evaluation.schema import FORMAT, PLACE_FIELDS
 
 TIMES = "times"
 
@@ -33,6 +33,38 @@ def content_id(data: object) -> str:
     return hashlib.sha256(canonical_json(data).encode()).hexdigest()[:16]
 
 
+class Older:
+    """Records that do not say everything which names a record today, by id.
+
+    What they leave open, the setup of their run may say; the rest is unknown, and equals anything.
+    """
+
+    def __init__(self) -> None:
+        self._said: dict[str, Mapping[str, Any]] = {}
+
+    def add(self, line: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+        """Remember a record.
+
+        Args:
+            line: The record.
+            said: What is known of the fields it lacks.
+        """
+        self._said[line["id"]] = said
+
+    def has(self, identity: Mapping[str, Any], later: Iterable[str]) -> bool:
+        """Whether a record is one of these.
+
+        Args:
+            identity: What names it today.
+            later: Fields of it that older records lack.
+        """
+        fields = tuple(later)
+        said = self._said.get(
+            content_id({name: part for name, part in identity.items() if name not in fields})
+        )
+        return said is not None and all(said.get(n, identity[n]) == identity[n] for n in fields)
+
+
 class LineFile(ABC):
     """Appends records to a file, one JSON line each; one writer at a time.
 
@@ -44,10 +76,13 @@ class LineFile(ABC):
     """
 
     format: ClassVar[str]
+    later: ClassVar[tuple[str, ...]] = PLACE_FIELDS
+    """Fields of an identity that older files lack."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.done: set[str] = set()
+        self._older = Older()
         self._runs: set[str] = set()
         self._run = ""
         self._file: Any = None
@@ -55,6 +90,18 @@ class LineFile(ABC):
     @abstractmethod
     def read(self, text: str) -> Iterable[Mapping[str, Any]]:
         """Lines of a file, checked."""
+
+    @abstractmethod
+    def place(self, line: Mapping[str, Any], setup: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a run says of the fields in ``later`` that a record of it lacks."""
+
+    def has(self, identity: Mapping[str, Any]) -> bool:
+        """Whether a record need not be made again.
+
+        Args:
+            identity: What names it.
+        """
+        return content_id(identity) in self.done or self._older.has(identity, self.later)
 
     def counts(self, line: Mapping[str, Any]) -> bool:
         """Whether a record need not be made again."""
@@ -73,11 +120,15 @@ class LineFile(ABC):
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             self._file.truncate(whole)
+        setups: dict[str, Mapping[str, Any]] = {}
         for line in self.read(data[:whole].decode()):
             if line["kind"] == "run":
                 self._runs.add(line["run"])
+                setups[line["run"]] = line["setup"]
             elif self.counts(line):
                 self.done.add(line["id"])
+                if line["run"] in setups and any(name not in line for name in self.later):
+                    self._older.add(line, self.place(line, setups[line["run"]]))
         return self
 
     def __exit__(
@@ -111,6 +162,13 @@ class RecordFile(LineFile):
     def read(self, text: str) -> Iterable[Mapping[str, Any]]:
         """Lines of a file, checked."""
         return read_lines(text, self.path)
+
+    def place(self, line: Mapping[str, Any], setup: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the substrate of a run says; of a controller's pages older ones say nothing."""
+        said = setup.get("substrate", {})
+        known = {name: said[name] for name in ("device", "backend") if name in said}
+        # such as "float32 compute, bfloat16 dense pages"
+        return {**known, "dtype": said["dtype"].split()[0]} if "dtype" in said else known
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a point.

@@ -1,35 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a record holds, field by field, and a check that it does.
+"""What a record holds, field by field.
 
 A record file has ``run`` lines, which say how the points after them were measured, and ``point``
-lines. These types are what writers build and what ``sphkv validate`` compares a file with.
+lines. These types are what writers build and what ``validate.py`` compares a file with.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import (
-    Any,
-    Literal,
-    NotRequired,
-    TypedDict,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Any, Literal, NotRequired, TypedDict
 
 FORMAT = "sphkv-records-2"
 """Since 2 text is decoded under the budget and a point is labelled by its peak bytes."""
 
 CERTIFICATE_FORMAT = "sphkv-certificate-2"
 """Since 2 a certificate names its split and failure classes say whether they were recovered."""
+
+
+PLACE_FIELDS = ("device", "dtype", "backend", "page_tokens")
+"""Fields of an identity that say where a point was measured; older records lack some of them."""
 
 
 class MethodDescription(TypedDict):
@@ -332,6 +320,10 @@ class Identity(TypedDict):
         budget: As it was asked for.
         policy: Names the controller's weights; empty for other methods.
         num_seeds: Sampled answers.
+        device: Where methods ran.
+        dtype: Type of the weights.
+        backend: What decoded our methods' pages.
+        page_tokens: States of a coded page of the controller's; 0 of a method without them.
     """
 
     model: str
@@ -350,6 +342,10 @@ class Identity(TypedDict):
     budget: str
     policy: str
     num_seeds: int
+    device: NotRequired[str]
+    dtype: NotRequired[str]
+    backend: NotRequired[str]
+    page_tokens: NotRequired[int]
 
 
 class Point(Identity):
@@ -391,7 +387,8 @@ class Setup(TypedDict):
         window: How decoding was timed.
         decode: Greedy, batch 1.
         substrate: Pages, device, types, backend.
-        tiers: Tiers our methods choose from.
+        tiers: Tiers that one-tier caches choose from.
+        controller_tiers: Tiers that the controller chooses from.
         calibration: Text and size.
         timing: Clock.
         environment: Hardware, versions, commit.
@@ -405,6 +402,7 @@ class Setup(TypedDict):
     decode: dict[str, Any]
     substrate: dict[str, Any]
     tiers: list[dict[str, Any]]
+    controller_tiers: NotRequired[list[dict[str, Any]]]
     calibration: dict[str, Any]
     timing: dict[str, str]
     environment: dict[str, Any]
@@ -522,201 +520,3 @@ class Certificate(TypedDict):
     environment: dict[str, Any]
     stability: dict[str, Any] | None
     failures: NotRequired[list[FailureRow]]
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Something in a record file that is not as it should be.
-
-    Attributes:
-        line: Number of the line, from 1 on.
-        field: Path of the field, such as ``memory.setting``; empty for the whole line.
-        problem: What is wrong with it.
-    """
-
-    line: int
-    field: str
-    problem: str
-
-    def __str__(self) -> str:
-        """As a compiler would say it."""
-        where = f"line {self.line}" + (f", {self.field}" if self.field else "")
-        return f"{where}: {self.problem}"
-
-
-def validate_file(path: Path) -> list[Fault]:
-    """Everything that is wrong with a record file or certificate; an empty list if nothing is."""
-    faults: list[Fault] = []
-    runs: set[str] = set()
-    seen: set[str] = set()
-    text = path.read_text(encoding="utf-8")
-    if _is_certificate(text):
-        wrong = check_value(json.loads(text), Certificate)
-        return [Fault(1, field, problem) for field, problem in wrong]
-    for number, row in enumerate(text.splitlines(), 1):
-        try:
-            line = json.loads(row)
-        except ValueError as error:
-            faults.append(Fault(number, "", f"is no JSON: {error}"))
-            continue
-        found = list(_check_line(line, runs, seen))
-        faults += [Fault(number, field, problem) for field, problem in found]
-    return faults
-
-
-def _is_certificate(text: str) -> bool:
-    try:
-        data = json.loads(text)
-    except ValueError:
-        return False
-    return isinstance(data, dict) and data.get("format") == CERTIFICATE_FORMAT
-
-
-def _check_line(line: Any, runs: set[str], seen: set[str]) -> Iterator[tuple[str, str]]:
-    kind = line.get("kind") if isinstance(line, dict) else None
-    if kind == "run":
-        yield from check_value(line, Run)
-        if line.get("format") != FORMAT:
-            yield "format", f"is {line.get('format')!r}, not {FORMAT!r}"
-        runs.add(str(line.get("run")))
-    elif kind == "point":
-        yield from check_point(line)
-        if line.get("run") not in runs:
-            yield "run", f"names {line.get('run')!r}, and no line before has that run"
-        if str(line.get("id")) in seen:
-            yield "id", f"{line.get('id')!r} is there twice"
-        seen.add(str(line.get("id")))
-    else:
-        yield "kind", f"must be 'run' or 'point', got {kind!r}"
-
-
-_QUALITY_OF = {
-    "lm": TextQuality,
-    "qa": AnswerQuality,
-    "needle": AnswerQuality,
-    "tools": EpisodeQuality,
-}
-
-
-def check_point(point: Any) -> Iterator[tuple[str, str]]:
-    """Fields of a point that are missing, too many, of another type or contradict each other."""
-    found = list(check_value(point, Point, skip=("quality",)))
-    yield from found
-    parts = {name: point.get(name) for name in ("quality", "memory", "times")}
-    if point.get("status") == "refused":
-        yield from ((n, "must be null where refused") for n, v in parts.items() if v is not None)
-        if not point.get("reason"):
-            yield "reason", "must say why the point was refused"
-        return
-    missing = [name for name, value in parts.items() if value is None]
-    yield from ((name, "must not be null where measured") for name in missing)
-    wanted = _QUALITY_OF.get(str(point.get("workload")))
-    if wanted is not None and parts["quality"] is not None:
-        yield from check_value(parts["quality"], wanted, path="quality")
-    if not found and parts["memory"] is not None:
-        yield from _check_memory(parts["memory"])
-
-
-def _check_memory(memory: Any) -> Iterator[tuple[str, str]]:
-    for name in ("setting", "residency", "realisation"):
-        if not memory[name]:
-            yield f"memory.{name}", "must not be empty"
-    steps = memory["steps"]
-    if len({len(column) for column in steps.values()}) != 1:
-        yield "memory.steps", "columns differ in length"
-    elif steps["peak"] and max(steps["peak"]) != memory["peak_bytes"]:
-        yield "memory.peak_bytes", f"is {memory['peak_bytes']}, the steps say {max(steps['peak'])}"
-
-
-def check_value(
-    value: Any, wanted: Any, *, path: str = "", skip: tuple[str, ...] = ()
-) -> Iterator[tuple[str, str]]:
-    """Compare JSON data with a type: a ``TypedDict``, a list, a dict, a union or a plain type.
-
-    Args:
-        value: The data.
-        wanted: The type.
-        path: Where it stands; prefix of the fields that are named.
-        skip: Fields of the outermost ``TypedDict`` whose values are not looked at.
-
-    Yields:
-        Field and problem.
-    """
-    origin = get_origin(wanted)
-    if wanted is Any:
-        return
-    if is_typeddict(wanted):
-        yield from _check_fields(value, wanted, path, skip)
-    elif origin in (Union, UnionType):
-        yield from _check_options(value, get_args(wanted), path)
-    elif origin is Literal:
-        if value not in get_args(wanted):
-            yield path, f"is {_show(value)}, not one of {', '.join(map(repr, get_args(wanted)))}"
-    elif origin is list:
-        yield from _check_items(value, list, get_args(wanted)[0], path)
-    elif origin is dict:
-        yield from _check_items(value, dict, get_args(wanted)[1], path)
-    elif not _is_plain(value, wanted):
-        yield path, f"is {_show(value)}, not {_name(wanted)}"
-
-
-def _check_options(value: Any, options: tuple[Any, ...], path: str) -> Iterator[tuple[str, str]]:
-    others = [option for option in options if option is not NoneType]
-    if value is None and len(others) < len(options):
-        return
-    tries = [list(check_value(value, option, path=path)) for option in others]
-    if len(tries) == 1:
-        yield from tries[0]
-    elif all(tries):
-        yield path, f"is {_show(value)}, not {' or '.join(map(_name, others))}"
-
-
-def _check_fields(
-    value: Any, wanted: Any, path: str, skip: tuple[str, ...]
-) -> Iterator[tuple[str, str]]:
-    if not isinstance(value, dict):
-        yield path, f"is {_show(value)}, not an object"
-        return
-    hints = get_type_hints(wanted, include_extras=True)
-    optional = {name for name, kind in hints.items() if get_origin(kind) is NotRequired}
-    for name in sorted(hints.keys() - optional - value.keys()):
-        yield _join(path, name), "is missing"
-    for name in sorted(value.keys() - hints.keys()):
-        yield _join(path, name), "is no known field"
-    for name, kind in hints.items():
-        if name in value and name not in skip:
-            plain = get_args(kind)[0] if name in optional else kind
-            yield from check_value(value[name], plain, path=_join(path, name))
-
-
-def _check_items(value: Any, kind: Any, item: Any, path: str) -> Iterator[tuple[str, str]]:
-    if not isinstance(value, kind):
-        yield path, f"is {_show(value)}, not {'a list' if kind is list else 'an object'}"
-        return
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    for name, part in pairs:
-        yield from check_value(part, item, path=_join(path, str(name)))
-
-
-def _is_plain(value: Any, wanted: Any) -> bool:
-    if wanted is NoneType:
-        return value is None
-    if wanted is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and math.isfinite(value)
-    if wanted is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, wanted)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _name(wanted: Any) -> str:
-    return getattr(wanted, "__name__", str(wanted).replace("sphkv.evaluation.schema.", ""))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from sphkv.core.constants import constant
+from sphkv.core.devices import constant
 from sphkv.core.rope import RopeSpec
 from sphkv.retention.protection import Segment
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from sphkv.core.constants import constant
+from sphkv.core.devices import constant
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, TierTable

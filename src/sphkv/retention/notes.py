@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from sphkv.core.constants import constant
+from sphkv.core.devices import constant
 from sphkv.core.tiers import RUN_TOKENS, TierTable
 from sphkv.retention.policy import BlockShape
 from sphkv.retention.pricing import LayerBlocks, PricedLayer

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sphkv.core.constants import constant
+from sphkv.core.devices import constant
 from sphkv.core.tiers import RUN_TOKENS, TierTable
 from sphkv.retention.features import in_units
 from sphkv.retention.measure import LayerInput

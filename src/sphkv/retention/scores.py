@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sphkv.core.constants import constant
+from sphkv.core.devices import constant
 from sphkv.retention.errors import TierErrors
 from sphkv.retention.features import (
     TokenFeatures,

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sphkv.core.constants import constant
+from sphkv.core.devices import constant
 from sphkv.core.tiers import RUN_TOKENS
 
 MAX_POSITION = 2**31 - 1

@@ -11,16 +11,22 @@ import pytest
 import torch
 
 from sphkv.codec.calibration_file import save_calibration
+from sphkv.evaluation.records import content_id
 from sphkv.evaluation.suites.acceptance import (
     AcceptanceRunner,
     acceptance_rows,
     parse_columns,
     speculate,
 )
-from sphkv.evaluation.suites.board import build_board, weighted_interval, write_board
+from sphkv.evaluation.suites.board import Duel, build_board, weighted_interval, write_board
 from sphkv.evaluation.suites.columns import Bench
 from sphkv.evaluation.suites.config import PRESETS, SuiteConfig, load_suite_config
-from sphkv.evaluation.suites.records import SuiteFile, load_acceptances, load_answers
+from sphkv.evaluation.suites.records import (
+    AnswerIdentity,
+    SuiteFile,
+    load_acceptances,
+    load_answers,
+)
 from sphkv.evaluation.suites.run import SuiteRunner
 from sphkv.evaluation.suites.samples import PromptSet, Sample, read_prompts
 
@@ -193,13 +199,106 @@ def test_our_cache_meets_every_method_of_its_budget(records: Path, tmp_path: Pat
                 line["score"] = 0.0
             file.write(json.dumps(line) + "\n")
     board = build_board([changed])
-    found = {(duel.mode, duel.other): duel.difference for duel in board.duels}
+    found = {(duel.mode, duel.other): duel for duel in board.duels}
     assert {duel.budget for duel in board.duels} == {"50%"}
     for mode in ("visible", "hidden"):
-        assert found[mode, "dense"].mean == pytest.approx(-0.5)
-        assert found[mode, "snapkv"].mean == pytest.approx(0.5)
-        assert found[mode, "snapkv"].count == 2
+        assert _mean(found[mode, "dense"]) == pytest.approx(-0.5)
+        snapkv = found[mode, "snapkv"]
+        assert _mean(snapkv) == pytest.approx(0.5)
+        assert snapkv.difference is not None
+        assert snapkv.difference.count == 2
+        assert (snapkv.refused, snapkv.other_refused) == (0, 0)
     assert "Our cache against the others" in board.markdown()
+
+
+def _mean(duel: Duel) -> float:
+    assert duel.difference is not None
+    return duel.difference.mean
+
+
+def test_a_duel_counts_what_either_side_refused(records: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed.jsonl"
+    none = {"status": "refused", "reason": "too small", "score": None, "bytes": None, "times": None}
+    with changed.open("w", encoding="utf-8") as file:
+        for line in map(json.loads, records.read_text(encoding="utf-8").splitlines()):
+            if line["kind"] == "answer" and line["method"] == "joint":
+                line |= {"method": "auto"} | (none if line["sample"] == "known-0" else {})
+            if line["kind"] == "answer" and line["method"] == "snapkv":
+                line |= none
+            file.write(json.dumps(line) + "\n")
+    found = {(duel.mode, duel.other): duel for duel in build_board([changed]).duels}
+    snapkv, dense = found["visible", "snapkv"], found["visible", "dense"]
+    assert (snapkv.difference, snapkv.refused, snapkv.other_refused) == (None, 1, 2)
+    assert (dense.refused, dense.other_refused) == (1, 0)
+    assert dense.difference is not None
+    assert dense.difference.count == 1
+
+
+def test_a_board_shows_one_device(records: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed.jsonl"
+    with changed.open("w", encoding="utf-8") as file:
+        for line in map(json.loads, records.read_text(encoding="utf-8").splitlines()):
+            if line["kind"] == "run":
+                line["setup"]["config"]["device"] = "cuda"
+            else:
+                # as older answers are: only their run says where they come from
+                del line["device"], line["backend"], line["page_tokens"]
+            file.write(json.dumps(line) + "\n")
+    assert len(load_answers([records, changed])) == 2 * len(load_answers([records]))
+    with pytest.raises(ValueError, match="differ in device: 'cpu' and 'cuda'"):
+        build_board([records, changed])
+
+
+def test_older_answers_are_not_measured_again(
+    config: SuiteConfig, records: Path, tmp_path: Path
+) -> None:
+    older = tmp_path / "older.jsonl"
+    later = SuiteFile.later
+    kept = {**AnswerIdentity.__annotations__}
+    with older.open("w", encoding="utf-8") as file:
+        for line in map(json.loads, records.read_text(encoding="utf-8").splitlines()):
+            if line["kind"] == "answer":
+                line = {name: value for name, value in line.items() if name not in later}
+                line["id"] = content_id({name: line[name] for name in kept if name in line})
+            file.write(json.dumps(line) + "\n")
+    runner = SuiteRunner(config, keep=tmp_path, tell=lambda line: None)
+    with SuiteFile(older) as answers:
+        assert runner.run(answers, max_minutes=-1.0).num_left == 0
+    other = SuiteRunner(replace(config, page_tokens=128), keep=tmp_path, tell=lambda line: None)
+    with SuiteFile(older) as answers:
+        assert other.run(answers, max_minutes=-1.0).num_left == 8  # of joint
+
+
+def test_methods_from_outside_get_the_room_that_their_answer_needs(
+    config: SuiteConfig, tmp_path: Path
+) -> None:
+    rooms: list[int] = []
+
+    class Outside:
+        def answer(self, method: str, budget: str, *parts: Any, **flags: Any) -> dict[str, Any]:
+            rooms.append(flags["max_new_tokens"])
+            count = min(rooms[-1], 20)
+            told = {"stored": 1, "peak": 1, "limit": 2, "dense": 4, "setting": "s"}
+            times = dict.fromkeys(("prefill_s", "store_s", "question_s", "decode_s"), 0.0)
+            return {
+                "text": "",
+                "num_tokens": count,
+                "bytes": {**told, "realisation": "format-only"},
+                "times": times,
+            }
+
+    prompts = read_prompts(config.prompts[0])
+    samples = tuple(replace(sample, max_new_tokens=64) for sample in prompts.samples[:1])
+    file = tmp_path / "prompts.jsonl"
+    PromptSet(samples, "tiny").write(file)
+    one = replace(config, methods=("quantized:quanto-4",), modes=("hidden",), prompts=(file,))
+    runner = SuiteRunner(one, keep=tmp_path, tell=lambda line: None)
+    runner._outside = Outside()  # type: ignore[assignment]
+    with SuiteFile(tmp_path / "answers.jsonl") as answers:
+        runner.run(answers)
+    (row,) = load_answers([tmp_path / "answers.jsonl"])
+    assert rooms == [8, 16, 32]
+    assert (row["num_tokens"], row["status"], row["backend"]) == (20, "measured", "")
 
 
 def test_the_kept_board_is_what_its_records_say(monkeypatch: pytest.MonkeyPatch) -> None:

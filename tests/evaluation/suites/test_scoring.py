@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from sphkv.evaluation.suites.samples import Sample
-from sphkv.evaluation.suites.scoring import is_settled, rouge_l, score_answer
+from sphkv.evaluation.suites.samples import Sample, is_settled, rouge_l, score_answer
 
 
 def sample(metric: str, answers: tuple[str, ...], **changes: Any) -> Sample:

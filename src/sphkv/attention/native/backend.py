@@ -24,7 +24,7 @@ from sphkv.attention.request import (
 )
 from sphkv.codec.codebook import AngleCodebook
 from sphkv.codec.states import SphericalCodec
-from sphkv.core.native import require_kernels
+from sphkv.core.devices import require_kernels
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 from sphkv.store.layout import PageLayout

@@ -15,12 +15,8 @@ from sphkv.evaluation.harness.states import log_probabilities
 from sphkv.evaluation.harness.subject import Subject
 from sphkv.evaluation.metrics.answers import (
     Failure,
-    count_failures,
-    disagreement,
-    failure_rate,
     is_looping,
     is_refusal,
-    length_drift,
 )
 from sphkv.evaluation.schema import EpisodeQuality
 from sphkv.evaluation.workloads.tools import MAX_STEPS, ApiTask, ToolTask
@@ -238,24 +234,6 @@ def episode_failures(ours: Episode, dense: Episode) -> list[Failure]:
     if dense.is_ended and not ours.is_ended:
         found.append("termination")
     return found
-
-
-def summarise_episodes(ours: Sequence[Episode], dense: Sequence[Episode]) -> dict[str, Any]:
-    """Success, validity and the stability figures of some episodes."""
-    if len(ours) != len(dense) or not ours:
-        raise ValueError(f"{len(ours)} episodes against {len(dense)} of dense")
-    failures = [episode_failures(a, b) for a, b in zip(ours, dense, strict=True)]
-    num_actions = sum(len(episode.actions) for episode in ours)
-    return {
-        "num_episodes": len(ours),
-        "success": sum(episode.is_solved for episode in ours) / len(ours),
-        "dense_success": sum(episode.is_solved for episode in dense) / len(dense),
-        "schema_validity": sum(episode.num_valid for episode in ours) / num_actions,
-        "disagree": disagreement([e.actions for e in ours], [e.actions for e in dense]),
-        "delta_t": length_drift([e.num_tokens for e in ours], [e.num_tokens for e in dense]),
-        "r_fail": failure_rate(failures),
-        "failures": count_failures(failures),
-    }
 
 
 def episode_quality(ours: Episode, dense: Episode) -> EpisodeQuality:

@@ -18,7 +18,7 @@ from sphkv.baselines.attention_scores import SharedAttention, SharedScores
 from sphkv.baselines.eviction import EvictionCache
 from sphkv.baselines.registry import BASELINES, find, make_baseline
 from sphkv.cache.config import CacheConfig, RetentionConfig
-from sphkv.cache.plan import choose_seal_tier, retention_tiers
+from sphkv.cache.plan import RETENTION_PAGE_TOKENS, choose_seal_tier, retention_tiers
 from sphkv.codec.calibration import Calibration
 from sphkv.core.budget import ByteBudget
 from sphkv.core.configs import check_name
@@ -225,6 +225,18 @@ class MethodFactory:
         """Tiers that one-tier residency chooses from."""
         return ladder(self._shape.geometry.head_dim)
 
+    def controller_tiers(self) -> TierTable:
+        """Tiers that the controller chooses from, as ``make`` gives them to it."""
+        if self._device.type == "cpu":
+            return retention_tiers(self._shape.geometry.head_dim, RETENTION_PAGE_TOKENS)
+        return retention_tiers(self._shape.geometry.head_dim, order=self._backend.page_order)
+
+    def page_tokens(self, name: str) -> int:
+        """States of a coded page of a method that may use the controller; 0 of any other."""
+        if name != AUTO and name.partition(_VARIANT)[0] != JOINT:
+            return 0
+        return next(tier.page_tokens for tier in self.controller_tiers() if tier.is_coded)
+
     def make(
         self,
         name: str,
@@ -345,7 +357,7 @@ class MethodFactory:
         gate: GateOptions | None = None,
         options: ControlOptions | None = None,
         segments: SegmentSpans | None = None,
-        page_tokens: int = 32,
+        page_tokens: int = RETENTION_PAGE_TOKENS,
         context: int | None = None,
         work: SharedWork | None = None,
     ) -> Subject:
@@ -387,7 +399,9 @@ class MethodFactory:
         config = self._config(budget, retention=retention, is_forced=True)
         return self._ours(JOINT, config, work)
 
-    def _retention(self, budget: str, *, page_tokens: int = 32, **parts: Any) -> RetentionConfig:
+    def _retention(
+        self, budget: str, *, page_tokens: int = RETENTION_PAGE_TOKENS, **parts: Any
+    ) -> RetentionConfig:
         geometry = self._shape.geometry
         tiers = retention_tiers(geometry.head_dim, page_tokens)
         seal = choose_seal_tier(tiers, ByteBudget.parse(budget), geometry)

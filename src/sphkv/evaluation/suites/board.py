@@ -12,7 +12,7 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ from sphkv.evaluation.metrics.statistics import MeanInterval, quantile
 from sphkv.evaluation.records import write_text
 from sphkv.evaluation.runner.methods import AUTO, DENSE
 from sphkv.evaluation.suites.acceptance import acceptance_rows
-from sphkv.evaluation.suites.records import load_acceptances, load_answers
+from sphkv.evaluation.suites.records import answer_place, load_acceptances, load_answers
 
 LEAST_DENSE = 0.3
 """Mean score of dense below which a task does not count."""
 
 _DRAWS = 2000
+
+_Column = tuple[str, str, str, str, str]
+_Scores = dict[tuple[str, str, str, int], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Duel:
-    """Our cache beside another at the same budget, on the samples that both answered.
+    """Our cache beside another at the same budget, on the samples that both were given.
 
     Attributes:
         model: The model.
@@ -97,7 +100,10 @@ class Duel:
         mode: Whether the question was visible.
         budget: Budget of both; dense has none.
         other: ``dense`` or a method.
-        difference: Ours minus the other's, tasks and lengths weighing alike.
+        difference: Ours minus the other's, tasks and lengths weighing alike; None where no sample
+            was answered by both.
+        refused: Of the samples given to both, those that ours refused: its budget was too small.
+        other_refused: Those that the other refused.
     """
 
     model: str
@@ -105,7 +111,9 @@ class Duel:
     mode: str
     budget: str
     other: str
-    difference: MeanInterval
+    difference: MeanInterval | None
+    refused: int = 0
+    other_refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +154,14 @@ class Board:
                     duel.budget,
                     duel.other,
                     _points(duel.difference, sign="+"),
-                    str(duel.difference.count),
+                    "0" if duel.difference is None else str(duel.difference.count),
+                    str(duel.refused),
+                    str(duel.other_refused),
                 ]
                 for duel in duels
             ]
-            yield _table(["question", "budget", "other", "ours minus it (95%)", "samples"], rows)
+            head = ["question", "budget", "other", "ours minus it (95%)", "samples of both"]
+            yield _table([*head, "refused by ours", "by the other"], rows)
 
     def _tables(self) -> Iterable[str]:
         groups: dict[tuple[str, str, int, str], list[Cell]] = defaultdict(list)
@@ -223,10 +234,17 @@ class Board:
             lines.append(
                 f"- {_short(config['model'])}, {config['dtype']} on "
                 f"{where['gpu'] if config['device'] != 'cpu' else where['device']}, prompts "
-                f"{', '.join(setup['sets'])}, commit {where['commit'] or 'not recorded'}"
+                f"{', '.join(setup['sets'])}, {_source(where)}"
             )
         # processes that shared a board differ in nothing that is shown here
         return "\n".join(dict.fromkeys(lines))
+
+
+def _source(environment: Mapping[str, Any]) -> str:
+    """What code an answer comes from: a commit, or git's name of the package's folder."""
+    if environment["commit"] is None and "tree" in environment:
+        return f"source tree {environment['tree']}"
+    return f"commit {environment['commit'] or 'not recorded'}"
 
 
 def build_board(paths: Sequence[Path]) -> Board:
@@ -236,6 +254,7 @@ def build_board(paths: Sequence[Path]) -> Board:
         ValueError: There is no answer of dense to compare with.
     """
     answers = load_answers(paths)
+    _check_places(answers)
     dense = {
         (row["model"], row["set"], row["sample"]): row["score"]
         for row in answers
@@ -266,6 +285,21 @@ def build_board(paths: Sequence[Path]) -> Board:
     return Board(
         tuple(cells), tuple(tasks), names, tuple(setups.values()), tuple(accepted), tuple(duels)
     )
+
+
+def _check_places(answers: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse answers of one column that were measured in different places."""
+    seen: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in answers:
+        column = (row["model"], row["suite"], row["mode"], row["method"], row["budget"])
+        place = {"dtype": row["dtype"], **answer_place(row, row["setup"])}
+        known = seen.setdefault(column, {})
+        for name, value in place.items():
+            if known.setdefault(name, value) != value:
+                raise ValueError(
+                    f"answers of {row['method']} at {row['budget']} differ in {name}: "
+                    f"{known[name]!r} and {value!r}; a board shows one of them"
+                )
 
 
 def write_board(board: Board, folder: Path) -> list[Path]:
@@ -352,43 +386,46 @@ def _duels(
     rows: Sequence[Mapping[str, Any]], dense: Mapping[tuple[str, str, str], float]
 ) -> list[Duel]:
     """Our cache against dense, then against every other method of the same budget."""
-    scores: dict[tuple[str, str, str, str, str], dict[tuple[str, str, str, int], float]] = {}
+    columns: dict[_Column, _Scores] = defaultdict(dict)
     for row in rows:
-        sample = (row["set"], row["sample"], row["task"], row["length"])
-        if row["status"] != "measured" or (row["model"], row["set"], row["sample"]) not in dense:
-            continue
-        key = (row["model"], row["suite"], row["mode"], row["budget"], row["method"])
-        scores.setdefault(key, {})[sample] = row["score"]
+        is_known = (row["model"], row["set"], row["sample"]) in dense
+        if is_known and row["status"] in ("measured", "refused"):
+            key = (row["model"], row["suite"], row["mode"], row["budget"], row["method"])
+            columns[key][row["set"], row["sample"], row["task"], row["length"]] = row["score"]
     found = []
-    for (model, suite, mode, budget, method), ours in sorted(scores.items()):
+    for key, ours in sorted(columns.items()):
+        model, suite, mode, budget, method = key
         if method != AUTO:
             continue
-        exact = {name: dense[model, name[0], name[1]] for name in ours}
+        exact: _Scores = {name: dense[model, name[0], name[1]] for name in ours}
         rivals = {
             other: theirs
-            for (*place, other), theirs in sorted(scores.items())
-            if place == [model, suite, mode, budget] and other != AUTO
+            for (*place, other), theirs in sorted(columns.items())
+            if (*place,) == key[:-1] and other not in (AUTO, DENSE)
         }
         for other, theirs in {DENSE: exact, **rivals}.items():
-            common = [name for name in ours if name in theirs]
-            if common:
-                difference = _weighed_difference(ours, theirs, common)
-                found.append(Duel(model, suite, mode, budget, other, difference))
+            found += _duel(Duel(model, suite, mode, budget, other, None), ours, theirs)
     found.sort(key=lambda duel: (duel.model, duel.suite, duel.mode, -_size(duel.budget)))
     return found
 
 
-def _weighed_difference(
-    ours: Mapping[tuple[str, str, str, int], float],
-    theirs: Mapping[tuple[str, str, str, int], float],
-    names: Sequence[tuple[str, str, str, int]],
-) -> MeanInterval:
-    """Paired difference over samples; every task and length weighs alike."""
+def _duel(duel: Duel, ours: _Scores, theirs: _Scores) -> list[Duel]:
+    """The duel on the samples that both were given; none if there are none."""
+    given = [name for name in ours if name in theirs]
+    gaps = {
+        name: mine - its
+        for name in given
+        if (mine := ours[name]) is not None and (its := theirs[name]) is not None
+    }
     counts: dict[tuple[str, int], int] = defaultdict(int)
-    for *_, task, length in names:
+    for *_, task, length in gaps:
         counts[task, length] += 1
-    weights = [1.0 / counts[task, length] for *_, task, length in names]
-    return weighted_interval([ours[name] - theirs[name] for name in names], weights)
+    # every task and length weighs alike
+    weights = [1.0 / counts[task, length] for *_, task, length in gaps]
+    difference = weighted_interval([*gaps.values()], weights) if gaps else None
+    own, other = (sum(scores[name] is None for name in given) for scores in (ours, theirs))
+    made = replace(duel, difference=difference, refused=own, other_refused=other)
+    return [made] if given else []
 
 
 def weighted_interval(values: Sequence[float], weights: Sequence[float]) -> MeanInterval:

@@ -35,10 +35,9 @@ from sphkv.evaluation.harness.subject import (
 )
 from sphkv.evaluation.runner.decoding import StopRule, decode_tokens, stop_rule
 from sphkv.evaluation.runner.methods import DENSE, JOINT, OUR_METHODS, UNIFORM
-from sphkv.evaluation.suites.config import SuiteConfig
+from sphkv.evaluation.suites.config import PRESS, QUANTIZED, SuiteConfig
 from sphkv.evaluation.suites.records import AnswerBytes, AnswerTimes, Mode
-from sphkv.evaluation.suites.samples import Sample, SampleIds
-from sphkv.evaluation.suites.scoring import is_settled
+from sphkv.evaluation.suites.samples import Sample, SampleIds, is_settled
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import describe_model
 from sphkv.integrations.transformers.attached import MethodCache
@@ -337,6 +336,14 @@ class Bench:
         """Codebooks fitted on these tokens serve every other cache of the same tokens."""
         if isinstance(subject, ProductSubject) and subject.cache.calibration is not None:
             read.calibrations.setdefault(num_stored, subject.cache.calibration)
+
+    def backend_name(self, method: str) -> str:
+        """What decodes the pages of a column's method; empty of methods from outside."""
+        if method.startswith((PRESS, QUANTIZED)):
+            return ""
+        is_ours = method == DENSE or method in OUR_METHODS
+        asked = self._config.backend if is_ours else self._config.baseline_backend
+        return get_backend(asked, self.model.device).name
 
     def check_device(self) -> None:
         """Raise what a broken device raises."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
-from sphkv.evaluation.records import LineFile
-from sphkv.evaluation.schema import check_value
+from sphkv.evaluation.records import LineFile, canonical_json
+from sphkv.evaluation.runner.methods import JOINT
+from sphkv.evaluation.validate import check_value
 
 SUITE_FORMAT = "sphkv-suite-1"
 
@@ -96,6 +97,9 @@ class AnswerIdentity(TypedDict):
         method: Name of the method.
         budget: Its byte budget.
         calibration: ``prompt``, or the hash of a file.
+        device: Where the model and the cache were.
+        backend: What decoded the method's pages; empty of methods from outside.
+        page_tokens: States of a coded page of ``joint`` as asked for; None for its own choice.
     """
 
     model: str
@@ -112,6 +116,9 @@ class AnswerIdentity(TypedDict):
     method: str
     budget: str
     calibration: str
+    device: NotRequired[str]
+    backend: NotRequired[str]
+    page_tokens: NotRequired[int | None]
 
 
 class AnswerRecord(AnswerIdentity):
@@ -203,10 +210,33 @@ class SuiteRun(TypedDict):
     setup: SuiteSetup
 
 
+_LATER = ("device", "backend", "page_tokens")
+
+
+def answer_place(line: Mapping[str, Any], setup: Mapping[str, Any]) -> dict[str, Any]:
+    """Where an answer comes from, by its own word or its run's.
+
+    An older answer does not say its backend, which ``auto`` may have chosen.
+
+    Args:
+        line: The answer.
+        setup: That of its run.
+    """
+    config = setup["config"]
+    pages = config.get("page_tokens") if line["method"] == JOINT else None
+    said = {"device": config.get("device"), "page_tokens": pages}
+    return said | {name: line[name] for name in _LATER if name in line}
+
+
 class SuiteFile(LineFile):
     """Answers of a suite."""
 
     format = SUITE_FORMAT
+    later: ClassVar[tuple[str, ...]] = _LATER
+
+    def place(self, line: Mapping[str, Any], setup: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a run says of where its answers come from."""
+        return answer_place(line, setup)
 
     def read(self, text: str) -> Iterable[Mapping[str, Any]]:
         """Lines of a file, checked."""
@@ -262,7 +292,10 @@ def _load(paths: Iterable[Path], kind: str) -> list[dict[str, Any]]:
                 continue
             if line["run"] not in setups:
                 raise ValueError(f"{path}: {kind} {line['id']} names run {line['run']}, not there")
-            found[line["id"]] = {**line, "setup": setups[line["run"]]}
+            setup = setups[line["run"]]
+            # ids of older answers do not depend on where they come from
+            where = canonical_json([line["id"], answer_place(line, setup)])
+            found[where] = {**line, "setup": setup}
     return list(found.values())
 
 

@@ -17,6 +17,7 @@ from sphkv.core.configs import config_to_dict
 from sphkv.errors import BudgetError
 from sphkv.evaluation.environment import describe_environment
 from sphkv.evaluation.records import content_id
+from sphkv.evaluation.runner.methods import JOINT
 from sphkv.evaluation.suites.columns import Answer, Bench, ReadSample, counted_bytes
 from sphkv.evaluation.suites.config import (
     PRESS,
@@ -30,10 +31,18 @@ from sphkv.evaluation.suites.gsm8k import make_gsm8k
 from sphkv.evaluation.suites.longbench import load_longbench
 from sphkv.evaluation.suites.records import AnswerIdentity, Mode, SuiteFile, SuiteSetup
 from sphkv.evaluation.suites.ruler import make_ruler
-from sphkv.evaluation.suites.samples import PromptSet, Sample, SampleIds, read_prompts
-from sphkv.evaluation.suites.scoring import is_settled, score_answer
+from sphkv.evaluation.suites.samples import (
+    PromptSet,
+    Sample,
+    SampleIds,
+    is_settled,
+    read_prompts,
+    score_answer,
+)
 from sphkv.integrations.kvpress import OutsideCaches
 from sphkv.integrations.models import load_tokenizer
+
+_LEAST_ROOM = 8
 
 Tell = Callable[[str], None]
 Column = tuple[Mode, str, str]
@@ -200,7 +209,7 @@ class SuiteRunner:
         began = time.perf_counter()
         file.begin_run(self._setup())
         todo = [
-            (item, [c for c in self._config.grid() if self._id(item, c) not in file.done])
+            (item, [c for c in self._config.grid() if not file.has(self._identity(item, c))])
             for item in self._items
         ]
         total = sum(len(item.ids.prompt) * (1 + len(cols)) for item, cols in todo if cols)
@@ -259,10 +268,10 @@ class SuiteRunner:
             "method": method,
             "budget": budget,
             "calibration": self._bench.calibration_id,
+            "device": self._config.device,
+            "backend": self._bench.backend_name(method),
+            "page_tokens": self._config.page_tokens if method == JOINT else None,
         }
-
-    def _id(self, item: Item, column: Column) -> str:
-        return content_id(self._identity(item, column))
 
     def _answer(self, read: ReadSample, item: Item, column: Column) -> dict[str, Any]:
         identity = self._identity(item, column)
@@ -306,13 +315,20 @@ class SuiteRunner:
         parts: tuple[Sequence[int], Sequence[int]] = (item.ids.context, item.ids.question)
         if mode == "visible":
             parts = (item.ids.prompt, ())
-        said = self._outside.answer(
-            method,
-            budget,
-            *parts,
-            max_new_tokens=item.max_new_tokens,
-            is_done=lambda text: is_settled(item.sample, text),
-        )
+
+        def is_done(text: str) -> bool:
+            return is_settled(item.sample, text)
+
+        # These methods leave the answer dense and must know its room beforehand: they get as much
+        # as their answer needs, not as much as any may.
+        room = min(_LEAST_ROOM, item.max_new_tokens)
+        while True:
+            said = self._outside.answer(
+                method, budget, *parts, max_new_tokens=room, is_done=is_done
+            )
+            if said["num_tokens"] < room or room == item.max_new_tokens or is_done(said["text"]):
+                break
+            room = min(2 * room, item.max_new_tokens)
         times = said["times"]
         return Answer(said["text"], said["num_tokens"], counted_bytes(said["bytes"]), times)
 

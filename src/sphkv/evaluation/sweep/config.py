@@ -16,7 +16,6 @@ from sphkv.evaluation.runner.continuation import DecodeWindow
 from sphkv.evaluation.runner.methods import DENSE, check_method
 from sphkv.evaluation.splits import Split, open_split
 from sphkv.evaluation.workloads.case import Case, check_context
-from sphkv.evaluation.workloads.long_text import lm_cases, needle_cases
 from sphkv.evaluation.workloads.qa import (
     DATASETS,
     MOST_CANDIDATES,
@@ -26,7 +25,7 @@ from sphkv.evaluation.workloads.qa import (
     qa_cases,
     shared_cases,
 )
-from sphkv.evaluation.workloads.texts import filler_text
+from sphkv.evaluation.workloads.texts import filler_text, lm_cases, needle_cases
 from sphkv.evaluation.workloads.tools import ToolSource, tool_cases
 
 DENSE_BUDGET = "100%"
@@ -398,6 +397,11 @@ class SweepConfig:
                 raise ValueError(f"method_budgets names {method!r}, which takes no budget here")
         for budget in (*self.budgets, *(b for _, values in own for b in values)):
             ByteBudget.parse(budget)
+
+    @property
+    def read_device(self) -> str:
+        """Where prompts are read: where methods run, unless that is the CPU."""
+        return self.prefill_device if self.device == "cpu" else self.device
 
     def grid(self) -> list[tuple[str, str]]:
         """(method, budget) of every point of a case, in order."""

@@ -37,7 +37,9 @@ Tell = Callable[[str], None]
 class PointSink(Protocol):
     """Where points go."""
 
-    done: set[str]
+    def has(self, identity: Mapping[str, Any]) -> bool:
+        """Whether a point is there."""
+        ...
 
     def begin_run(self, setup: Mapping[str, Any]) -> str:
         """Say what the next points are measured with."""
@@ -52,14 +54,16 @@ class PointList:
     """Keeps points in memory.
 
     Attributes:
-        done: Ids of the points.
         records: The points, each with its setup.
     """
 
     def __init__(self) -> None:
-        self.done: set[str] = set()
         self.records: list[dict[str, Any]] = []
         self._setup: Mapping[str, Any] = {}
+
+    def has(self, identity: Mapping[str, Any]) -> bool:
+        """Whether a point is there."""
+        return any(record["id"] == content_id(identity) for record in self.records)
 
     def begin_run(self, setup: Mapping[str, Any]) -> str:
         """Remember the setup."""
@@ -68,7 +72,6 @@ class PointList:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Keep a point."""
-        self.done.add(record["id"])
         self.records.append({**record, "setup": self._setup})
 
 
@@ -136,7 +139,8 @@ class SweepRunner:
     def _setup(self) -> Setup:
         """The hardware and runtime table and the replication checklist of every record."""
         config, geometry = self._config, self._session.shape.geometry
-        tiers = self._session.factory.tiers()
+        factory = self._session.factory
+        tiers, controlled = factory.tiers(), factory.controller_tiers()
         return {
             "model": config.model,
             "model_shape": config_to_dict(geometry),
@@ -147,12 +151,14 @@ class SweepRunner:
             "substrate": {
                 "pages": "paged, ragged, one sequence",
                 "page_tokens": {tier.name: tier.page_tokens for tier in tiers},
+                "controller_page_tokens": {tier.name: tier.page_tokens for tier in controlled},
                 "device": config.device,
-                "prefill_device": config.prefill_device,
+                "prefill_device": config.read_device,
                 "dtype": f"{config.dtype} compute, bfloat16 dense pages",
-                "backend": self._session.factory.backend_name,
+                "backend": factory.backend_name,
             },
             "tiers": [config_to_dict(tier) for tier in tiers],
+            "controller_tiers": [config_to_dict(tier) for tier in controlled],
             "calibration": {
                 "id": self._session.calibration_id,
                 "text": config.calibration_text,
@@ -169,7 +175,7 @@ class SweepRunner:
         todo = [
             (
                 case,
-                [point for point in self._config.grid() if self._id(case, *point) not in sink.done],
+                [p for p in self._config.grid() if not sink.has(self._identity(case, *p))],
             )
             for case in self._cases
         ]
@@ -194,7 +200,7 @@ class SweepRunner:
 
     def _identity(self, case: Case, method: str, budget: str) -> Identity:
         """What makes a point this point and no other."""
-        config = self._config
+        config, factory = self._config, self._session.factory
         return {
             "model": config.model,
             "workload": case.workload,
@@ -213,10 +219,11 @@ class SweepRunner:
             # another policy makes another point, of the controller only
             "policy": self._session.policy_id if method.startswith(JOINT) else "",
             "num_seeds": config.num_seeds,
+            "device": config.device,
+            "dtype": config.dtype,
+            "backend": factory.backend_name,
+            "page_tokens": factory.page_tokens(method),
         }
-
-    def _id(self, case: Case, method: str, budget: str) -> str:
-        return content_id(self._identity(case, method, budget))
 
     def _measure(self, read: ReadCase, method: str, budget: str) -> dict[str, Any]:
         case = read.case

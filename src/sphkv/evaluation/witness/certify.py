@@ -46,7 +46,7 @@ from sphkv.evaluation.witness.suite import (
     summarise_pairs,
 )
 from sphkv.evaluation.workloads.case import check_context
-from sphkv.evaluation.workloads.long_text import lm_cases
+from sphkv.evaluation.workloads.texts import lm_cases
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.protection import ProtectionRule
 

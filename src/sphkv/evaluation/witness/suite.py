@@ -27,8 +27,13 @@ from sphkv.evaluation.metrics.answers import (
 )
 from sphkv.evaluation.splits import Split
 from sphkv.evaluation.workloads.case import Case
-from sphkv.evaluation.workloads.long_text import Needle, hide_needles, make_needles
-from sphkv.evaluation.workloads.texts import filler_name, filler_text
+from sphkv.evaluation.workloads.texts import (
+    Needle,
+    filler_name,
+    filler_text,
+    hide_needles,
+    make_needles,
+)
 from sphkv.evaluation.workloads.tools import ToolTask, made_up_tool_tasks, run_statement
 
 _CAN_BE_LOST = ("retrieval", "json", "tool", "termination")

@@ -15,7 +15,7 @@ from sphkv.attention.partial import PartialAttention, attend_logits, merge_parti
 from sphkv.attention.reference import mask_logits
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.states import SphericalCodec
-from sphkv.core.native import require_kernels
+from sphkv.core.devices import require_kernels
 from sphkv.integrations.vllm.blocks import Block
 from sphkv.integrations.vllm.steps import SequenceStep, StepPlan
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from sphkv.codec.replay import Replay
+from sphkv.core.devices import Replay
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 
 from sphkv.evaluation.records import load_records
-from sphkv.evaluation.report.readme import (
+from sphkv.evaluation.report.markdown import (
+    certificate_tables,
     compared_points,
     draw_decoding,
     markers,
     readme_table,
+    record_table,
     write_readme,
 )
 from sphkv.evaluation.report.sections import load_study
-from sphkv.evaluation.report.tables import certificate_tables, record_table
 
 BEGIN, END = markers("decoding")
 SETUP = {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lloyd-Max scalar quantiser for many angles at once, on the line or on the circle.
+"""Angles as codes: Lloyd-Max levels of every angle of every head, on the line or on the circle.
 
-A row is one angle of one head. Rows are sorted once; every later step works on prefix sums, so
-its cost depends on the number of levels and hardly on the number of samples.
+A row is one angle of one head. Rows are sorted once; every later step of a fit works on prefix
+sums, so its cost depends on the number of levels and hardly on the number of samples.
 """
 
 from __future__ import annotations
@@ -13,8 +13,169 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sphkv.codec.coordinates.maps import CoordinateMap, checked_keys
+
 TURN = 2 * math.pi
 MAX_BITS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScalarAngleCodebook:
+    """Levels of every angle of every head, one code per angle.
+
+    Attributes:
+        levels: ``[heads, angles, 2**bits]`` float radians, ascending.
+        is_circular: ``[angles]`` bool, angles that wrap at a full turn.
+    """
+
+    levels: Tensor
+    is_circular: Tensor
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.levels.shape)
+        sizes = [2**bits for bits in range(MAX_BITS + 1)]
+        if len(shape) != 3 or shape[-1] not in sizes or not self.levels.is_floating_point():
+            raise ValueError(
+                "levels must be float [heads, angles, 2**bits], "
+                f"got {self.levels.dtype} of shape {shape}"
+            )
+        if not self.levels.isfinite().all() or (self.levels.diff(dim=-1) < 0).any():
+            raise ValueError("levels must be finite and ascending")
+        if self.is_circular.shape != shape[1:2] or self.is_circular.dtype != torch.bool:
+            raise ValueError(
+                f"is_circular must be bool [{shape[1]}], "
+                f"got {self.is_circular.dtype} of shape {tuple(self.is_circular.shape)}"
+            )
+
+    @property
+    def bits(self) -> int:
+        """Bits per code."""
+        return int(self.levels.shape[-1]).bit_length() - 1
+
+    def look_up(self, table: Tensor, codes: Tensor) -> Tensor:
+        """Entries of ``table`` chosen by the codes.
+
+        Args:
+            table: ``[heads, angles, 2**bits]``, such as the cosines of the levels.
+            codes: ``[..., heads, tokens, angles]`` uint8.
+
+        Returns:
+            ``[..., heads, tokens, angles]`` in the table's dtype.
+        """
+        num_heads, num_angles, num_levels = self.levels.shape
+        shape = tuple(codes.shape)
+        if len(shape) < 3 or (shape[-3], shape[-1]) != (num_heads, num_angles):
+            raise ValueError(
+                f"codes must be [..., {num_heads} heads, tokens, {num_angles} angles], got {shape}"
+            )
+        if codes.dtype != torch.uint8:
+            raise ValueError(f"codes must be uint8, got {codes.dtype}")
+        if codes.numel() and int(codes.max()) >= num_levels:
+            raise ValueError(f"codes must be below {num_levels}, got {int(codes.max())}")
+        head = torch.arange(num_heads, device=codes.device)[:, None, None]
+        angle = torch.arange(num_angles, device=codes.device)
+        return table[head, angle, codes.long()]
+
+
+def fit_angle_codebook(
+    coordinates: CoordinateMap,
+    keys: Tensor,
+    *,
+    bits: int,
+    positions: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> ScalarAngleCodebook:
+    """Fit the levels of each angle to calibration keys.
+
+    Args:
+        coordinates: The map that makes the angles.
+        keys: ``[heads, tokens, head_dim]`` post-RoPE keys of any length.
+        bits: Bits per angle, 0 to 8.
+        positions: Token positions, for maps that read them.
+        weight: ``[heads, tokens, angles]`` weight of each angle's squared error.
+    """
+    if keys.dim() != 3:
+        raise ValueError(f"keys must be [heads, tokens, head_dim], got {tuple(keys.shape)}")
+    angles = coordinates.to_angles(keys, positions=positions)
+    circular = coordinates.is_circular(keys.shape[-1]).to(keys.device)
+    levels = lloyd_max(
+        angles.transpose(1, 2),
+        bits=bits,
+        weight=None if weight is None else weight.transpose(1, 2),
+        is_circular=circular.expand(keys.shape[0], -1),
+    )
+    return ScalarAngleCodebook(levels=levels, is_circular=circular)
+
+
+def encode_angles(
+    coordinates: CoordinateMap,
+    keys: Tensor,
+    codebook: ScalarAngleCodebook,
+    *,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Code each angle of each key by its nearest level.
+
+    Args:
+        coordinates: The map that the codebook was fitted with.
+        keys: ``[..., heads, tokens, head_dim]`` post-RoPE keys of any length.
+        codebook: Levels of the same heads.
+        positions: Token positions, for maps that read them.
+
+    Returns:
+        ``[..., heads, tokens, angles]`` uint8.
+    """
+    angles = coordinates.to_angles(keys, positions=positions)
+    num_heads, num_angles, _ = codebook.levels.shape
+    shape = tuple(angles.shape)
+    if len(shape) < 3 or (shape[-3], shape[-1]) != (num_heads, num_angles):
+        raise ValueError(
+            f"a codebook of {num_heads} heads and {num_angles} angles does not fit "
+            f"keys of shape {tuple(keys.shape)}"
+        )
+    batches = angles.unsqueeze(0).flatten(0, -4)
+    rows = batches.permute(1, 3, 0, 2)  # [heads, angles, batch, tokens]
+    circular = codebook.is_circular.expand(num_heads, -1)
+    codes = nearest_level(rows.flatten(2), codebook.levels, circular)
+    return codes.view(rows.shape).permute(2, 0, 3, 1).reshape(shape).to(torch.uint8)
+
+
+def cosine_from_codes(
+    coordinates: CoordinateMap,
+    query_unit: Tensor,
+    codes: Tensor,
+    codebook: ScalarAngleCodebook,
+    *,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Cosine between queries and coded keys, from tables of the levels' cosines and sines.
+
+    Args:
+        coordinates: The map that the codes were made with.
+        query_unit: ``[..., heads, queries, head_dim]`` post-RoPE queries.
+        codes: ``[..., heads, tokens, angles]`` uint8.
+        codebook: Levels of the same heads.
+        positions: Positions of the coded tokens, ``[tokens]`` or ``[..., heads, tokens]``.
+
+    Returns:
+        ``[..., heads, queries, tokens]``.
+    """
+    cos = codebook.look_up(codebook.levels.cos(), codes).unsqueeze(-3)
+    sin = codebook.look_up(codebook.levels.sin(), codes).unsqueeze(-3)
+    if positions is not None:
+        positions = positions.unsqueeze(-2)
+    return coordinates.cosine_from_trig(query_unit.unsqueeze(-2), cos, sin, positions=positions)
+
+
+def split_radius(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Length ``[...]`` and direction ``[..., head_dim]`` of keys.
+
+    A zero key has radius 0 and the direction of the first channel's axis.
+    """
+    directions = checked_keys(keys)
+    norm = torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
+    radius = keys.to(directions.dtype).abs().amax(dim=-1, keepdim=True) * norm
+    return radius.squeeze(-1), directions / norm
 
 
 def lloyd_max(

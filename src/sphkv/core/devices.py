@@ -1,17 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of many short operations, captured once on a GPU and replayed with other tensors."""
+"""What work on a device needs: the C++ extension of the CPU, constants and captures of a GPU.
+
+Copying a constant to a GPU waits for all work before it, and launching many short operations takes
+longer than they do: small constants are made once per device, such functions are captured once and
+replayed with other tensors.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sphkv.errors import NativeUnavailableError
+
+Numbers = tuple[float, ...] | tuple[int, ...] | tuple[bool, ...]
 Tensors = tuple[Tensor, ...]
 _Key = tuple[object, ...]
+
+_MODULE = "sphkv._kernels"
+
+
+@functools.cache
+def native_kernels() -> Any | None:
+    """The extension module, or None where it was not built."""
+    try:
+        return import_module(_MODULE)
+    except ImportError:
+        return None
+
+
+def require_kernels() -> Any:
+    """The extension module.
+
+    Raises:
+        NativeUnavailableError: It was not built.
+    """
+    module = native_kernels()
+    if module is None:
+        raise NativeUnavailableError(
+            "the native kernels were not built; install a wheel of sphkv, or install it where a "
+            "C++17 compiler is present"
+        )
+    return module
+
+
+def constant(
+    values: Numbers, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Tensor:
+    """A shared tensor of some numbers, which callers must not write to.
+
+    Args:
+        values: The numbers.
+        device: Where the tensor lives.
+        dtype: Its type; what ``torch.tensor`` would choose if None.
+
+    Returns:
+        ``[len(values)]``.
+    """
+    kind = type(values[0]).__name__ if values else ""
+    return _made(values, dtype, torch.device(device), kind)
+
+
+# without a limit: captured graphs hold addresses of these
+@functools.cache
+def _made(values: Numbers, dtype: torch.dtype | None, device: torch.device, kind: str) -> Tensor:
+    # 1, 1.0 and True are equal keys but other tensors, hence the kind; and a tensor first made
+    # under inference mode could never meet autograd again.
+    del kind
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
