@@ -254,13 +254,7 @@ def engine_options(given: argparse.Namespace, kv: str) -> dict[str, Any]:
         options["kv_cache_memory_bytes"] = given.kv_bytes
     if given.batched_tokens:
         options["max_num_batched_tokens"] = given.batched_tokens
-    if given.eager:
-        options["enforce_eager"] = True
-    else:
-        sizes = sorted({1, 2, 4, 8, 16, 32, 64, options["max_num_seqs"]})
-        options["compilation_config"] = {
-            "cudagraph_capture_sizes": [n for n in sizes if n <= options["max_num_seqs"]]
-        }
+    options |= _graph_options(given, options["max_num_seqs"])
     if kv.startswith("sphkv"):
         found = re.fullmatch(r"sphkv(?::k([\d.]+)v(\d+))?(?::b(\d+))?", kv)
         assert found is not None, kv
@@ -273,6 +267,17 @@ def engine_options(given: argparse.Namespace, kv: str) -> dict[str, Any]:
     else:
         options["kv_cache_dtype"] = kv
     return options
+
+
+def _graph_options(given: argparse.Namespace, most: int) -> dict[str, Any]:
+    """What is compiled and captured, for up to so many sequences."""
+    if given.eager:
+        return {"enforce_eager": True}
+    sizes = sorted({1, 2, 4, *range(8, 65, 8), most})
+    chosen: dict[str, Any] = {"cudagraph_capture_sizes": [n for n in sizes if n <= most]}
+    if given.no_compile:
+        chosen |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return {"compilation_config": chosen}
 
 
 def use_flash_3() -> None:
