@@ -141,13 +141,14 @@ def run_loop(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
     from vllm import SamplingParams
 
     engine, draw = llm.llm_engine, random.Random(0)
+    high = min(MODELS[given.model]["vocab_size"], 30000)
     load = _Load()
 
     def ask(count: int) -> None:
         sampling = SamplingParams(
             temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False
         )
-        prompt = [draw.randrange(10, 30000) for _ in range(given.prompt)]
+        prompt = [draw.randrange(10, high) for _ in range(given.prompt)]
         engine.add_request(load.begin(), {"prompt_token_ids": prompt}, sampling)
 
     for _ in range(given.clients):
@@ -442,7 +443,7 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
         ("timeout", 420), ("clients", 64), ("requests", 128), ("seconds", 120),
         ("warm-up", 15), ("log-lines", 60), ("calibration-tokens", 512),
         ("turn-count", 0), ("turn-until", 0), ("watch", 0), ("after", 0), ("alone", 40),
-        ("loop-bytes", 0), ("loop-prompt", 8192), ("loop-new", 1024),
+        ("chunk", 0), ("loop-bytes", 0), ("loop-prompt", 8192), ("loop-new", 1024),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     return parser.parse_args(arguments)

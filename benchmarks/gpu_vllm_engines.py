@@ -252,6 +252,8 @@ def engine_options(given: argparse.Namespace, kv: str) -> dict[str, Any]:
         options["load_format"] = "dummy"
     if given.kv_bytes:
         options["kv_cache_memory_bytes"] = given.kv_bytes
+    if given.chunk:
+        options["long_prefill_token_threshold"] = given.chunk
     if given.batched_tokens:
         options["max_num_batched_tokens"] = given.batched_tokens
     options |= _graph_options(given, options["max_num_seqs"])

@@ -176,6 +176,34 @@ def test_a_shared_prefix_reads_the_same(calibration: Calibration):
     assert torch.equal(output, again)
 
 
+@pytest.mark.parametrize("is_reader_first", [False, True])
+@pytest.mark.parametrize("last", [64, 1])
+def test_a_block_can_be_found_in_the_step_that_fills_it(
+    calibration: Calibration, is_reader_first: bool, last: int
+):
+    # vLLM lets a request find what another one of the same step will have written
+    table = torch.tensor([[3, 4, 5, 6], [3, 4, 7, 8]])
+    writer, reader = (1, 0) if is_reader_first else (0, 1)
+    outputs = []
+    for is_same_step in (True, False):
+        runtime = make_runtime(calibration, ServeOptions(), 32)
+        server = Server(runtime, AttentionOptions(scale=0.125), table, [70, 70])
+        server.states[1] = server.states[0]
+        counts = [0, 0]
+        if last < 64:
+            counts[writer] = 64 - last
+            server.step(counts)
+        counts[writer], counts[reader] = last, 0
+        if not is_same_step:
+            server.step(counts)
+            counts[writer] = 0
+        server.done[reader], counts[reader] = 64, 6
+        _, output = server.step(counts)
+        first = 0 if is_reader_first else counts[writer]
+        outputs.append(output[first : first + 6])
+    assert torch.equal(*outputs)
+
+
 def test_bfloat16_pages_are_exact(calibration: Calibration):
     runtime = make_runtime(calibration, ServeOptions(key_bits=16, value_bits=16), 32)
     server = Server(runtime, AttentionOptions(scale=0.125), torch.tensor([[3, 1, 2, 0]]), [100])

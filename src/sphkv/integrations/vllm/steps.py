@@ -9,7 +9,7 @@ sequences may run are enough. The pool's bytes come off the memory that vLLM may
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -187,7 +187,7 @@ class StepPlan:
 
     Attributes:
         sequences: The sequences of the batch.
-        sealed: Blocks that become full.
+        sealed: Blocks that become full, coded before any sequence reads.
         early: Single tokens, which their own queries read in the slot.
         late: Tokens of prompts; written after blocks are sealed, because a slot passes from the
             block that becomes full to the one after it.
@@ -277,9 +277,10 @@ def plan_step(
             writes.add_chunk(block, position, (row, count), len(sequences))
             position, row = position + count, row + count
         old = tuple(blocks[:full])
-        sequences.append(SequenceStep(first, end - first, total, old, pool.stamp(old), slot, tail))
+        sequences.append(SequenceStep(first, end - first, total, old, 0, slot, tail))
     return StepPlan(
-        tuple(sequences),
+        # any of them may have found what another fills in this step
+        tuple(replace(one, stamp=pool.stamp(one.blocks)) for one in sequences),
         tuple(writes.sealed),
         TailWrites.of(writes.early),
         TailWrites.of(writes.late),
