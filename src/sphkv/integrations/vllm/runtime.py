@@ -231,7 +231,8 @@ class Runtime(WorkerRuntime):
         if isinstance(self.block, CodedBlock):
             pages = self.block.write(self._codec, layer, (keys, values), first)
         else:
-            assert self.retention is not None and seen is not None
+            assert self.retention is not None
+            assert seen is not None
             chosen = [
                 self.retention.choose(layer, one, (keys[at], values[at]), seen, step, scale)
                 for at, one in enumerate(step.sealed)
