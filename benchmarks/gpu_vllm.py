@@ -14,7 +14,7 @@ Every cache runs in a process of its own, so that a crash of one leaves the othe
 per run goes to stdout and to the file ``--out`` names. ``gpu_vllm.py jobs FILE`` runs a command per
 line of a file at once. ``--kv sphkv:k3v4`` names another tier, and
 ``--kv sphkv:k2v4:b51`` a budget of 51 bytes per token and KV head that complete prompts are cut
-to. Weights are random unless ``--folder`` names a model.
+to, ``--kv sphkv:k2v4:r`` the option ``repeatable``. Weights are random unless ``--folder`` names a model.
 """
 
 from __future__ import annotations
@@ -443,7 +443,7 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
         ("timeout", 420), ("clients", 64), ("requests", 128), ("seconds", 120),
         ("warm-up", 15), ("log-lines", 60), ("calibration-tokens", 512),
         ("turn-count", 0), ("turn-until", 0), ("watch", 0), ("after", 0), ("alone", 40),
-        ("chunk", 0), ("loop-bytes", 0), ("loop-prompt", 8192), ("loop-new", 1024),
+        ("loop-bytes", 0), ("loop-prompt", 8192), ("loop-new", 1024),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     return parser.parse_args(arguments)

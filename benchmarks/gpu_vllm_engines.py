@@ -252,23 +252,27 @@ def engine_options(given: argparse.Namespace, kv: str) -> dict[str, Any]:
         options["load_format"] = "dummy"
     if given.kv_bytes:
         options["kv_cache_memory_bytes"] = given.kv_bytes
-    if given.chunk:
-        options["long_prefill_token_threshold"] = given.chunk
     if given.batched_tokens:
         options["max_num_batched_tokens"] = given.batched_tokens
     options |= _graph_options(given, options["max_num_seqs"])
     if kv.startswith("sphkv"):
-        found = re.fullmatch(r"sphkv(?::k([\d.]+)v(\d+))?(?::b(\d+))?", kv)
-        assert found is not None, kv
-        chosen: dict[str, Any] = {"calibration_tokens": given.calibration_tokens}
-        if found[1]:
-            chosen |= {"key_bits": float(found[1]), "value_bits": int(found[2])}
-        if found[3]:
-            chosen["budget_bytes"] = int(found[3])
-        options |= {"worker_cls": WORKER, "additional_config": {"sphkv": chosen}}
-    else:
-        options["kv_cache_dtype"] = kv
-    return options
+        chosen = {"calibration_tokens": given.calibration_tokens, **_coded_options(kv)}
+        return options | {"worker_cls": WORKER, "additional_config": {"sphkv": chosen}}
+    return options | {"kv_cache_dtype": kv}
+
+
+def _coded_options(kv: str) -> dict[str, Any]:
+    """Options of coded blocks by their short name."""
+    found = re.fullmatch(r"sphkv(?::k([\d.]+)v(\d+))?(?::b(\d+))?(:r)?", kv)
+    assert found is not None, kv
+    chosen: dict[str, Any] = {}
+    if found[1]:
+        chosen |= {"key_bits": float(found[1]), "value_bits": int(found[2])}
+    if found[3]:
+        chosen["budget_bytes"] = int(found[3])
+    if found[4]:
+        chosen["repeatable"] = True
+    return chosen
 
 
 def _graph_options(given: argparse.Namespace, most: int) -> dict[str, Any]:

@@ -83,7 +83,14 @@ class Server:
             torch.cat([s[part][a:b] for s, a, b in zip(self.states, begin, self.done, strict=True)])
             for part in range(3)
         )
-        plan = plan_step(self.pool, starts, self.done, self.table, self.runtime.block.tokens)
+        plan = plan_step(
+            self.pool,
+            starts,
+            self.done,
+            self.table,
+            self.runtime.block.tokens,
+            is_repeatable=self.runtime.options.repeatable,
+        )
         query, keys, values = batch
         self.runtime.hold(0, (keys, values), plan)
         output, _ = self.runtime.attend(0, (query, keys, values), self.kv_cache, plan, self.options)
@@ -202,6 +209,17 @@ def test_a_block_can_be_found_in_the_step_that_fills_it(
         first = 0 if is_reader_first else counts[writer]
         outputs.append(output[first : first + 6])
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("chunks", [[100], [31, 1, 68], [33, 66, 1], [64, 35, 1], [1] * 100])
+def test_repeatable_outputs_do_not_depend_on_chunks(calibration: Calibration, chunks: list[int]):
+    outputs = []
+    for counts in (chunks, [32, 32, 32, 4]):
+        runtime = make_runtime(calibration, ServeOptions(repeatable=True), 32)
+        table = torch.tensor([[7, 2, 5, 0]])
+        server = Server(runtime, AttentionOptions(scale=0.125), table, [100])
+        outputs.append(torch.cat([server.step([count])[1] for count in counts]))
+    torch.testing.assert_close(*outputs, rtol=2e-4, atol=2e-5)
 
 
 def test_bfloat16_pages_are_exact(calibration: Calibration):

@@ -115,12 +115,8 @@ class Sequence:
 class Server:
     """Plays scheduler and model."""
 
-    def __init__(
-        self, calibration, *, sinks=4, window=None, num_sinks=8, value_bits=4, budget=None
-    ):
-        options = ServeOptions(
-            key_bits=2.0, value_bits=value_bits, sink_tokens=sinks, budget_bytes=budget
-        )
+    def __init__(self, calibration, *, sinks=4, window=None, num_sinks=8, value_bits=4, **options):
+        options = ServeOptions(key_bits=2.0, value_bits=value_bits, sink_tokens=sinks, **options)
         self.runtime = CudaRuntime(
             options,
             num_kv_heads=HEADS,
@@ -275,6 +271,13 @@ class Server:
         if sequence.cut is not None:
             self._check_cut(sequence, layer, before, count, query, output)
             return
+        first = 128 - before % 128
+        if self.runtime.options.repeatable and count > first:
+            # the rest reads its own block densely, and this one as stored
+            self._check(sequence, layer, before, first, query[:first], output[:first])
+            rest = (query[first:], output[first:])
+            self._check(sequence, layer, before + first, count - first, *rest)
+            return
         old = (before - before % 128) if count == 1 else before
         keys, values = self.stored(sequence, layer, old)
         keys = torch.cat([keys, sequence.keys[layer][old:].double()])
@@ -305,6 +308,17 @@ def test_chunks_decodes_and_seals(kernels, calibration, is_quiet):
     server.step([(one, 1), (two, 1), (three, 1)], padded=4)
     server.step([(one, 100), (two, 250), (three, 1)])
     server.step([(one, 1), (two, 1), (three, 1)], padded=4)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_repeatable_chunks_read_their_own_blocks_as_stored(kernels, calibration, window):
+    server = Server(calibration, repeatable=True, window=window, num_sinks=1)
+    one, two = (server.start(name, slot) for slot, name in enumerate("ab"))
+    server.step([(one, 420), (two, 5)])
+    server.step([(one, 1), (two, 124)])
+    # a piece of one token, then whole blocks, beside a row that is decoded
+    server.step([(one, 1), (two, 128 + 2)])
+    server.step([(one, 200), (two, 300)])
 
 
 def test_prefix_is_found_and_rows_of_sinks_come_back(kernels, calibration):
@@ -396,7 +410,7 @@ def test_sinks_follow_the_scheduler(kernels, calibration):
 
 
 def test_prompts_are_cut_to_a_budget(kernels, calibration):
-    server = Server(calibration, budget=25)
+    server = Server(calibration, budget_bytes=25)
     one, two, three = (server.start(name, slot) for slot, name in enumerate("abc"))
     one.prompt, two.prompt, three.prompt = 700, 200, 640
     server.step([(one, 500), (three, 639)])

@@ -46,6 +46,8 @@ def test_options_come_from_additional_config():
         ({"calibration": 3}, "calibration must be a path, got 3"),
         ({"budget_bytes": 0}, "budget_bytes .* got 0"),
         ({"budget_bytes": 40.5}, "budget_bytes .* got 40.5"),
+        ({"repeatable": 1}, "repeatable .* got 1"),
+        ({"repeatable": True, "budget_bytes": 40}, "repeatable .* budget of 40 bytes"),
         ([], "must be an object"),
     ],
 )

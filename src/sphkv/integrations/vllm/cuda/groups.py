@@ -316,9 +316,16 @@ class LayerGroup:
     """
 
     def __init__(
-        self, shape: GroupShape, device: torch.device, *, room: int, keeps_prefixes: bool
+        self,
+        shape: GroupShape,
+        device: torch.device,
+        *,
+        room: int,
+        keeps_prefixes: bool,
+        is_repeatable: bool = False,
     ) -> None:
         self.shape, self.room, self._device = shape, room, device
+        self._is_repeatable = is_repeatable
         layers, heads, rows = shape.num_layers, shape.num_kv_heads, shape.num_slots
         tail = (layers, rows + 1, heads, PAGE_TOKENS, shape.head_dim)
         self.keys = torch.zeros(tail, dtype=torch.bfloat16, device=device)
@@ -425,7 +432,11 @@ class LayerGroup:
         early = self._plan_seals(rows, full[full >= decoded], num_batch, table)
         shape = self.shape
         groups = plan_chunks(
-            rows, room=self.room, sink_tokens=shape.sink_tokens, window=shape.window
+            rows,
+            room=self.room,
+            sink_tokens=shape.sink_tokens,
+            window=shape.window,
+            is_repeatable=self._is_repeatable,
         )
         chunks = tuple(self._chunks_to_device(group, table) for group in groups)
         tails = self._tails_to_device(rows)

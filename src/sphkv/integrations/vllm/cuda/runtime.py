@@ -166,7 +166,7 @@ class CudaRuntime(WorkerRuntime):
         self._page_shape = (PAGE_TOKENS, head_dim)
         self._no_flags = torch.zeros(0, PAGE_TOKENS, dtype=torch.bool, device=device)
         self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # nobody but its owner reads a block in the step that fills it
+        # nobody reads a block in the step that fills it
         self._is_quiet = False
         # what is being encoded beside the model
         self._beside: list[Tensor] = []
@@ -289,7 +289,11 @@ class CudaRuntime(WorkerRuntime):
         if key not in self.groups:
             shape = self._shape(len(key), window)
             group = LayerGroup(
-                shape, self.device, room=self.room, keeps_prefixes=self.keeps_prefixes
+                shape,
+                self.device,
+                room=self.room,
+                keeps_prefixes=self.keeps_prefixes,
+                is_repeatable=self.options.repeatable,
             )
             self.groups[key] = group
             for index, name in enumerate(key):
@@ -343,7 +347,8 @@ class CudaRuntime(WorkerRuntime):
             RuntimeError: A request begins in the middle of a block.
         """
         self.planned.clear()
-        self._is_quiet = not any(new.num_computed_tokens for new in scheduled.scheduled_new_reqs)
+        finds = any(new.num_computed_tokens for new in scheduled.scheduled_new_reqs)
+        self._is_quiet = not finds and not self.options.repeatable
         gone = {*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())}
         for number, groups in enumerate(self._ordered):
             for group in groups:
