@@ -14,7 +14,8 @@ Every cache runs in a process of its own, so that a crash of one leaves the othe
 per run goes to stdout and to the file ``--out`` names. ``gpu_vllm.py jobs FILE`` runs a command per
 line of a file at once. ``--kv sphkv:k3v4`` names another tier, and
 ``--kv sphkv:k2v4:b51`` a budget of 51 bytes per token and KV head that complete prompts are cut
-to, ``--kv sphkv:k2v4:r`` the option ``repeatable``. Weights are random unless ``--folder`` names a model.
+to, ``--kv sphkv:k2v4:r`` the option ``repeatable``. Weights are random unless ``--folder`` names a
+model.
 """
 
 from __future__ import annotations

@@ -189,6 +189,10 @@ class Runtime(WorkerRuntime):
 
         See ``PagedAttention.attend_step``.
         """
+        if self.options.repeatable:
+            # those of the same chunk are seen as those in a slot are
+            query, keys, values = states
+            states = (query, keys.to(torch.bfloat16), values.to(torch.bfloat16))
         if self.retention is None and step.sealed:
             # before anyone reads: a request may find what another fills in the same step
             self._seal(layer, states, None, kv_cache, step, options.scale)
