@@ -115,8 +115,8 @@ class Sequence:
 class Server:
     """Plays scheduler and model."""
 
-    def __init__(self, calibration, *, sinks=4, window=None, num_sinks=8, value_bits=4, **options):
-        options = ServeOptions(key_bits=2.0, value_bits=value_bits, sink_tokens=sinks, **options)
+    def __init__(self, calibration, *, sinks=4, window=None, num_sinks=8, value_bits=4, **others):
+        options = ServeOptions(key_bits=2.0, value_bits=value_bits, sink_tokens=sinks, **others)
         self.runtime = CudaRuntime(
             options,
             num_kv_heads=HEADS,

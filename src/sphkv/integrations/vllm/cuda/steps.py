@@ -89,7 +89,10 @@ class BatchRows:
         return BatchRows(
             np.concatenate([self.query_starts[:1], starts]),
             lengths,
-            *(part[picked] for part in (self.slots, self.sinks, self.kept, self.gap)),
+            self.slots[picked],
+            self.sinks[picked],
+            self.kept[picked],
+            self.gap[picked],
             self.table_rows[picked],
         )
 
