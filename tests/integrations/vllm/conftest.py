@@ -79,13 +79,21 @@ class Generation:
         texts: One greedy continuation per prompt.
         tokens: Its token ids.
         cached: Prompt tokens that were found in the prefix cache.
+        logprobs: Of every token, those of the best candidates by their id as a word.
         log: Everything the engine wrote.
     """
 
     texts: list[str]
     tokens: list[list[int]]
     cached: list[int]
+    logprobs: list[list[dict[str, float]]]
     log: str
+
+    def part(self, start: int, end: int) -> "Generation":
+        """Some of the prompts."""
+        lists = (self.texts, self.tokens, self.cached, self.logprobs)
+        texts, tokens, cached, logprobs = (one[start:end] for one in lists)
+        return Generation(texts, tokens, cached, logprobs, self.log)
 
 
 @pytest.fixture(scope="session")
