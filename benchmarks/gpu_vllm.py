@@ -56,7 +56,7 @@ from gpu_vllm_engines import (
     use_flash_3,
 )
 
-_SHORT_TOKENS = 40000
+_SHORT_TOKENS = 8000
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def run_time(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
     timed(given.batch, 600, 8, 1)
     if given.batch > 1:
         timed(1, min(given.prompt, 4000), 8, 2)
-    # short prompts are timed more often: they take little time, and a jitter counts for more
+    # a short prompt alone is timed more often: it takes little time, and a jitter counts for more
     repeat = given.repeat * (3 if given.batch * given.prompt <= _SHORT_TOKENS else 1)
     found = [timed(given.batch, given.prompt, given.new, 10 + at) for at in range(repeat)]
     best = min(found, key=lambda one: one["ms_per_step"])
@@ -371,8 +371,8 @@ def run_jobs(lines: list[str]) -> None:
     """Several commands at once, in copies of this process, so that vLLM is imported once.
 
     Args:
-        lines: Each is what would follow the script's name; ``--after`` seconds says when it begins,
-            ``--text`` where its lines go.
+        lines: Each is what would follow the script's name; ``--after`` seconds or the file ``--behind``
+            says when it begins, ``--text`` where its lines go.
     """
     os.environ.update({**ENVIRONMENT, **os.environ})
     start, started = fork_context(), []
@@ -389,6 +389,8 @@ def run_jobs(lines: list[str]) -> None:
 def _be_job(arguments: list[str]) -> None:
     given = read_arguments(arguments)
     time.sleep(given.after)
+    while given.behind and not Path(given.behind).exists():
+        time.sleep(0.2)
     try:
         with Path(given.text or os.devnull).open("a", buffering=1) as file:
             os.dup2(file.fileno(), 1)
@@ -437,6 +439,7 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--folder", default="", help="a model with weights and a tokenizer")
     parser.add_argument("--data", default=".", help="folder with pg19/*.txt")
     parser.add_argument("--turns", default="", help="folder by which processes take turns")
+    parser.add_argument("--behind", default="", help="file that a job waits for")
     parser.add_argument("--parallel", action="store_true", help="all caches at once, for checks")
     for name, value in (
         ("batch", 8), ("prompt", 32000), ("new", 128), ("repeat", 2), ("layers", 0),
