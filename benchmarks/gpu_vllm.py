@@ -371,8 +371,8 @@ def run_jobs(lines: list[str]) -> None:
     """Several commands at once, in copies of this process, so that vLLM is imported once.
 
     Args:
-        lines: Each is what would follow the script's name; ``--after`` seconds or the file ``--behind``
-            says when it begins, ``--text`` where its lines go.
+        lines: Each is what would follow the script's name; ``--after`` seconds and the file
+            ``--behind`` say when it begins, ``--text`` where its lines go.
     """
     os.environ.update({**ENVIRONMENT, **os.environ})
     start, started = fork_context(), []
