@@ -21,7 +21,6 @@ model.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import multiprocessing
 import os
@@ -61,68 +60,86 @@ _SHORT_TOKENS = 8000
 
 @contextmanager
 def turn(given: argparse.Namespace) -> Iterator[None]:
-    """Wait until all have loaded their engines or the file ``alone`` is there, then for a turn."""
+    """Wait until all have loaded their engines or it is late, then for those before this one."""
     if not given.turns:
         yield
         return
     folder = Path(given.turns)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"ready-{os.getpid()}").touch()
-    while time.time() < given.turn_until and not (folder / "alone").exists():
-        if len(list(folder.glob("ready-*"))) >= given.turn_count:
-            break
-        time.sleep(0.2)
-    with (folder / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    (folder / f"ready-{given.turn_order}").touch()
+    while time.time() < given.turn_until and len(list(folder.glob("ready-*"))) < given.turn_count:
+        time.sleep(0.1)
+    while len(list(folder.glob("done-*"))) < given.turn_order:
+        time.sleep(0.1)
+    print("TURN begins", flush=True)
+    yield
 
 
-def run_time(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
+def end_turn(given: argparse.Namespace) -> None:
+    """Let the next one begin; also where this one failed before its turn."""
+    if given.turns:
+        for word in ("ready", "done"):
+            (Path(given.turns) / f"{word}-{given.turn_order}").touch()
+
+
+def time_requests(
+    given: argparse.Namespace, llm: Any, batch: int, prompt: int, new: int, seed: int
+) -> dict[str, Any]:
     """Time to the first tokens, then milliseconds per step while all requests decode."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False
+    )
+    prompts = random_prompts(given, batch, prompt, seed)
+    begin = time.perf_counter()
+    for at, one in enumerate(prompts):
+        engine.add_request(f"{seed}-{at}", one, sampling)
+    first: dict[str, float] = {}
+    marks: list[float] = []
+    is_full = True
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for one in outputs:
+            if one.outputs[0].token_ids:
+                first.setdefault(one.request_id, now)
+            is_full &= not one.finished
+        if len(first) == batch and is_full and outputs:
+            marks.append(now)
+    gaps = sorted(b - a for a, b in pairwise(marks))
+    mean = (marks[-1] - marks[0]) / (len(marks) - 1) if gaps else 0.0
+    return {
+        "batch": batch,
+        "prompt": prompt,
+        "ttft_first_s": round(min(first.values()) - begin, 4),
+        "ttft_last_s": round(max(first.values()) - begin, 4),
+        "ms_per_step": round(1e3 * mean, 3),
+        "ms_per_step_p50": round(1e3 * gaps[len(gaps) // 2], 3) if gaps else None,
+        "tokens_per_s": round(batch / mean, 1) if mean else None,
+        "steps": len(marks),
+    }
 
-    def timed(batch: int, prompt: int, new: int, seed: int) -> dict[str, Any]:
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False
-        )
-        prompts = random_prompts(given, batch, prompt, seed)
-        begin = time.perf_counter()
-        for at, one in enumerate(prompts):
-            engine.add_request(f"{seed}-{at}", one, sampling)
-        first: dict[str, float] = {}
-        marks: list[float] = []
-        is_full = True
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            now = time.perf_counter()
-            for one in outputs:
-                if one.outputs[0].token_ids:
-                    first.setdefault(one.request_id, now)
-                is_full &= not one.finished
-            if len(first) == batch and is_full and outputs:
-                marks.append(now)
-        gaps = sorted(b - a for a, b in pairwise(marks))
-        mean = (marks[-1] - marks[0]) / max(1, len(marks) - 1)
-        return {
-            "batch": batch,
-            "prompt": prompt,
-            "ttft_first_s": round(min(first.values()) - begin, 4),
-            "ttft_last_s": round(max(first.values()) - begin, 4),
-            "ms_per_step": round(1e3 * mean, 3),
-            "ms_per_step_p50": round(1e3 * gaps[len(gaps) // 2], 3) if gaps else None,
-            "tokens_per_s": round(batch / mean, 1),
-            "steps": len(marks),
-        }
 
-    timed(given.batch, 600, 8, 1)
-    if given.batch > 1:
-        timed(1, min(given.prompt, 4000), 8, 2)
+def warm_up(given: argparse.Namespace, llm: Any) -> None:
+    """Let everything that is made on first use be made: short requests, long ones, several."""
+    longest = max(
+        (int(point.split("x")[1]) for point in given.points.split(",") if point), default=0
+    )
+    lengths = {600, min(4000, max(given.prompt, longest)), min(17000, max(given.prompt, longest))}
+    for seed, prompt in enumerate(sorted(lengths)):
+        time_requests(given, llm, 8 if prompt == min(lengths) else 1, prompt, 8, 1 + seed)
+
+
+def run_time(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
+    """Times of one point, the best of several."""
     # a short prompt alone is timed more often: it takes little time, and a jitter counts for more
     repeat = given.repeat * (3 if given.batch * given.prompt <= _SHORT_TOKENS else 1)
-    found = [timed(given.batch, given.prompt, given.new, 10 + at) for at in range(repeat)]
-    best = min(found, key=lambda one: one["ms_per_step"])
+    found = [
+        time_requests(given, llm, given.batch, given.prompt, given.new, 10 + at)
+        for at in range(repeat)
+    ]
+    best = min(found, key=lambda one: float(one["ms_per_step"]))
     waits = sorted(one["ttft_last_s"] for one in found)
     return {
         **best,
@@ -272,6 +289,9 @@ def run_child(given: argparse.Namespace) -> dict[str, Any]:
     result |= {"prompt": given.prompt, "new": given.new, "vllm": version, "eager": given.eager}
     result |= {"import_s": round(imported - begin, 1), "load_s": round(loaded - imported, 1)}
     result |= describe(llm)
+    if given.mode == "time":
+        warm_up(given, llm)
+    print(f"READY after {time.time() - begin:.1f} s", flush=True)
     with turn(given):
         result = _run_points(given, llm, result)
         if given.loop_bytes:
@@ -355,6 +375,7 @@ def _be_child(given: argparse.Namespace, log: Path) -> None:
     except Exception:
         traceback.print_exc()
         code = 1
+    end_turn(given)
     # whatever an engine has left to do at the end is of no interest
     os._exit(code)
 
@@ -415,7 +436,7 @@ def _read_log(log: Path, failed: dict[str, Any], log_lines: int) -> dict[str, An
     if not found:
         print("\n".join(lines[-log_lines:]), flush=True)
     for line in lines:
-        if "sphkv serves" in line or line.startswith("POINT"):
+        if "sphkv serves" in line or line.startswith(("POINT", "READY", "TURN")):
             print(line, flush=True)
     return dict(json.loads(found[-1])) if found else failed
 
@@ -435,6 +456,9 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--no-compile", action="store_true", help="graphs of decode steps without torch.compile"
     )
+    parser.add_argument(
+        "--quick", action="store_true", help="do not prepare kernels that no greedy request needs"
+    )
     parser.add_argument("--prefix", action="store_true", help="keep prefixes of prompts")
     parser.add_argument("--folder", default="", help="a model with weights and a tokenizer")
     parser.add_argument("--data", default=".", help="folder with pg19/*.txt")
@@ -446,8 +470,8 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
         ("max-model-len", 33000), ("max-num-seqs", 0), ("kv-bytes", 0), ("batched-tokens", 0),
         ("timeout", 420), ("clients", 64), ("requests", 128), ("seconds", 120),
         ("warm-up", 15), ("log-lines", 60), ("calibration-tokens", 512),
-        ("turn-count", 0), ("turn-until", 0), ("watch", 0), ("after", 0), ("alone", 40),
-        ("loop-bytes", 0), ("loop-prompt", 8192), ("loop-new", 1024),
+        ("turn-count", 0), ("turn-until", 0), ("turn-order", 0), ("watch", 0),
+        ("after", 0), ("alone", 40), ("loop-bytes", 0), ("loop-prompt", 8192), ("loop-new", 1024),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     return parser.parse_args(arguments)

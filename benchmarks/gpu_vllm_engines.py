@@ -254,6 +254,11 @@ def engine_options(given: argparse.Namespace, kv: str) -> dict[str, Any]:
         options["kv_cache_memory_bytes"] = given.kv_bytes
     if given.batched_tokens:
         options["max_num_batched_tokens"] = given.batched_tokens
+    if given.quick:
+        options["kernel_config"] = {
+            "enable_jit_warmup": False,
+            "enable_flashinfer_autotune": False,
+        }
     options |= _graph_options(given, options["max_num_seqs"])
     if kv.startswith("sphkv"):
         chosen = {"calibration_tokens": given.calibration_tokens, **_coded_options(kv)}
