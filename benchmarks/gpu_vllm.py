@@ -123,12 +123,12 @@ def time_requests(
 
 def warm_up(given: argparse.Namespace, llm: Any) -> None:
     """Let everything that is made on first use be made: short requests, long ones, several."""
-    longest = max(
-        (int(point.split("x")[1]) for point in given.points.split(",") if point), default=0
-    )
-    lengths = {600, min(4000, max(given.prompt, longest)), min(17000, max(given.prompt, longest))}
-    for seed, prompt in enumerate(sorted(lengths)):
-        time_requests(given, llm, 8 if prompt == min(lengths) else 1, prompt, 8, 1 + seed)
+    points = [int(point.split("x")[1]) for point in given.points.split(",") if point]
+    longest = max(points, default=given.prompt)
+    time_requests(given, llm, 8, min(600, longest), 8, 1)
+    for seed, prompt in ((2, 4000), (3, 17000)):
+        if prompt <= longest:
+            time_requests(given, llm, 1, prompt, 8, seed)
 
 
 def run_time(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
