@@ -68,7 +68,7 @@ def turn(given: argparse.Namespace) -> Iterator[None]:
     (folder / f"ready-{given.turn_order}").touch()
     while time.time() < given.turn_until and len(list(folder.glob("ready-*"))) < given.turn_count:
         time.sleep(0.1)
-    while len(list(folder.glob("done-*"))) < given.turn_order:
+    while not all((folder / f"done-{at}").exists() for at in range(given.turn_order)):
         time.sleep(0.1)
     print("TURN begins", flush=True)
     yield
