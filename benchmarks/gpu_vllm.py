@@ -471,7 +471,8 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
         ("timeout", 420), ("clients", 64), ("requests", 128), ("seconds", 120),
         ("warm-up", 15), ("log-lines", 60), ("calibration-tokens", 512),
         ("turn-count", 0), ("turn-until", 0), ("turn-order", 0), ("watch", 0),
-        ("after", 0), ("alone", 40), ("loop-bytes", 0), ("loop-prompt", 8192), ("loop-new", 1024),
+        ("after", 0), ("alone", 40), ("request-budget", 0),
+        ("loop-bytes", 0), ("loop-prompt", 8192), ("loop-new", 1024),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     return parser.parse_args(arguments)

@@ -256,17 +256,16 @@ def run_held(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
         prompts = [{"prompt_token_ids": tokens} for _, tokens in pieces]
     else:
         prompts = random_prompts(given, given.requests, given.prompt, 5)
-    sampling = SamplingParams(
-        temperature=0.0,
-        max_tokens=given.new,
-        min_tokens=given.new,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=5,
-    )
+    common = {"temperature": 0.0, "max_tokens": given.new, "min_tokens": given.new}
+    common |= {"ignore_eos": True, "detokenize": False, "logprobs": 5}
+    samplings = [SamplingParams(**common) for _ in prompts]
+    if given.request_budget:
+        # every second request asks for less than the server gives
+        for sampling in samplings[1::2]:
+            sampling.extra_args = {"sphkv_budget_bytes": given.request_budget}
     free = free_blocks(llm)
     for at, prompt in enumerate(prompts):
-        engine.add_request(f"h{at}", prompt, sampling)
+        engine.add_request(f"h{at}", prompt, samplings[at])
     texts: dict[int, Any] = {}
     most: dict[str, int] = {"decoding_at_once": 0}
     preempted: dict[str, int] = {}
@@ -284,7 +283,7 @@ def run_held(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
             }
         preempted |= {x.request_id: x.num_preemptions for x in scheduler.requests.values()}
     seconds = time.perf_counter() - begin
-    alone = _ask_alone(llm, prompts, [sampling] * len(prompts), texts, 4)
+    alone = _ask_alone(llm, prompts, samplings, texts, 4)
     return {
         **most,
         "requests": given.requests,

@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from sphkv.integrations.vllm.options import SCHEDULER_PATH
+
 WORKER = "sphkv.integrations.vllm.worker.SphericalWorker"
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -262,7 +264,8 @@ def engine_options(given: argparse.Namespace, kv: str) -> dict[str, Any]:
     options |= _graph_options(given, options["max_num_seqs"])
     if kv.startswith("sphkv"):
         chosen = {"calibration_tokens": given.calibration_tokens, **_coded_options(kv)}
-        return options | {"worker_cls": WORKER, "additional_config": {"sphkv": chosen}}
+        options |= {"worker_cls": WORKER, "additional_config": {"sphkv": chosen}}
+        return options | ({"scheduler_cls": SCHEDULER_PATH} if given.request_budget else {})
     return options | {"kv_cache_dtype": kv}
 
 

@@ -26,6 +26,7 @@ from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.integrations.vllm.cuda.retain import Cut, compact, kept_blocks
 from sphkv.integrations.vllm.cuda.runtime import CudaRuntime
+from sphkv.integrations.vllm.cuda.steps import BatchRows
 from sphkv.integrations.vllm.options import ServeOptions
 from sphkv.store.layout import PageView
 
@@ -428,6 +429,31 @@ def test_prompts_are_cut_to_a_budget(kernels, calibration):
     assert pages.flatten().tolist() == [4, 4]
     server.group.forget("a")
     assert server.group._cuts.keys() == {"c"}
+
+
+def test_a_request_has_the_budget_that_it_asked_for(kernels, calibration):
+    server = Server(calibration, budget_bytes=34)
+    runtime = server.runtime
+    runtime.order_groups([NAMES])
+    asked = scheduled(new=[("a", [1], 0), ("b", [2], 0), ("c", [3], 0)])
+    for new, budget in zip(asked.scheduled_new_reqs, (None, 17, "many"), strict=True):
+        extra = None if budget is None else {"sphkv_budget_bytes": budget}
+        new.sampling_params = SimpleNamespace(extra_args=extra)
+    runtime.begin_step(asked)
+    # whose scheduler does not know of it may not cut more than it gives back
+    assert not server.group.request_shares
+    runtime.heeds_requests = True
+    runtime.begin_step(asked)
+    assert server.group.request_shares == {"b": 0.5}
+    prompts = np.array([1000, 1000])
+    rows = BatchRows.of(np.array([0, 1000, 2000]), prompts, np.array([0, 1]))
+    table = torch.arange(16).reshape(2, 8)
+    cuts = server.group._plan_cuts(rows, ["a", "b"], table, prompts)
+    share = runtime.kept_share
+    assert [cut.num_kept for cut in cuts] == [kept_blocks(7, share), kept_blocks(7, share / 2)]
+    assert cuts[0].num_kept > cuts[1].num_kept
+    server.group.forget("b")
+    assert not server.group.request_shares
 
 
 @pytest.mark.parametrize("most_keys", [1 << 18, 1])

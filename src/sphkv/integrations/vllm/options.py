@@ -16,6 +16,9 @@ from sphkv.core.tiers import (
 )
 
 CONFIG_KEY = "sphkv"
+SCHEDULER_PATH = "sphkv.integrations.vllm.cuda.scheduler.SphericalScheduler"
+"""What vLLM's ``scheduler_cls`` must be for requests on a GPU to have budgets of their own."""
+
 BLOCK_SIZES = tuple(range(CODED_PAGE_MULTIPLE, MAX_PAGE_TOKENS + 1, CODED_PAGE_MULTIPLE))
 """Tokens of a vLLM block that one coded page can hold."""
 
