@@ -91,9 +91,9 @@ class Generation:
 
     def part(self, start: int, end: int) -> "Generation":
         """Some of the prompts."""
-        lists = (self.texts, self.tokens, self.cached, self.logprobs)
-        texts, tokens, cached, logprobs = (one[start:end] for one in lists)
-        return Generation(texts, tokens, cached, logprobs, self.log)
+        at = slice(start, end)
+        lists = (self.texts[at], self.tokens[at], self.cached[at], self.logprobs[at])
+        return Generation(*lists, self.log)
 
 
 @pytest.fixture(scope="session")
