@@ -315,11 +315,10 @@ def test_chunks_decodes_and_seals(kernels, calibration, is_quiet):
 def test_repeatable_chunks_read_their_own_blocks_as_stored(kernels, calibration, window):
     server = Server(calibration, repeatable=True, window=window, num_sinks=1)
     one, two = (server.start(name, slot) for slot, name in enumerate("ab"))
-    server.step([(one, 420), (two, 5)])
-    server.step([(one, 1), (two, 124)])
-    # a piece of one token, then whole blocks, beside a row that is decoded
-    server.step([(one, 1), (two, 128 + 2)])
-    server.step([(one, 200), (two, 300)])
+    server.step([(one, 300), (two, 127)])
+    # a piece of one token, a whole block and a token, beside a row that is decoded
+    server.step([(one, 1), (two, 130)])
+    server.step([(one, 100), (two, 1)])
 
 
 def test_prefix_is_found_and_rows_of_sinks_come_back(kernels, calibration):
