@@ -362,7 +362,7 @@ def plan_drop(
 ) -> LayerChange:
     """Give up pages that hold no protected state; reads them unless that is known."""
     if is_checked:
-        table.find(page_ids)
+        table.check_holds(page_ids)
     else:
         for ids, _, view in read_by_layout(pool, table, page_ids):
             _refuse_protected(ids, view)

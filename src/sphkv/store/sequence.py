@@ -121,6 +121,8 @@ class PointerTable:
             added: ``[heads]`` int64 new pages of each head.
             removed: ``[pages]`` int64 ids that go first, each in the table.
         """
+        if not added.any():
+            return 0
         needed = self._arrays[2] + added
         if removed is not None and removed.numel():
             needed -= self._holds(removed).sum(dim=1).numpy()
@@ -129,6 +131,11 @@ class PointerTable:
 
     def _holds(self, page_ids: Tensor) -> Tensor:
         return torch.isin(self.page_ids, page_ids.cpu()) & self.used()
+
+    def check_holds(self, page_ids: Tensor) -> None:
+        """Raise unless all pages ``[pages]``, each named once, are in the table."""
+        if int(self._holds(page_ids).sum()) != len(page_ids):
+            raise ValueError(f"pages {page_ids.tolist()} are not all of this layer")
 
     def extend(
         self, head_ids: Tensor, page_ids: Tensor, tag: int, added: NDArray[np.int64]
@@ -225,6 +232,12 @@ class PointerTable:
         is_new = torch.arange(self.capacity) >= torch.from_numpy(marks)[:, None]
         return self.page_ids[used], self.tags[used].to(torch.int64), is_new[used]
 
+    def entries(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ids and tags in use, head by head, ``[pages]`` each."""
+        used = self._arrays[0] != UNUSED
+        ids, tags = self._arrays[0][used], self._arrays[1][used]
+        return ids.astype(np.int64), tags.astype(np.int64)
+
     def mark(self) -> None:
         """From here on, count the pages of now as no longer new."""
         self._marks = self._arrays[2].astype(np.int64)
@@ -250,7 +263,7 @@ class PointerTable:
     def remap(self, moves: PageMoves) -> None:
         """Follow pages that changed their ids; the version rises if one of them is here."""
         page_ids = moves.apply(self.page_ids)
-        if not torch.equal(page_ids, self.page_ids):
+        if not np.array_equal(page_ids.numpy(), self._arrays[0]):
             self._hold(page_ids.numpy(), *self._arrays[1:])
             self.version += 1
 

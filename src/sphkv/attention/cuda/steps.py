@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from sphkv.attention.cuda.pages import (
     HOPPER,
     FixedLists,
     LayerLists,
+    ListChange,
     PageLists,
     PagePool,
     list_entries,
@@ -41,6 +43,7 @@ from sphkv.attention.triton.dense import TailList
 from sphkv.attention.triton.merge import empty_parts, merge_parts
 from sphkv.codec.states import SphericalCodec
 from sphkv.errors import UnsupportedBatchError
+from sphkv.store.allocator import PageEvent
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
 from sphkv.store.sequence import OpenTail, PointerTable, page_tag, pool_of_tag
@@ -50,6 +53,8 @@ _Integers = NDArray[np.int64]
 DENSE_PROCESSORS = 4
 """Multiprocessors left to the dense states of a layer."""
 
+# Bits of a list's entry that are a page's number.
+_NUMBER_MASK = (1 << 32) - 1
 # What a page costs beside its product steps, in such steps.
 _PAGE_STEPS = 10
 # Pages of a list that are not full: of the prompt, of what was demoted, and the newest.
@@ -179,6 +184,18 @@ def _find_pages(tables: Sequence[Sequence[PointerTable]]) -> dict[int, _FoundPag
     return found
 
 
+def _joined(events: Sequence[PageEvent]) -> list[PageEvent]:
+    """The same events with neighbours of one kind and pool made one."""
+    found: list[PageEvent] = []
+    for _, group in groupby(events, key=lambda event: (event.key, event.new is None)):
+        alike = list(group)
+        if len(alike) > 1 and alike[0].new is None:
+            gone = np.sort(np.concatenate([event.old for event in alike]))
+            alike = [PageEvent(alike[0].key, gone, None)]
+        found += [event for event in alike if len(event.old)]
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchWork:
     """What a launch over coded pages is to do.
@@ -294,6 +311,7 @@ class CapturedSteps:
             self._device,
         )
         self._version = self._table_version()
+        self._journal = store.allocator.journal()
         self.recount()
 
     def _make_lists(self, found: dict[int, _FoundPages]) -> None:
@@ -322,6 +340,7 @@ class CapturedSteps:
                 found[tag].counts if tag in found else no_pages,
                 more=int(held) // _ROOM_PART,
                 device=self._device,
+                mask=-1 if tag == self._dense_tag else _NUMBER_MASK,
             )
             for tag in sorted(tags - {self._sealed_tag})
         }
@@ -502,15 +521,39 @@ class CapturedSteps:
                 f"a sequence has {longest} tokens, room is {self.max_tokens}"
             )
         is_only_grown = make_room()
+        events, is_all = self._journal.take()
         if self._table_version() == self._version:
             return True
-        if is_only_grown:
-            self._list_newest(np.array(before))
+        has_sealed = before != [tail.first_position for tail in self._tails()]
+        if is_only_grown and is_all:
+            self._follow(events)
+            if has_sealed:
+                self._list_newest(np.array(before))
         elif not self._fill(_find_pages(self._tables)):
             return False
         self._version = self._table_version()
-        self.recount()
+        if has_sealed:
+            self.recount()
         return True
+
+    def _follow(self, events: Sequence[PageEvent]) -> None:
+        """Take pages that are gone from the lists, and those that moved at their new places.
+
+        The lists are changed where they are, after the steps that were queued before.
+        """
+        for event in _joined(events):
+            tag = page_tag(event.key)
+            if tag not in (*self._fixed, self._sealed_tag):
+                continue
+            base, size = 0, 1
+            if tag != self._dense_tag:
+                base, size = self._bases[tag], _layout_of_tag(self._store, tag).page_bytes
+            old, new = event.old, event.new
+            change = ListChange.of(
+                (old - base) // size, None if new is None else (new - base) // size, self._device
+            )
+            lists = self._growing if tag == self._sealed_tag else self._fixed[tag]
+            lists.apply(change)
 
     def commit(self) -> None:
         """Tell the store about the step that was queued."""
