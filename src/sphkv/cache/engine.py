@@ -24,6 +24,7 @@ from sphkv.cache.step import BatchPlaces, StepTokens
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
+from sphkv.errors import BudgetError
 from sphkv.retention.measure import PromptWork
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.store import PageStore
@@ -486,8 +487,16 @@ class CacheEngine:
                 row.finish_pass()
         self._note_peak()
         if self.graph is not None:
+            self._prepare_next()
+
+    def _prepare_next(self) -> None:
+        """Beside the step that was queued, make ready for the one to come."""
+        try:
             self._follow(self._work_ahead)
             self._has_room_ahead = self.graph is not None
+        except BudgetError:
+            # whether the budget holds is told when a step needs it
+            self.end_graph()
 
     def _note_peak(self) -> None:
         """Keep the most bytes of any moment of the pass, and their part of the ceiling."""

@@ -42,9 +42,7 @@ class PageOrder(Protocol):
 class PageCopier(Protocol):
     """Copies bytes between places of a device's memory, many at once."""
 
-    def copy(
-        self, sources: NDArray[np.int64], targets: NDArray[np.int64], num_bytes: int
-    ) -> None:
+    def copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64], num_bytes: int) -> None:
         """Queue copies of ``num_bytes`` each, a multiple of 4.
 
         Args:

@@ -33,9 +33,7 @@ class TritonCopier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def copy(
-        self, sources: NDArray[np.int64], targets: NDArray[np.int64], num_bytes: int
-    ) -> None:
+    def copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64], num_bytes: int) -> None:
         """Queue copies on the current stream; see ``PageCopier.copy``."""
         if num_bytes % _WORD_BYTES:
             raise ValueError(f"num_bytes must be a multiple of {_WORD_BYTES}, got {num_bytes}")
