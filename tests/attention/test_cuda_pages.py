@@ -74,15 +74,13 @@ def change(old, new=None):
 @pytest.mark.parametrize("kind", ["growing", "fixed"])
 def test_lists_follow_pages_that_go_and_move(kind):
     counts = np.array([[[3, 2], [0, 1]], [[0, 1], [0, 2]]])
-    lists = LayerLists(2, 2, 2, 4, "cpu")
-    if kind == "fixed":
-        lists = FixedLists.with_room(counts, more=0, device=torch.device("cpu"))
-    held = [lists.layer(layer) for layer in range(2)]
+    growing = LayerLists(2, 2, 2, 4, "cpu")
+    fixed = FixedLists.with_room(counts, more=0, device=torch.device("cpu"))
     entries = list_entries(torch.arange(10, 19), 16 * torch.arange(9))
-    if kind == "fixed":
-        assert lists.replace(entries, counts)
-    else:
-        lists.fill(entries, counts)
+    growing.fill(entries, counts)
+    assert fixed.replace(entries, counts)
+    lists = growing if kind == "growing" else fixed
+    held = [lists.layer(layer) for layer in range(2)]
     lists.apply(change([5, 11, 13, 18, 40]))
     assert rows(held[0]) == [[10, 12], [14], [], [15]]
     assert rows(held[1]) == [[], [16], [], [17]]

@@ -641,7 +641,7 @@ class RetentionResidency:
         """
         limit = max(limit, self._used())
         # one wait for a device; from here on the host knows what to do
-        told = torch.stack([pages.layer_ids, pages.page_ids, tier_id]).cpu()
+        told = torch.stack([pages.layer_ids, pages.page_ids, tier_id.long()]).cpu()
         layer_ids, tier_id = told[0], told[2]
         held = self._store.hold(told[1])
         # drops first: what is demoted takes new places

@@ -691,7 +691,7 @@ class PageAllocator:
 
     def _addresses(self, page_ids: _Ids) -> _Ids:
         """Addresses of pages ``[pages]``."""
-        slots, index = np.divmod(page_ids, self._stride)
+        slots, index = page_ids // self._stride, page_ids % self._stride
         if slots.size and (slots.max() >= len(self._slabs) or not self._size[slots].all()):
             raise ValueError(f"pages {page_ids.tolist()} are not all there: an id is stale")
         found: _Ids = self._address[slots] + index * self._size[slots]

@@ -216,7 +216,7 @@ class LayerLists:
         self._flatten()
 
     def apply(self, change: ListChange) -> None:
-        """Follow pages that went or moved; lists keep their order and the host waits for nothing."""
+        """Follow pages that went or moved; lists keep their order, and nothing waits."""
         if change.new is not None:
             for entries in (self._entries, self._flat):
                 _renumber(entries, change, _LOWER_HALF)
@@ -306,7 +306,7 @@ class FixedLists:
         return True
 
     def apply(self, change: ListChange) -> None:
-        """Follow pages that went or moved; lists keep their order and the host waits for nothing."""
+        """Follow pages that went or moved; lists keep their order, and nothing waits."""
         if change.new is not None:
             _renumber(self._entries, change, self.mask)
             return
