@@ -386,6 +386,9 @@ class OpenTail:
     def forget_oldest(self, num_tokens: int) -> None:
         """Give up the oldest states and move the rest to the front."""
         left = self.num_tokens - num_tokens
+        if left == 0:
+            self.restart(self.first_position + num_tokens)
+            return
         rest = self.states[:, :, num_tokens : self.num_tokens]
         # a copy inside a buffer must not read what it has written
         self.states[:, :, :left] = rest if left <= num_tokens else rest.clone()
