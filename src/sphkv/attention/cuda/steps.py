@@ -25,7 +25,7 @@ from torch import Tensor
 from sphkv.attention.cuda.decode import CudaDecode
 from sphkv.attention.cuda.dense import MAX_GROUP, DenseDecode, DenseStates
 from sphkv.attention.cuda.geometry import KernelShape, is_served
-from sphkv.attention.cuda.kernel_cache import DecodeKernels
+from sphkv.attention.cuda.kernel_cache import DecodeKernels, DecodeTables
 from sphkv.attention.cuda.pages import (
     HOPPER,
     FixedLists,
@@ -272,13 +272,21 @@ class CapturedSteps:
         kernels: Decode kernels of all layers.
     """
 
-    def __init__(self, store: PageStore, sequences: Sequence[int], *, max_tokens: int) -> None:
+    def __init__(
+        self,
+        store: PageStore,
+        sequences: Sequence[int],
+        *,
+        max_tokens: int,
+        tables: DecodeTables | None = None,
+    ) -> None:
         """Lay out the lists.
 
         Args:
             store: Pages in fragment order, on the GPU.
             sequences: One id per row, for which ``why_not_captured`` finds no reason.
             max_tokens: Tokens a sequence may reach.
+            tables: What kernels look up; tables of their own if None.
         """
         geometry, self._device = store.config.geometry, torch.device(store.config.device)
         self._store, self._sequences = store, list(sequences)
@@ -287,7 +295,7 @@ class CapturedSteps:
         layers, num_rows = range(geometry.num_layers), len(sequences)
         page = self._sealed.page_tokens
         self.max_tokens = max_tokens
-        self.kernels = DecodeKernels(self._device)
+        self.kernels = DecodeKernels(self._device, tables)
         self.kernels.reserve(max_tokens + page, num_rows)
         self.positions = torch.zeros(num_rows, 1, dtype=torch.int64, device=self._device)
         self._positions32 = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
