@@ -19,6 +19,8 @@ the clock stops while they are made) and ``t_capture_s`` (the first steps of ``g
 lists, decode tables, self-test, CUDA graph).
 ``--profile`` prints where the time of a step goes. ``--budget 10%`` measures the controller instead
 of one tier, its refreshes among the steps; its prompt is written with random queries.
+Batches above eight are asked for by ``--batches``: one prompt is written, and every further row has
+copies of its pages, none of them shared.
 """
 
 import argparse
@@ -37,17 +39,20 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from sphkv import SphericalCache
 from sphkv.cache.step import StepTokens
+from sphkv.store.pool import EncodedPages, LayerChange
 
 TIER = "k2v4"
 LLAMA, QWEN, GPT_OSS = SHAPES
 POINTS = {
-    LLAMA: ((8192, 1), (8192, 8), (32768, 1), (32768, 8), (131072, 1), (131072, 8)),
+    LLAMA: ((8192, 1), (8192, 8), (32768, 1), (32768, 8), (131072, 1), (131072, 8), (131072, 64)),
     QWEN: ((32768, 8), (131072, 1)),
     GPT_OSS: ((32768, 8), (131072, 1)),
 }
 # keys per tile, warps, pipeline stages, splits: the winners over longer searches
 DENSE_CONFIGS = ((128, 8, 3, 32), (64, 4, 3, 16), (64, 4, 4, 32), (64, 4, 3, 64))
 DENSE_STEPS, STEPS, WARM_UP = 32, 256, 4
+# batches whose rows are all written as prompts
+MOST_WRITTEN = 8
 # steps of generate before the captured one runs by itself, and of an eager one
 SETTLE, EAGER_STEPS = 6, 8
 SET_UP_TOKENS = 4096
@@ -167,6 +172,37 @@ def fill_cache(cache, states, batch):
     return seconds + timed(engine.finish)[0]
 
 
+def copy_rows(cache, batch):
+    """Make so many rows of the one that a cache holds, each with pages of its own; the seconds."""
+    engine = cache.engine
+
+    def work():
+        engine.select_rows(torch.zeros(batch, dtype=torch.int64))
+        for row in engine.rows[1:]:
+            for layer in range(engine.config.geometry.num_layers):
+                unshare(engine.store, row.sequence, layer)
+
+    seconds, _ = timed(work)
+    store = engine.store
+    for row in engine.rows:
+        owners = store.allocator.refcounts(store.table(row.sequence, 0).all_ids())
+        assert bool((owners == 1).all()), "pages are shared"
+    return seconds
+
+
+def unshare(store, sequence, layer):
+    """Copy the pages of a layer, byte by byte, and give up those that others hold too."""
+    table, pending = store.table(sequence, layer), []
+    for group in store.pages(sequence, layer, device="cpu"):
+        ids, heads = group.flat_ids(), group.head_ids()
+        whole = (slice(0, group.layout.page_bytes),)
+        _, pages = store.allocator._gather(ids, lambda _, whole=whole: whole)
+        key = (group.layout.tier_id, group.layout.position_mode)
+        counts = store.allocator.counts(ids)
+        pending.append(EncodedPages.of(key, heads, counts, pages, len(table.num_pages)))
+    store._pool.commit([LayerChange(table, removed=table.all_ids(), pending=pending)])
+
+
 class StepClock(StoppingCriteria):
     """Notes when every step of ``generate`` ends, and never stops it."""
 
@@ -195,7 +231,8 @@ def generate(model, cache, count, batch):
 def measure_codes(model, cache, states, batch, is_profiled, steps):
     """Decode from codes through ``generate``, as a record."""
     try:
-        seconds = fill_cache(cache, states, batch)
+        seconds = fill_cache(cache, states, batch if batch <= MOST_WRITTEN else 1)
+        copy_s = copy_rows(cache, batch) if batch > MOST_WRITTEN else 0.0
         ledger = cache.ledger()
         each = generate(model, cache, steps + SETTLE, batch)
         if cache.engine.graph is None:
@@ -221,6 +258,7 @@ def measure_codes(model, cache, states, batch, is_profiled, steps):
             "tiers": cache.describe().tiers,
             "tokens_per_s": batch * len(each) / sum(each) * 1e3,
             "t_allocate_write_s": seconds,
+            "t_copy_rows_s": copy_s,
             "t_capture_s": (sum(first) - SETTLE * statistics.median(each)) / 1e3,
             "steps": len(each),
             "kv_bytes": ledger.total,
@@ -229,6 +267,7 @@ def measure_codes(model, cache, states, batch, is_profiled, steps):
         }
     finally:
         cache.reset()
+        cache._captured.forget()
 
 
 def measure_eager(model, states, batch):
@@ -332,11 +371,14 @@ def measure_shape(shape, args):
     for context, wanted in POINTS[shape]:
         if context not in args.contexts or (args.batches and wanted not in args.batches):
             continue
+        if wanted > MOST_WRITTEN and not args.batches:
+            continue
         if context not in prompts:
             prompts[context] = {} if args.no_prefill else measure_prefill(model, cache, context)
             print(f"{time.perf_counter() - began:.0f} s: {context} {prompts[context]}", flush=True)
         states = RandomStates(model.config, context)
-        for batch, has_room in batches_of(states, wanted, not args.no_dense):
+        has_dense = not args.no_dense and wanted <= MOST_WRITTEN
+        for batch, has_room in batches_of(states, wanted, has_dense):
             point = measure_point(model, cache, states, batch, has_room, args)
             print(f"{time.perf_counter() - began:.0f} s: {context} {json.dumps(point)}", flush=True)
             yield {**common, "context": context, **prompts[context], **point}
