@@ -6,9 +6,9 @@ of tails, positions. A step appends the new states to the tails, attends, and ne
 the host. Between steps the host counts along, lengthens the lists of rows that sealed a page, and
 lists anew what a controller demoted or dropped.
 
-A layer is read by one launch for its dense states and one for every tier and position mode of its
-coded pages. Each launch begins as soon as all blocks of the one before it have begun and takes as
-many multiprocessors as its pages are work; what they found is merged at the end.
+A layer is read by one launch for its dense states and one for every tier and position mode that its
+coded pages have. Each launch begins as soon as all blocks of the one before it have begun and
+takes as many multiprocessors as its pages are work; what they found is merged at the end.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -50,6 +51,8 @@ from sphkv.store.sequence import OpenTail, PointerTable, page_tag, pool_of_tag
 from sphkv.store.store import PageStore
 
 _Integers = NDArray[np.int64]
+# Stores whose pages came to be of kinds that captured steps did not read: they may do so again.
+_CHANGING: WeakSet[PageStore] = WeakSet()
 DENSE_PROCESSORS = 4
 """Multiprocessors left to the dense states of a layer."""
 
@@ -326,8 +329,9 @@ class CapturedSteps:
         """Empty lists of every kind of page that is there or may come, with room."""
         store, tiers = self._store, self._store.config.tiers
         tags = {*found, self._sealed_tag, self._dense_tag}
-        if any(pool_of_tag(tag)[1] is PositionMode.RUNS for tag in tags):
-            # a controller has decided, and may demote to any tier
+        self._is_changing = store in _CHANGING
+        if self._is_changing:
+            # a controller demotes, and may do so to any tier
             coded = [tier_id for tier_id, tier in enumerate(tiers) if tier.is_coded]
             every = [page_tag((tier_id, PositionMode.RUNS)) for tier_id in coded]
             tags |= {tag for tag in every if is_served(_layout_of_tag(store, tag))}
@@ -343,6 +347,12 @@ class CapturedSteps:
         self._growing = LayerLists(layers, heads, num_rows, most, self._device)
         no_pages = np.zeros((layers, heads, num_rows), dtype=np.int64)
         held = sum((pages.counts for pages in found.values()), no_pages).sum((1, 2)).max()
+        # layers in which pages of a kind are read; without a controller that demotes, none come
+        self._is_read = {
+            tag: (found[tag].counts if tag in found else no_pages).any((1, 2))
+            | (self._is_changing or tag in (self._sealed_tag, self._dense_tag))
+            for tag in tags
+        }
         self._fixed = {
             tag: FixedLists.with_room(
                 found[tag].counts if tag in found else no_pages,
@@ -360,6 +370,10 @@ class CapturedSteps:
     def _fill(self, found: dict[int, _FoundPages]) -> bool:
         """Write all lists in place; False if pages are of a kind or number without room."""
         if not set(found) <= {*self._fixed, self._sealed_tag}:
+            return False
+        if any(
+            (pages.counts.any((1, 2)) & ~self._is_read[tag]).any() for tag, pages in found.items()
+        ):
             return False
         store, allocator = self._store, self._store.allocator
         layers, _, rows = next(iter(self._fixed.values())).shape
@@ -400,7 +414,11 @@ class CapturedSteps:
             for tag in self._bases
         ]
         self.kernels.compile(codec, kinds)
-        return [self._plan_layer(layer, sorted(self._bases), found) for layer in layers]
+        every = sorted(self._bases)
+        return [
+            self._plan_layer(layer, [tag for tag in every if self._is_read[tag][layer]], found)
+            for layer in layers
+        ]
 
     def _plan_layer(
         self, layer: int, tags: Sequence[int], found: dict[int, _FoundPages]
@@ -538,6 +556,7 @@ class CapturedSteps:
             if has_sealed:
                 self._list_newest(np.array(before))
         elif not self._fill(_find_pages(self._tables)):
+            _CHANGING.add(self._store)
             return False
         self._version = self._table_version()
         if has_sealed:
