@@ -193,8 +193,9 @@ class PageAllocator:
         self._copier = copier
         self._slabs: list[Slab | None] = []
         self._empty_slots: list[int] = []
-        # by slot: address and size of pages, and how many are free
-        self._address = self._size = self._free_at = np.zeros(0, dtype=np.int64)
+        # by slot: address and bytes of pages, how many there are, and how many are free
+        self._address = self._size = np.zeros(0, dtype=np.int64)
+        self._pages_at = self._free_at = np.zeros(0, dtype=np.int64)
         self._pools: dict[PoolKey, dict[int, None]] = {}
         self._journals: WeakSet[PageJournal] = WeakSet()
         # free pages and all pages of each pool
@@ -335,13 +336,13 @@ class PageAllocator:
             self._slabs.append(slab)
         if slot >= len(self._address):
             room = max(64, 2 * len(self._address))
-            self._address, self._size, self._free_at = (
+            self._address, self._size, self._pages_at, self._free_at = (
                 np.concatenate([old, np.zeros(room - len(old), dtype=np.int64)])
-                for old in (self._address, self._size, self._free_at)
+                for old in (self._address, self._size, self._pages_at, self._free_at)
             )
         self._address[slot] = slab.data.data_ptr()
         self._size[slot] = slab.data.shape[1]
-        self._free_at[slot] = slab.num_free
+        self._pages_at[slot], self._free_at[slot] = slab.num_pages, slab.num_free
         return slot
 
     def _add_free(self, slot: int, num_pages: int) -> None:
@@ -527,7 +528,7 @@ class PageAllocator:
         """Slabs whose pages the others of a pool can take, the emptiest first."""
         free = self._totals[key][0]
         slots = np.fromiter(self._pools[key], dtype=np.int64)
-        pages = np.array([self._slab(slot).num_pages for slot in slots.tolist()])
+        pages = self._pages_at[slots]
         if not len(slots) or free < pages.min():
             return []
         used = pages - self._free_at[slots]

@@ -18,6 +18,7 @@ from sphkv.store.layout import PageFrames, PageLayout, PageView
 from sphkv.store.paging import PositionMode, live_mask
 from sphkv.store.pool import PagePool
 from sphkv.store.sequence import PointerTable, pool_of_tag, tier_ids_of
+from sphkv.store.upload import upload
 
 # Pages copied at once while they are read: bounds what a first look at a long prompt takes.
 _READ_PAGES = 4096
@@ -80,10 +81,7 @@ def list_on_device(pool: PagePool, tables: Sequence[PointerTable]) -> PageList:
     kinds = np.unique(tags)
     places = [np.flatnonzero(tags == tag) for tag in kinds]
     every = np.concatenate([page_ids, tags, per_head.numpy().ravel(), *places])
-    told = torch.from_numpy(every)
-    if pool.device.type == "cuda":
-        # a copy from pinned memory waits for nothing
-        told = told.pin_memory().to(pool.device, non_blocking=True)
+    told = upload(every, pool.device)
     sizes = [len(page_ids), len(tags), per_head.numel(), *map(len, places)]
     ids, all_tags, counts_of, *rows = told.split(sizes)
     most = max(tier.page_tokens for tier in pool.config.tiers) // RUN_TOKENS

@@ -134,7 +134,7 @@ class PointerTable:
 
     def check_holds(self, page_ids: Tensor) -> None:
         """Raise unless all pages ``[pages]``, each named once, are in the table."""
-        if int(self._holds(page_ids).sum()) != len(page_ids):
+        if len(page_ids) and int(self._is_among(page_ids).sum()) != len(page_ids):
             raise ValueError(f"pages {page_ids.tolist()} are not all of this layer")
 
     def extend(
@@ -183,18 +183,26 @@ class PointerTable:
         """Forget pages, moving the rest to the left."""
         if page_ids.numel() == 0:
             return
-        keep = self.used() & ~self._holds(page_ids)
+        ids, tags, _ = self._arrays
+        keep = (ids != UNUSED) & ~self._is_among(page_ids)
         if self._marks is not None:
             is_marked = np.arange(self.capacity) < self._marks[:, None]
-            self._marks = (keep.numpy() & is_marked).sum(axis=1, dtype=np.int64)
-        order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)
-        kept = keep.gather(1, order)
-        self._hold(
-            self.page_ids.gather(1, order).masked_fill_(~kept, UNUSED).numpy(),
-            self.tags.gather(1, order).masked_fill_(~kept, UNUSED).numpy(),
-            keep.sum(dim=1).numpy(),
-        )
+            self._marks = (keep & is_marked).sum(axis=1, dtype=np.int64)
+        ends = keep.cumsum(axis=1)
+        head, column = keep.nonzero()
+        to = (head, ends[head, column] - 1)
+        kept_ids, kept_tags = (np.full(old.shape, UNUSED, dtype=old.dtype) for old in (ids, tags))
+        kept_ids[to], kept_tags[to] = ids[head, column], tags[head, column]
+        num_pages = ends[:, -1] if self.capacity else np.zeros(len(ids))
+        self._hold(kept_ids, kept_tags, num_pages.astype(np.int64))
         self.version += 1
+
+    def _is_among(self, page_ids: Tensor) -> NDArray[np.bool_]:
+        """``[heads, capacity]``: whether an entry is one of some pages, one at least."""
+        wanted = np.sort(page_ids.cpu().numpy())
+        at = np.searchsorted(wanted, self._arrays[0])
+        found: NDArray[np.bool_] = wanted[np.minimum(at, len(wanted) - 1)] == self._arrays[0]
+        return found
 
     def find(self, page_ids: Tensor) -> tuple[Tensor, Tensor]:
         """KV head and tag of each page.

@@ -514,14 +514,16 @@ class PageStore:
         Raises:
             ValueError: A page is not of its layer.
         """
-        state = self._get(sequence)
-        changes = [
-            plan_drop(
-                self._pool, state.tables[layer], page_ids[layer_ids == layer], is_checked=True
-            )
+        tables = self._get(sequence).tables
+        parts = [
+            (tables[layer], page_ids[layer_ids == layer])
             for layer in sorted(set(layer_ids.tolist()))
         ]
-        self._pool.commit(changes)
+        for table, ids in parts:
+            table.check_holds(ids)
+        for table, ids in parts:
+            self._pool.meter.add(-self.allocator.free(ids))
+            table.remove(ids)
 
     def crop(self, sequence: int, num_tokens: int) -> None:
         """Forget all states at positions from ``num_tokens`` on, protected ones too.

@@ -33,6 +33,7 @@ from sphkv.store.allocator import PageAllocator
 from sphkv.store.layout import PageLayout, PageView, first_positions
 from sphkv.store.order import PageCopier
 from sphkv.store.paging import PageRows, PositionMode
+from sphkv.store.upload import upload
 
 if TYPE_CHECKING:
     from sphkv.attention.cuda.encode import CudaEncoder
@@ -127,10 +128,8 @@ class ListChange:
     @classmethod
     def of(cls, old: _Integers, new: _Integers | None, device: torch.device) -> ListChange:
         """A change that was told on the host, which does not wait for the device."""
-        told = torch.from_numpy(old[None] if new is None else np.stack([old, new]))
-        if device.type == "cuda":
-            told = told.pin_memory().to(device, non_blocking=True)
-        return cls(told[0], None if new is None else told[1])
+        told = upload(old if new is None else np.concatenate([old, new]), device)
+        return cls(told[: len(old)], None if new is None else told[len(old) :])
 
     def find(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Where each of ``numbers`` is among ``old``, and whether it is."""

@@ -9,11 +9,16 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from sphkv.store.upload import upload
+
 _WORD_BYTES = 4
 _BLOCK_WORDS = 1024
 
 
-@triton.jit
+# one build for all sizes: what differs is as fast
+@triton.jit(
+    do_not_specialize=["words"], do_not_specialize_on_alignment=["source_ptr", "target_ptr"]
+)
 def _copy_kernel(source_ptr, target_ptr, words, BLOCK: tl.constexpr):
     """One program per copy and block: addresses ``[copies]`` i64 of rows of ``words`` words."""
     row = tl.program_id(0)
@@ -39,10 +44,7 @@ class TritonCopier:
             raise ValueError(f"num_bytes must be a multiple of {_WORD_BYTES}, got {num_bytes}")
         if not len(sources) or not num_bytes:
             return
-        places = torch.from_numpy(np.stack([sources, targets]))
-        if self._device.type == "cuda":
-            # a copy from pinned memory waits for nothing
-            places = places.pin_memory().to(self._device, non_blocking=True)
+        places = upload(np.concatenate([sources, targets]), self._device).view(2, -1)
         words = num_bytes // _WORD_BYTES
         block = min(_BLOCK_WORDS, triton.next_power_of_2(words))
         grid = (len(sources), triton.cdiv(words, block))
