@@ -253,11 +253,12 @@ class CacheEngine:
         if min(rooms) == 0:
             return self._seal_rows(is_ahead=True)
         done, wanted = 0, 1
-        for row, room in zip(self.rows, rooms, strict=True):
-            while done < wanted and (left := row.residency.work_ahead()):
+        # whose tail is full first comes first
+        for at in sorted(range(len(rooms)), key=rooms.__getitem__):
+            while done < wanted and (left := self.rows[at].residency.work_ahead()):
                 done += 1
                 # as many in all rows as in this one
-                wanted = max(wanted, -(-left * len(self.rows) // room))
+                wanted = max(wanted, -(-left * len(self.rows) // rooms[at]))
         return sum(row.residency.num_changes for row in self.rows) == before
 
     def begin_graph(self, *, max_tokens: int) -> bool:

@@ -213,7 +213,7 @@ class RetentionResidency:
 
     def _write(self, tokens: int) -> None:
         """Decide about all layers and store them; the newest run opens the tail."""
-        paged = max(0, tokens // RUN_TOKENS - 1) * RUN_TOKENS
+        paged = self._paged_tokens(tokens)
         is_measured = bool(self._layer_notes)
         contract = self._decide(tokens, paged) if is_measured else self._keep_short(tokens)
         self._is_decided = True
@@ -240,6 +240,18 @@ class RetentionResidency:
             self._keep_notes(RunNotes.unmeasured(heads, self._plan.tiers))
         self._store.compact()
 
+    def _paged_tokens(self, tokens: int) -> int:
+        """Tokens of a prompt that are stored in pages; the others open the tail.
+
+        Rows of a GPU begin with tails of different lengths, so that they seal beside different
+        steps: a tail takes the same bytes whatever is in it.
+        """
+        runs = max(0, tokens // RUN_TOKENS - 1)
+        if self._store.allocator.has_copier and self._layer_notes:
+            spread = self._plan.spec.page_tokens // RUN_TOKENS - 1
+            runs = max(_LEAST_RUNS, runs - self._sequence % max(1, spread))
+        return runs * RUN_TOKENS
+
     def _decide(self, tokens: int, paged: int) -> WriteContract:
         """The contract of a measured prompt, with room left for the first pages to seal."""
         limit = self._limit(tokens) - self._seal_bytes()
@@ -251,6 +263,7 @@ class RetentionResidency:
         contract = self._controller.decide(limit, exact_bytes)
         runs = contract.tier_id[..., :paged].unflatten(-1, (-1, RUN_TOKENS))
         joined = RunNotes.join(self._layer_notes)
+        joined.crop(paged)
         self.drift = self._drift_of(joined, runs.amin(-1), tokens)
         self._keep_notes(joined)
         return self._with_windows(contract)
