@@ -19,8 +19,9 @@ the clock stops while they are made) and ``t_capture_s`` (the first steps of ``g
 lists, decode tables, self-test, CUDA graph).
 ``--profile`` prints where the time of a step goes. ``--budget 10%`` measures the controller instead
 of one tier, its refreshes among the steps; its prompt is written with random queries.
-Batches above eight are asked for by ``--batches``: one prompt is written, and every further row has
-copies of its pages, none of them shared.
+Batches above eight are asked for by ``--points``: seven prompts are written, and every further row
+has copies of the pages of one of them; no page is shared. ``host_ms`` passes between the end of a
+step and the launch of the next: ``generate`` and ours.
 """
 
 import argparse
@@ -44,15 +45,21 @@ from sphkv.store.pool import EncodedPages, LayerChange
 TIER = "k2v4"
 LLAMA, QWEN, GPT_OSS = SHAPES
 POINTS = {
-    LLAMA: ((8192, 1), (8192, 8), (32768, 1), (32768, 8), (131072, 1), (131072, 8), (131072, 64)),
+    LLAMA: ((8192, 1), (8192, 8), (32768, 1), (32768, 8), (131072, 1), (131072, 8)),
     QWEN: ((32768, 8), (131072, 1)),
     GPT_OSS: ((32768, 8), (131072, 1)),
 }
 # keys per tile, warps, pipeline stages, splits: the winners over longer searches
 DENSE_CONFIGS = ((128, 8, 3, 32), (64, 4, 3, 16), (64, 4, 4, 32), (64, 4, 3, 64))
 DENSE_STEPS, STEPS, WARM_UP = 32, 256, 4
-# batches whose rows are all written as prompts
-MOST_WRITTEN = 8
+# what wins of them at some points, for those who have no time to search
+DENSE_WINNERS = {
+    (32768, 8): (64, 4, 4, 32),
+    (131072, 1): (128, 8, 3, 32),
+    (131072, 7): (64, 4, 3, 64),
+}
+# largest batch whose rows are all written as prompts, and prompts that are written of larger ones
+MOST_WRITTEN, WRITTEN = 8, 7
 # steps of generate before the captured one runs by itself, and of an eager one
 SETTLE, EAGER_STEPS = 6, 8
 SET_UP_TOKENS = 4096
@@ -128,11 +135,12 @@ def step_times(step, count):
     return each, total
 
 
-def measure_dense(model, states, batch, is_profiled):
+def measure_dense(model, states, batch, is_profiled, is_quick=False):
     """Best configuration of the dense kernel, as a record."""
     best = None
     decoder = DenseDecoder(model, states, batch)
-    for config in DENSE_CONFIGS:
+    known = DENSE_WINNERS.get((states.context, batch)) if is_quick else None
+    for config in DENSE_CONFIGS if known is None else (known,):
         decoder.capture(config)
         each, _ = step_times(decoder.graph.replay, 8)
         if best is None or statistics.median(each) < best[0]:
@@ -173,12 +181,13 @@ def fill_cache(cache, states, batch):
 
 
 def copy_rows(cache, batch):
-    """Make so many rows of the one that a cache holds, each with pages of its own; the seconds."""
+    """Make so many rows of those that a cache holds, each with pages of its own; the seconds."""
     engine = cache.engine
 
     def work():
-        engine.select_rows(torch.zeros(batch, dtype=torch.int64))
-        for row in engine.rows[1:]:
+        held = len(engine.rows)
+        engine.select_rows(torch.arange(batch) % held)
+        for row in engine.rows[held:]:
             for layer in range(engine.config.geometry.num_layers):
                 unshare(engine.store, row.sequence, layer)
 
@@ -216,25 +225,42 @@ class StepClock(StoppingCriteria):
 
 
 def generate(model, cache, count, batch):
-    """Milliseconds of every step of ``generate`` behind a filled cache, the first ones included."""
+    """Milliseconds of every step of ``generate`` behind a filled cache, the first ones included.
+
+    Also those between the end of a step and the launch of the next one that is replayed.
+    """
     context = cache.get_seq_length()
     tokens = torch.randint(1, model.config.vocab_size, (batch, context + 1), device="cuda")
-    clock = StepClock()
+    # random weights mean nothing by the end of a text, and looking for it takes time
+    model.generation_config.eos_token_id = None
+    clock, waits, replay = StepClock(), [], torch.cuda.CUDAGraph.replay
+
+    def noted(graph):
+        if clock.ends:
+            waits.append(1e3 * (time.perf_counter() - clock.ends[-1]))
+        replay(graph)
+
+    torch.cuda.CUDAGraph.replay = noted
     began = time.perf_counter()
-    model.generate(
-        tokens, past_key_values=cache, do_sample=False, max_new_tokens=count,
-        min_new_tokens=count, stopping_criteria=StoppingCriteriaList([clock]), pad_token_id=0,
-    )  # fmt: skip
-    return [1e3 * (b - a) for a, b in pairwise([began, *clock.ends])]
+    try:
+        model.generate(
+            tokens, past_key_values=cache, do_sample=False, max_new_tokens=count,
+            stopping_criteria=StoppingCriteriaList([clock]), pad_token_id=0,
+        )  # fmt: skip
+    finally:
+        torch.cuda.CUDAGraph.replay = replay
+    if len(clock.ends) != count:
+        raise RuntimeError(f"generate made {len(clock.ends)} tokens instead of {count}")
+    return [1e3 * (b - a) for a, b in pairwise([began, *clock.ends])], waits
 
 
 def measure_codes(model, cache, states, batch, is_profiled, steps):
     """Decode from codes through ``generate``, as a record."""
     try:
-        seconds = fill_cache(cache, states, batch if batch <= MOST_WRITTEN else 1)
+        seconds = fill_cache(cache, states, batch if batch <= MOST_WRITTEN else WRITTEN)
         copy_s = copy_rows(cache, batch) if batch > MOST_WRITTEN else 0.0
         ledger = cache.ledger()
-        each = generate(model, cache, steps + SETTLE, batch)
+        each, waits = generate(model, cache, steps + SETTLE, batch)
         if cache.engine.graph is None:
             raise RuntimeError("the steps of generate were not captured")
         if is_profiled:
@@ -248,6 +274,7 @@ def measure_codes(model, cache, states, batch, is_profiled, steps):
             "step_ms": statistics.median(each),
             "p95_step_ms": sorted(each)[int(0.95 * len(each))],
             "slowest_step_ms": max(each),
+            "host_ms": statistics.median(waits),
             "slow_steps": [
                 (at, each[at]) for at in sorted(range(len(each)), key=lambda at: -each[at])[:20]
             ],
@@ -276,7 +303,7 @@ def measure_eager(model, states, batch):
     for layer in range(states.layers):
         keys, values = (part.expand(batch, -1, -1, -1) for part in states.layer(layer))
         dense.update(keys.to(model.dtype), values.to(model.dtype), layer)
-    return statistics.median(generate(model, dense, EAGER_STEPS, batch)[2:])
+    return statistics.median(generate(model, dense, EAGER_STEPS, batch)[0][2:])
 
 
 def calibrated_cache(model, budget):
@@ -341,7 +368,7 @@ def measure_point(model, cache, states, batch, has_room, args):
     """Both sides of one batch, as a record."""
     dense = {"error": "not run" if args.no_dense else "does not fit in memory"}
     if has_room:
-        dense = try_to(lambda: measure_dense(model, states, batch, args.profile))
+        dense = try_to(lambda: measure_dense(model, states, batch, args.profile, args.quick_dense))
     ours = try_to(lambda: measure_codes(model, cache, states, batch, args.profile, args.steps))
     record = {"batch": batch, "dense": dense, "codes": ours}
     if has_room and args.eager:
@@ -368,10 +395,8 @@ def measure_shape(shape, args):
         "t_set_up_s": first_s - later_s,
     }
     prompts = {}
-    for context, wanted in POINTS[shape]:
-        if context not in args.contexts or (args.batches and wanted not in args.batches):
-            continue
-        if wanted > MOST_WRITTEN and not args.batches:
+    for context, wanted in args.points or POINTS[shape]:
+        if not args.points and context not in args.contexts:
             continue
         if context not in prompts:
             prompts[context] = {} if args.no_prefill else measure_prefill(model, cache, context)
@@ -398,7 +423,11 @@ def main():
     parser.add_argument("--no-prefill", action="store_true", help="do not time the prompt")
     parser.add_argument("--budget", help="let the controller decide under this budget")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--batches", type=int, nargs="*", help="only points of these batches")
+    parser.add_argument(
+        "--points", nargs="*", help="tokens x sequences, as 32768x8, instead of the usual ones",
+        type=lambda text: tuple(map(int, text.split("x"))),
+    )  # fmt: skip
+    parser.add_argument("--quick-dense", action="store_true", help="known best kernels only")
     args = parser.parse_args()
     records = []
     for shape in args.shapes:

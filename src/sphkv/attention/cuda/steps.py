@@ -323,7 +323,18 @@ class CapturedSteps:
         )
         self._version = self._table_version()
         self._journal = store.allocator.journal()
+        self._load_changes()
         self.recount()
+
+    def _load_changes(self) -> None:
+        """Change every list by nothing once: the first use of an operation waits for its code."""
+        nobody = np.array([-1])
+        for lists in (self._growing, *self._fixed.values()):
+            for new in (None, nobody):
+                lists.apply(ListChange.of(nobody, new, self._device))
+        layers, heads = len(self._tables), self._store.config.geometry.num_kv_heads
+        nothing = torch.zeros(layers, heads, len(self._sequences), dtype=torch.int64)
+        self._growing.append(nothing, torch.zeros(len(self._sequences), dtype=torch.bool))
 
     def _make_lists(self, found: dict[int, _FoundPages]) -> None:
         """Empty lists of every kind of page that is there or may come, with room."""
