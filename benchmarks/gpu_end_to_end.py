@@ -19,9 +19,9 @@ the clock stops while they are made) and ``t_capture_s`` (the first steps of ``g
 lists, decode tables, self-test, CUDA graph).
 ``--profile`` prints where the time of a step goes. ``--budget 10%`` measures the controller instead
 of one tier, its refreshes among the steps; its prompt is written with random queries.
-Batches above eight are asked for by ``--points``: seven prompts are written, and every further row
-has copies of the pages of one of them; no page is shared. ``host_ms`` passes between the end of a
-step and the launch of the next: ``generate`` and ours.
+``--copies 131072x64`` goes on with a batch in which every row beyond those written has copies of the
+pages of one of them; no page is shared. ``host_ms`` passes between the end of a step and the launch
+of the next: ``generate`` and ours.
 """
 
 import argparse
@@ -58,8 +58,8 @@ DENSE_WINNERS = {
     (131072, 1): (128, 8, 3, 32),
     (131072, 7): (64, 4, 3, 64),
 }
-# largest batch whose rows are all written as prompts, and prompts that are written of larger ones
-MOST_WRITTEN, WRITTEN = 8, 7
+# steps of a batch of copied rows
+COPIED_STEPS = 256
 # steps of generate before the captured one runs by itself, and of an eager one
 SETTLE, EAGER_STEPS = 6, 8
 SET_UP_TOKENS = 4096
@@ -254,47 +254,61 @@ def generate(model, cache, count, batch):
     return [1e3 * (b - a) for a, b in pairwise([began, *clock.ends])], waits
 
 
-def measure_codes(model, cache, states, batch, is_profiled, steps):
+def measure_steps(model, cache, batch, steps):
+    """Steps of ``generate`` behind a filled cache, as a record."""
+    ledger, tokens = cache.ledger(), sum(cache.engine.num_tokens)
+    each, waits = generate(model, cache, steps + SETTLE, batch)
+    if cache.engine.graph is None:
+        raise RuntimeError("the steps of generate were not captured")
+    first, each = each[:SETTLE], each[SETTLE:]
+    geometry = cache.config.geometry
+    slowest = sorted(range(len(each)), key=lambda at: -each[at])[:20]
+    return {
+        "batch": batch,
+        "step_ms": statistics.median(each),
+        "p95_step_ms": sorted(each)[int(0.95 * len(each))],
+        "slowest_step_ms": max(each),
+        "host_ms": statistics.median(waits),
+        "slow_steps": [(at, each[at]) for at in slowest],
+        "peak_share": cache.engine.peak_share,
+        "refreshes": sum(getattr(row.residency, "num_rebalances", 0) for row in cache.engine.rows),
+        "tiers": cache.describe().tiers,
+        "tokens_per_s": batch * len(each) / sum(each) * 1e3,
+        "t_capture_s": (sum(first) - SETTLE * statistics.median(each)) / 1e3,
+        "steps": len(each),
+        "kv_bytes": ledger.total,
+        "table_bytes": ledger.tables,
+        "bytes_per_state": ledger.total / (tokens * geometry.num_layers * geometry.num_kv_heads),
+    }
+
+
+def measure_codes(model, cache, states, batch, args):
     """Decode from codes through ``generate``, as a record."""
     try:
-        seconds = fill_cache(cache, states, batch if batch <= MOST_WRITTEN else WRITTEN)
-        copy_s = copy_rows(cache, batch) if batch > MOST_WRITTEN else 0.0
-        ledger = cache.ledger()
-        each, waits = generate(model, cache, steps + SETTLE, batch)
-        if cache.engine.graph is None:
-            raise RuntimeError("the steps of generate were not captured")
-        if is_profiled:
+        seconds = fill_cache(cache, states, batch)
+        store = cache.engine.store
+        looks = [timed(lambda: store.page_list(0))[0] for _ in range(4)] if args.budget else [0.0]
+        record = measure_steps(model, cache, batch, args.steps)
+        record |= {"t_allocate_write_s": seconds, "t_list_pages_s": min(looks)}
+        if args.profile:
             # two steps of a call come before the first that is replayed
             few, many = 4, 12
             print_profile("few", lambda: generate(model, cache, few, batch), count=1)
             print_profile("many", lambda: generate(model, cache, many, batch), count=1)
-        first, each = each[:SETTLE], each[SETTLE:]
-        num_states = batch * states.context * states.layers * states.heads
-        return {
-            "step_ms": statistics.median(each),
-            "p95_step_ms": sorted(each)[int(0.95 * len(each))],
-            "slowest_step_ms": max(each),
-            "host_ms": statistics.median(waits),
-            "slow_steps": [
-                (at, each[at]) for at in sorted(range(len(each)), key=lambda at: -each[at])[:20]
-            ],
-            "peak_share": cache.engine.peak_share,
-            "refreshes": sum(
-                getattr(row.residency, "num_rebalances", 0) for row in cache.engine.rows
-            ),
-            "tiers": cache.describe().tiers,
-            "tokens_per_s": batch * len(each) / sum(each) * 1e3,
-            "t_allocate_write_s": seconds,
-            "t_copy_rows_s": copy_s,
-            "t_capture_s": (sum(first) - SETTLE * statistics.median(each)) / 1e3,
-            "steps": len(each),
-            "kv_bytes": ledger.total,
-            "table_bytes": ledger.tables,
-            "bytes_per_state": ledger.total / num_states,
-        }
+        if args.copies and states.context == args.copies[0]:
+            print(json.dumps(record), flush=True)
+            record["copies"] = try_to(lambda: measure_copies(model, cache, args.copies[1]))
+        return record
     finally:
         cache.reset()
         cache._captured.forget()
+
+
+def measure_copies(model, cache, batch):
+    """Steps of a batch that is made of the rows of a cache, as a record."""
+    seconds = copy_rows(cache, batch)
+    print(f"{batch} rows after {seconds:.1f} s", flush=True)
+    return {**measure_steps(model, cache, batch, COPIED_STEPS), "t_copy_rows_s": seconds}
 
 
 def measure_eager(model, states, batch):
@@ -369,7 +383,7 @@ def measure_point(model, cache, states, batch, has_room, args):
     dense = {"error": "not run" if args.no_dense else "does not fit in memory"}
     if has_room:
         dense = try_to(lambda: measure_dense(model, states, batch, args.profile, args.quick_dense))
-    ours = try_to(lambda: measure_codes(model, cache, states, batch, args.profile, args.steps))
+    ours = try_to(lambda: measure_codes(model, cache, states, batch, args))
     record = {"batch": batch, "dense": dense, "codes": ours}
     if has_room and args.eager:
         record["eager_ms"] = try_to(lambda: measure_eager(model, states, batch))
@@ -402,12 +416,16 @@ def measure_shape(shape, args):
             prompts[context] = {} if args.no_prefill else measure_prefill(model, cache, context)
             print(f"{time.perf_counter() - began:.0f} s: {context} {prompts[context]}", flush=True)
         states = RandomStates(model.config, context)
-        has_dense = not args.no_dense and wanted <= MOST_WRITTEN
-        for batch, has_room in batches_of(states, wanted, has_dense):
+        for batch, has_room in batches_of(states, wanted, not args.no_dense):
             point = measure_point(model, cache, states, batch, has_room, args)
             print(f"{time.perf_counter() - began:.0f} s: {context} {json.dumps(point)}", flush=True)
             yield {**common, "context": context, **prompts[context], **point}
     cache.detach()
+
+
+def read_point(text):
+    """Tokens and sequences of a text such as ``32768x8``."""
+    return tuple(map(int, text.split("x")))
 
 
 def main():
@@ -424,9 +442,9 @@ def main():
     parser.add_argument("--budget", help="let the controller decide under this budget")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument(
-        "--points", nargs="*", help="tokens x sequences, as 32768x8, instead of the usual ones",
-        type=lambda text: tuple(map(int, text.split("x"))),
-    )  # fmt: skip
+        "--points", type=read_point, nargs="*", help="tokens x sequences instead of the usual ones"
+    )
+    parser.add_argument("--copies", type=read_point, help="tokens x sequences of a larger batch")
     parser.add_argument("--quick-dense", action="store_true", help="known best kernels only")
     args = parser.parse_args()
     records = []

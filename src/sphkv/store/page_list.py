@@ -62,6 +62,9 @@ class PageList:
 
     def select(self, index: Tensor) -> "PageList":
         """The pages that a mask or an index names."""
+        if index.dtype == torch.bool:
+            # asked once, where a device must be waited for
+            index = index.nonzero()[:, 0]
         return PageList(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
