@@ -19,7 +19,7 @@ the clock stops while they are made) and ``t_capture_s`` (the first steps of ``g
 lists, decode tables, self-test, CUDA graph).
 ``--profile`` prints where the time of a step goes. ``--budget 10%`` measures the controller instead
 of one tier, its refreshes among the steps; its prompt is written with random queries.
-``--copies 131072x64`` goes on with a batch in which every row beyond those written has copies of the
+``--copies 131072x64`` goes on with a batch in which each row beyond those written has copies of the
 pages of one of them; no page is shared. ``host_ms`` passes between the end of a step and the launch
 of the next: ``generate`` and ours.
 """
@@ -295,7 +295,7 @@ def measure_codes(model, cache, states, batch, args):
             few, many = 4, 12
             print_profile("few", lambda: generate(model, cache, few, batch), count=1)
             print_profile("many", lambda: generate(model, cache, many, batch), count=1)
-        if args.copies and states.context == args.copies[0]:
+        if args.copies and batch > 1 and states.context == args.copies[0]:
             print(json.dumps(record), flush=True)
             record["copies"] = try_to(lambda: measure_copies(model, cache, args.copies[1]))
         return record
