@@ -380,13 +380,14 @@ class CapturedSteps:
         """Rises with every change of a pointer table."""
         return sum(table.version for tables in self._tables for table in tables)
 
+    def _is_expected(self, tag: int, pages: _FoundPages) -> bool:
+        """Whether pages of a kind are read in every layer that has some."""
+        return tag in self._is_read and not pages.counts[~self._is_read[tag]].any()
+
     def _fill(self, found: dict[int, _FoundPages]) -> bool:
         """Write all lists in place; False if pages are of a kind or number without room."""
-        if not set(found) <= {*self._fixed, self._sealed_tag}:
+        if not all(self._is_expected(tag, pages) for tag, pages in found.items()):
             return False
-        for tag, pages in found.items():
-            if pages.counts[~self._is_read[tag]].any():
-                return False
         store, allocator = self._store, self._store.allocator
         layers, _, rows = next(iter(self._fixed.values())).shape
         heads = store.config.geometry.num_kv_heads
