@@ -401,14 +401,12 @@ class RetentionResidency:
     def _used(self) -> int:
         """Bytes that count against the ceiling; a shared page counts for each that holds it.
 
-        Slack of the store is shared by its sequences. What others do may leave a slab of every
-        pool with free pages, so that much is taken for slack where there are others.
+        So does a free page; what all slabs lose to alignment is shared by the sequences.
         """
-        store, num = self._store, len(self._store.sequences)
-        slack = store.slack_bytes
-        if num > 1:
-            slack += store.allocator.rest_bytes
-        return store.sequence_bytes(self._sequence) + -(-slack // num) + self.num_bytes
+        store, others = self._store, len(self._store.sequences) - 1
+        spare = store.allocator.alignment_bytes
+        slack = store.slack_bytes - spare * others // (others + 1)
+        return store.sequence_bytes(self._sequence) + slack + self.num_bytes
 
     @property
     def num_changes(self) -> int:
@@ -660,15 +658,13 @@ class RetentionResidency:
         # drops first: what is demoted takes new places
         gone = (tier_id == self._plan.tiers.drop_id).nonzero()[:, 0]
         parts = [gone] if is_at_once else _split_layers(gone, layer_ids)
-        for left, part in zip(range(len(parts), 0, -1), parts, strict=True):
-            if not is_at_once:
-                yield left + 1
-            if len(part):
-                ids = held.page_ids[part]
-                self._store.drop_listed(self._sequence, layer_ids[part], ids)
         moves = None if is_at_once else _MOVES_AT_ONCE
-        while len(gone) and self._store.compact(moves) is not None:
-            yield 1
+        for left, part in zip(range(len(parts), 0, -1), parts, strict=True):
+            yield left
+            if len(part):
+                self._store.drop_listed(self._sequence, layer_ids[part], held.page_ids[part])
+                # places that stay free count for other sequences too
+                self._store.compact(moves)
         spare = self._store.config.max_slab_pages - 1
         for tier in sorted(set(tier_id[tier_id > self._plan.tiers.drop_id].tolist())):
             self._num_demotions += 1

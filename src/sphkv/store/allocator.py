@@ -479,17 +479,19 @@ class PageAllocator:
     @property
     def slack_bytes(self) -> int:
         """Bytes of free pages with their counts, and of what slabs lose to alignment."""
-        slack = 0
-        for key, (num_free, _) in self._totals.items():
-            layout = self._layout_of(key)
-            slack += num_free * held_page_bytes(layout)
-            slack += len(self._pools.get(key, ())) * _spare_bytes(self._alignment(layout))
-        return slack
+        free = sum(
+            num_free * held_page_bytes(self._layout_of(key))
+            for key, (num_free, _) in self._totals.items()
+        )
+        return free + self.alignment_bytes
 
     @property
-    def rest_bytes(self) -> int:
-        """Most bytes of pages that ``compact`` may leave free: a slab of every pool."""
-        return sum(self._stride * held_page_bytes(self._layout_of(key)) for key in self._totals)
+    def alignment_bytes(self) -> int:
+        """Bytes that slabs lose to alignment."""
+        return sum(
+            len(slots) * _spare_bytes(self._alignment(self._layout_of(key)))
+            for key, slots in self._pools.items()
+        )
 
     def compact(self, max_pages: int | None = None) -> tuple[PageMoves | None, int]:
         """Move pages out of slabs that a pool can do without, and release those.

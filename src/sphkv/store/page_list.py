@@ -81,7 +81,7 @@ def list_on_device(pool: PagePool, tables: Sequence[PointerTable]) -> PageList:
     entries = [table.entries() for table in tables]
     page_ids, tags = (np.concatenate(part) for part in zip(*entries, strict=True))
     per_head = torch.stack([table.num_pages for table in tables])
-    kinds = np.unique(tags)
+    kinds = sorted({tag for table in tables for tag in table.present_tags()})
     places = [np.flatnonzero(tags == tag) for tag in kinds]
     every = np.concatenate([page_ids, tags, per_head.numpy().ravel(), *places])
     told = upload(every, pool.device)
@@ -90,7 +90,7 @@ def list_on_device(pool: PagePool, tables: Sequence[PointerTable]) -> PageList:
     most = max(tier.page_tokens for tier in pool.config.tiers) // RUN_TOKENS
     runs = torch.full((len(page_ids), most), -1, dtype=torch.int32, device=pool.device)
     counts, is_protected = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-    for tag, place, row in zip(kinds.tolist(), places, rows, strict=True):
+    for tag, place, row in zip(kinds, places, rows, strict=True):
         layout = pool.layout(pool_of_tag(tag))
         if layout.position_mode is PositionMode.TOKENS:
             raise ValueError(f"pages of tier {layout.tier.name!r} hold states that are no runs")

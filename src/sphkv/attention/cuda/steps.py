@@ -329,9 +329,11 @@ class CapturedSteps:
     def _load_changes(self) -> None:
         """Change every list by nothing once: the first use of an operation waits for its code."""
         nobody = np.array([-1])
-        for lists in (self._growing, *self._fixed.values()):
-            for new in (None, nobody):
-                lists.apply(ListChange.of(nobody, new, self._device))
+        for new in (None, nobody):
+            change = ListChange.of(nobody, new, self._device)
+            self._growing.apply(change)
+            for lists in self._fixed.values():
+                lists.apply(change)
         layers, heads = len(self._tables), self._store.config.geometry.num_kv_heads
         nothing = torch.zeros(layers, heads, len(self._sequences), dtype=torch.int64)
         self._growing.append(nothing, torch.zeros(len(self._sequences), dtype=torch.bool))
@@ -359,11 +361,11 @@ class CapturedSteps:
         no_pages = np.zeros((layers, heads, num_rows), dtype=np.int64)
         held = sum((pages.counts for pages in found.values()), no_pages).sum((1, 2)).max()
         # layers in which pages of a kind are read; without a controller that demotes, none come
-        self._is_read = {
-            tag: (found[tag].counts if tag in found else no_pages).any((1, 2))
-            | (self._is_changing or tag in (self._sealed_tag, self._dense_tag))
-            for tag in tags
-        }
+        self._is_read: dict[int, NDArray[np.bool_]] = {}
+        for tag in tags:
+            may_come = self._is_changing or tag in (self._sealed_tag, self._dense_tag)
+            counts = found[tag].counts if tag in found else no_pages
+            self._is_read[tag] = (counts.sum((1, 2)) > 0) | may_come
         self._fixed = {
             tag: FixedLists.with_room(
                 found[tag].counts if tag in found else no_pages,
@@ -378,13 +380,13 @@ class CapturedSteps:
         """Rises with every change of a pointer table."""
         return sum(table.version for tables in self._tables for table in tables)
 
+    def _is_expected(self, tag: int, pages: _FoundPages) -> bool:
+        """Whether pages of a kind are read in every layer that has some."""
+        return tag in self._is_read and not pages.counts[~self._is_read[tag]].any()
+
     def _fill(self, found: dict[int, _FoundPages]) -> bool:
         """Write all lists in place; False if pages are of a kind or number without room."""
-        if not set(found) <= {*self._fixed, self._sealed_tag}:
-            return False
-        if any(
-            (pages.counts.any((1, 2)) & ~self._is_read[tag]).any() for tag, pages in found.items()
-        ):
+        if not all(self._is_expected(tag, pages) for tag, pages in found.items()):
             return False
         store, allocator = self._store, self._store.allocator
         layers, _, rows = next(iter(self._fixed.values())).shape

@@ -278,8 +278,9 @@ def _read_single(kwargs: dict[str, Any], batch: int, held: HeldSlots) -> StepTok
     mask, given = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if not isinstance(mask, Tensor) or not isinstance(given, Tensor) or held.has_padding:
         return None
-    shapes = (tuple(mask.shape), tuple(given.shape))
-    if shapes not in (((batch, held.length + 1), (rows, 1)) for rows in (1, batch)):
+    if tuple(mask.shape) != (batch, held.length + 1):
+        return None
+    if tuple(given.shape) not in ((1, 1), (batch, 1)):
         return None
     told = torch.cat([mask.all()[None].to(torch.int64), given.flatten().to(torch.int64)]).cpu()
     if not bool(told[0]):
