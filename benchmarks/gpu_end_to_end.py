@@ -19,6 +19,9 @@ the clock stops while they are made) and ``t_capture_s`` (the first steps of ``g
 lists, decode tables, self-test, CUDA graph).
 ``--profile`` prints where the time of a step goes. ``--budget 10%`` measures the controller instead
 of one tier, its refreshes among the steps; its prompt is written with random queries.
+``--copies 131072x64`` goes on with a batch in which each row beyond those written has copies of the
+pages of one of them; no page is shared. ``host_ms`` passes between the end of a step and the launch
+of the next: ``generate`` and ours.
 """
 
 import argparse
@@ -37,6 +40,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from sphkv import SphericalCache
 from sphkv.cache.step import StepTokens
+from sphkv.store.pool import EncodedPages, LayerChange
 
 TIER = "k2v4"
 LLAMA, QWEN, GPT_OSS = SHAPES
@@ -48,6 +52,14 @@ POINTS = {
 # keys per tile, warps, pipeline stages, splits: the winners over longer searches
 DENSE_CONFIGS = ((128, 8, 3, 32), (64, 4, 3, 16), (64, 4, 4, 32), (64, 4, 3, 64))
 DENSE_STEPS, STEPS, WARM_UP = 32, 256, 4
+# what wins of them at some points, for those who have no time to search
+DENSE_WINNERS = {
+    (32768, 8): (64, 4, 4, 32),
+    (131072, 1): (128, 8, 3, 32),
+    (131072, 7): (64, 4, 3, 64),
+}
+# steps of a batch of copied rows
+COPIED_STEPS = 256
 # steps of generate before the captured one runs by itself, and of an eager one
 SETTLE, EAGER_STEPS = 6, 8
 SET_UP_TOKENS = 4096
@@ -99,9 +111,11 @@ def print_profile(name, step, count=3):
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             times[event.name[:60]].append(event.device_time)
-    for kernel, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:12]:
+    busy = sum(sum(each) for each in times.values()) / count / 1e3
+    print(f"  {name} {busy:7.3f} ms in all, kernels that overlap counted each")
+    for kernel, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:24]:
         ms, us = sum(each) / count / 1e3, sum(each) / len(each)
-        print(f"  {name} {ms:7.3f} ms {len(each) // count:4d}x {us:7.2f} us {kernel}")
+        print(f"  {name} {ms:7.3f} ms {len(each) / count:6.1f}x {us:7.2f} us {kernel}", flush=True)
 
 
 def step_times(step, count):
@@ -121,11 +135,12 @@ def step_times(step, count):
     return each, total
 
 
-def measure_dense(model, states, batch, is_profiled):
+def measure_dense(model, states, batch, is_profiled, is_quick=False):
     """Best configuration of the dense kernel, as a record."""
     best = None
     decoder = DenseDecoder(model, states, batch)
-    for config in DENSE_CONFIGS:
+    known = DENSE_WINNERS.get((states.context, batch)) if is_quick else None
+    for config in DENSE_CONFIGS if known is None else (known,):
         decoder.capture(config)
         each, _ = step_times(decoder.graph.replay, 8)
         if best is None or statistics.median(each) < best[0]:
@@ -165,6 +180,38 @@ def fill_cache(cache, states, batch):
     return seconds + timed(engine.finish)[0]
 
 
+def copy_rows(cache, batch):
+    """Make so many rows of those that a cache holds, each with pages of its own; the seconds."""
+    engine = cache.engine
+
+    def work():
+        held = len(engine.rows)
+        engine.select_rows(torch.arange(batch) % held)
+        for row in engine.rows[held:]:
+            for layer in range(engine.config.geometry.num_layers):
+                unshare(engine.store, row.sequence, layer)
+
+    seconds, _ = timed(work)
+    store = engine.store
+    for row in engine.rows:
+        owners = store.allocator.refcounts(store.table(row.sequence, 0).all_ids())
+        assert bool((owners == 1).all()), "pages are shared"
+    return seconds
+
+
+def unshare(store, sequence, layer):
+    """Copy the pages of a layer, byte by byte, and give up those that others hold too."""
+    table, pending = store.table(sequence, layer), []
+    for group in store.pages(sequence, layer, device="cpu"):
+        ids, heads = group.flat_ids(), group.head_ids()
+        whole = (slice(0, group.layout.page_bytes),)
+        _, pages = store.allocator._gather(ids, lambda _, whole=whole: whole)
+        key = (group.layout.tier_id, group.layout.position_mode)
+        counts = store.allocator.counts(ids)
+        pending.append(EncodedPages.of(key, heads, counts, pages, len(table.num_pages)))
+    store._pool.commit([LayerChange(table, removed=table.all_ids(), pending=pending)])
+
+
 class StepClock(StoppingCriteria):
     """Notes when every step of ``generate`` ends, and never stops it."""
 
@@ -178,47 +225,90 @@ class StepClock(StoppingCriteria):
 
 
 def generate(model, cache, count, batch):
-    """Milliseconds of every step of ``generate`` behind a filled cache, the first ones included."""
+    """Milliseconds of every step of ``generate`` behind a filled cache, the first ones included.
+
+    Also those between the end of a step and the launch of the next one that is replayed.
+    """
     context = cache.get_seq_length()
     tokens = torch.randint(1, model.config.vocab_size, (batch, context + 1), device="cuda")
-    clock = StepClock()
+    # random weights mean nothing by the end of a text, and looking for it takes time
+    model.generation_config.eos_token_id = None
+    clock, waits, replay = StepClock(), [], torch.cuda.CUDAGraph.replay
+
+    def noted(graph):
+        if clock.ends:
+            waits.append(1e3 * (time.perf_counter() - clock.ends[-1]))
+        replay(graph)
+
+    torch.cuda.CUDAGraph.replay = noted
     began = time.perf_counter()
-    model.generate(
-        tokens, past_key_values=cache, do_sample=False, max_new_tokens=count,
-        min_new_tokens=count, stopping_criteria=StoppingCriteriaList([clock]), pad_token_id=0,
-    )  # fmt: skip
-    return [1e3 * (b - a) for a, b in pairwise([began, *clock.ends])]
+    try:
+        model.generate(
+            tokens, past_key_values=cache, do_sample=False, max_new_tokens=count,
+            stopping_criteria=StoppingCriteriaList([clock]), pad_token_id=0,
+        )  # fmt: skip
+    finally:
+        torch.cuda.CUDAGraph.replay = replay
+    if len(clock.ends) != count:
+        raise RuntimeError(f"generate made {len(clock.ends)} tokens instead of {count}")
+    return [1e3 * (b - a) for a, b in pairwise([began, *clock.ends])], waits
 
 
-def measure_codes(model, cache, states, batch, is_profiled, steps):
+def measure_steps(model, cache, batch, steps):
+    """Steps of ``generate`` behind a filled cache, as a record."""
+    ledger, tokens = cache.ledger(), sum(cache.engine.num_tokens)
+    each, waits = generate(model, cache, steps + SETTLE, batch)
+    if cache.engine.graph is None:
+        raise RuntimeError("the steps of generate were not captured")
+    first, each = each[:SETTLE], each[SETTLE:]
+    geometry = cache.config.geometry
+    slowest = sorted(range(len(each)), key=lambda at: -each[at])[:20]
+    return {
+        "batch": batch,
+        "step_ms": statistics.median(each),
+        "p95_step_ms": sorted(each)[int(0.95 * len(each))],
+        "slowest_step_ms": max(each),
+        "host_ms": statistics.median(waits),
+        "slow_steps": [(at, each[at]) for at in slowest],
+        "peak_share": cache.engine.peak_share,
+        "refreshes": sum(getattr(row.residency, "num_rebalances", 0) for row in cache.engine.rows),
+        "tiers": cache.describe().tiers,
+        "tokens_per_s": batch * len(each) / sum(each) * 1e3,
+        "t_capture_s": (sum(first) - SETTLE * statistics.median(each)) / 1e3,
+        "steps": len(each),
+        "kv_bytes": ledger.total,
+        "table_bytes": ledger.tables,
+        "bytes_per_state": ledger.total / (tokens * geometry.num_layers * geometry.num_kv_heads),
+    }
+
+
+def measure_codes(model, cache, states, batch, args):
     """Decode from codes through ``generate``, as a record."""
     try:
         seconds = fill_cache(cache, states, batch)
-        ledger = cache.ledger()
-        each = generate(model, cache, steps + SETTLE, batch)
-        if cache.engine.graph is None:
-            raise RuntimeError("the steps of generate were not captured")
-        if is_profiled:
-            print_profile("codes", lambda: generate(model, cache, 3, batch), count=1)
-        first, each = each[:SETTLE], each[SETTLE:]
-        num_states = batch * states.context * states.layers * states.heads
-        return {
-            "step_ms": statistics.median(each),
-            "p95_step_ms": sorted(each)[int(0.95 * len(each))],
-            "slowest_step_ms": max(each),
-            "peak_share": cache.engine.peak_share,
-            "changes": sum(row.residency.num_changes for row in cache.engine.rows),
-            "tiers": cache.describe().tiers,
-            "tokens_per_s": batch * len(each) / sum(each) * 1e3,
-            "t_allocate_write_s": seconds,
-            "t_capture_s": (sum(first) - SETTLE * statistics.median(each)) / 1e3,
-            "steps": len(each),
-            "kv_bytes": ledger.total,
-            "table_bytes": ledger.tables,
-            "bytes_per_state": ledger.total / num_states,
-        }
+        store = cache.engine.store
+        looks = [timed(lambda: store.page_list(0))[0] for _ in range(4)] if args.budget else [0.0]
+        record = measure_steps(model, cache, batch, args.steps)
+        record |= {"t_allocate_write_s": seconds, "t_list_pages_s": min(looks)}
+        if args.profile:
+            # two steps of a call come before the first that is replayed
+            few, many = 4, 12
+            print_profile("few", lambda: generate(model, cache, few, batch), count=1)
+            print_profile("many", lambda: generate(model, cache, many, batch), count=1)
+        if args.copies and batch > 1 and states.context == args.copies[0]:
+            print(json.dumps(record), flush=True)
+            record["copies"] = try_to(lambda: measure_copies(model, cache, args.copies[1]))
+        return record
     finally:
         cache.reset()
+        cache._captured.forget()
+
+
+def measure_copies(model, cache, batch):
+    """Steps of a batch that is made of the rows of a cache, as a record."""
+    seconds = copy_rows(cache, batch)
+    print(f"{batch} rows after {seconds:.1f} s", flush=True)
+    return {**measure_steps(model, cache, batch, COPIED_STEPS), "t_copy_rows_s": seconds}
 
 
 def measure_eager(model, states, batch):
@@ -227,7 +317,7 @@ def measure_eager(model, states, batch):
     for layer in range(states.layers):
         keys, values = (part.expand(batch, -1, -1, -1) for part in states.layer(layer))
         dense.update(keys.to(model.dtype), values.to(model.dtype), layer)
-    return statistics.median(generate(model, dense, EAGER_STEPS, batch)[2:])
+    return statistics.median(generate(model, dense, EAGER_STEPS, batch)[0][2:])
 
 
 def calibrated_cache(model, budget):
@@ -292,8 +382,8 @@ def measure_point(model, cache, states, batch, has_room, args):
     """Both sides of one batch, as a record."""
     dense = {"error": "not run" if args.no_dense else "does not fit in memory"}
     if has_room:
-        dense = try_to(lambda: measure_dense(model, states, batch, args.profile))
-    ours = try_to(lambda: measure_codes(model, cache, states, batch, args.profile, args.steps))
+        dense = try_to(lambda: measure_dense(model, states, batch, args.profile, args.quick_dense))
+    ours = try_to(lambda: measure_codes(model, cache, states, batch, args))
     record = {"batch": batch, "dense": dense, "codes": ours}
     if has_room and args.eager:
         record["eager_ms"] = try_to(lambda: measure_eager(model, states, batch))
@@ -319,8 +409,8 @@ def measure_shape(shape, args):
         "t_set_up_s": first_s - later_s,
     }
     prompts = {}
-    for context, wanted in POINTS[shape]:
-        if context not in args.contexts or (args.batches and wanted not in args.batches):
+    for context, wanted in args.points or POINTS[shape]:
+        if not args.points and context not in args.contexts:
             continue
         if context not in prompts:
             prompts[context] = {} if args.no_prefill else measure_prefill(model, cache, context)
@@ -331,6 +421,11 @@ def measure_shape(shape, args):
             print(f"{time.perf_counter() - began:.0f} s: {context} {json.dumps(point)}", flush=True)
             yield {**common, "context": context, **prompts[context], **point}
     cache.detach()
+
+
+def read_point(text):
+    """Tokens and sequences of a text such as ``32768x8``."""
+    return tuple(map(int, text.split("x")))
 
 
 def main():
@@ -346,7 +441,11 @@ def main():
     parser.add_argument("--no-prefill", action="store_true", help="do not time the prompt")
     parser.add_argument("--budget", help="let the controller decide under this budget")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--batches", type=int, nargs="*", help="only points of these batches")
+    parser.add_argument(
+        "--points", type=read_point, nargs="*", help="tokens x sequences instead of the usual ones"
+    )
+    parser.add_argument("--copies", type=read_point, help="tokens x sequences of a larger batch")
+    parser.add_argument("--quick-dense", action="store_true", help="known best kernels only")
     args = parser.parse_args()
     records = []
     for shape in args.shapes:

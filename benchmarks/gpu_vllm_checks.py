@@ -10,7 +10,8 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +94,17 @@ def run_stress(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
         )
 
     texts: dict[int, Any] = {}
-    cancelled = set()
+    cancelled, ways = set(), _Ways(llm)
     free, watch = free_blocks(llm), BlockWatch(llm) if given.watch else None
     for at in range(given.requests):
         engine.add_request(f"r{at}", {"prompt_token_ids": prompt(at)}, sampling(at))
     begin = time.perf_counter()
     while engine.has_unfinished_requests() and time.perf_counter() - begin < given.seconds:
         for one in engine.step():
+            ways.note_output(one)
             if one.finished:
                 texts[int(one.request_id[1:])] = answer(one.outputs[0])
+        ways.look()
         if watch is not None:
             watch.look()
         if draw.random() < 0.05:
@@ -114,7 +117,9 @@ def run_stress(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
     everyone = range(given.requests)
     prompts = [{"prompt_token_ids": prompt(at)} for at in everyone]
     kept = {at: text for at, text in texts.items() if at not in cancelled}
-    found = _ask_alone(llm, prompts, [sampling(at) for at in everyone], kept, 40)
+    found = _ask_alone(
+        llm, prompts, [sampling(at) for at in everyone], kept, given.alone, ways.of_request
+    )
     return {
         "requests": given.requests,
         "finished": len(texts),
@@ -124,9 +129,45 @@ def run_stress(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
         "blocks": free,
         "blocks_free_at_end": free_blocks(llm),
         "not_numbers": sum(map(count_not_numbers, texts.values())),
+        "ways": ways.summary(),
         **(watch.summary() if watch is not None else {}),
         **found,
     }
+
+
+class _Ways:
+    """What requests met on their way: chunks, prefixes that were found, preemptions."""
+
+    def __init__(self, llm: Any) -> None:
+        self._scheduler = scheduler_of(llm)
+        self._met: dict[int, set[str]] = {}
+
+    def note_output(self, output: Any) -> None:
+        """Take note of a prefix."""
+        if output.num_cached_tokens:
+            self._add(output.request_id, "prefix")
+
+    def look(self) -> None:
+        """Take note of prompts that are read in part, and of requests that lost their blocks."""
+        for one in self._scheduler.running:
+            if 0 < one.num_computed_tokens < one.num_prompt_tokens:
+                # whether its first chunk ended here or a prefix did
+                self._add(one.request_id, "chunks")
+        for one in self._scheduler.requests.values():
+            if one.num_preemptions:
+                self._add(one.request_id, "preempted")
+
+    def _add(self, name: str, way: str) -> None:
+        # vLLM adds a word of its own to a request's name
+        self._met.setdefault(int(name[1:].split("-")[0]), set()).add(way)
+
+    def of_request(self, at: int) -> str:
+        """What one request met."""
+        return "+".join(sorted(self._met.get(at, ()))) or "plain"
+
+    def summary(self) -> dict[str, int]:
+        """Requests that met each."""
+        return dict(Counter(way for met in self._met.values() for way in met))
 
 
 def _ask_alone(
@@ -135,27 +176,64 @@ def _ask_alone(
     samplings: Sequence[Any],
     texts: dict[int, Any],
     count: int,
+    way_of: Callable[[int], str] = lambda at: "plain",
 ) -> dict[str, Any]:
-    """Ask some of the requests again, one by one."""
+    """Ask some of the requests again, one by one, with no prefix to be found."""
     checked = sorted(texts)[:: max(1, len(texts) // count)]
-    same, gaps, margins = 0, [], []
+    groups: dict[str, _Comparison] = {}
+    total = _Comparison()
     for at in checked:
+        llm.reset_prefix_cache()
         out = llm.generate([prompts[at]], samplings[at], use_tqdm=False)[0]
-        alone, beside = answer(out.outputs[0]), texts[at]
+        alone = answer(out.outputs[0])
+        for group in (total, groups.setdefault(way_of(at), _Comparison())):
+            group.add(alone, texts[at])
+    ways = {name: group.summary() for name, group in sorted(groups.items())}
+    return {**total.summary(), "alone_by_way": ways}
+
+
+class _Comparison:
+    """Answers to the same requests, alone and among others."""
+
+    def __init__(self) -> None:
+        self._same = self._asked = 0
+        self._gaps: list[float] = []
+        self._noise: list[float] = []
+        self._margins: list[float] = []
+
+    def add(self, alone: dict[str, Any], beside: dict[str, Any]) -> None:
+        """One request."""
         differs = same_tokens(alone["tokens"], beside["tokens"])
-        same += differs == len(alone["tokens"])
-        gaps.append(gap(alone, beside))
+        self._asked += 1
+        self._same += differs == len(alone["tokens"])
+        self._gaps.append(gap(alone, beside))
+        # of every token that had the same ones before it
+        for one, other in zip(
+            alone["logprobs"][: differs + 1], beside["logprobs"][: differs + 1], strict=False
+        ):
+            shared = [abs(one[key] - other[key]) for key in one if key in other]
+            self._noise.append(max(shared, default=9.0))
         if differs < len(alone["tokens"]):
             chances, other = alone["logprobs"][differs], str(beside["tokens"][differs])
             # how much less likely the other token was: little, if rounding decided
-            margins.append(max(chances.values()) - chances.get(other, -99.0))
-    return {
-        "asked_alone": len(checked),
-        "same_text_alone": same,
-        "largest_margin_of_a_difference": round(max(margins, default=0.0), 3),
-        "mean_logprob_gap_alone": round(sum(gaps) / max(1, len(gaps)), 4),
-        "largest_logprob_gap_alone": round(max(gaps, default=0.0), 4),
-    }
+            self._margins.append(max(chances.values()) - chances.get(other, -99.0))
+
+    def summary(self) -> dict[str, Any]:
+        """How many texts are alike, and by how much logprobs of tokens differ."""
+        noise = sorted(self._noise) or [0.0]
+        return {
+            "asked_alone": self._asked,
+            "same_text_alone": self._same,
+            "largest_margin_of_a_difference": round(max(self._margins, default=0.0), 3),
+            "margins": [round(margin, 3) for margin in sorted(self._margins)[-8:]],
+            "mean_logprob_gap_alone": _mean(self._gaps),
+            "largest_logprob_gap_alone": round(max(self._gaps, default=0.0), 4),
+            "tokens_compared": len(self._noise),
+            "noise_of_a_token": {
+                str(share): round(noise[min(len(noise) - 1, int(share * len(noise)))], 4)
+                for share in (0.5, 0.9, 0.99, 1.0)
+            },
+        }
 
 
 def scheduler_of(llm: Any) -> Any:
@@ -178,17 +256,16 @@ def run_held(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
         prompts = [{"prompt_token_ids": tokens} for _, tokens in pieces]
     else:
         prompts = random_prompts(given, given.requests, given.prompt, 5)
-    sampling = SamplingParams(
-        temperature=0.0,
-        max_tokens=given.new,
-        min_tokens=given.new,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=5,
-    )
+    common = {"temperature": 0.0, "max_tokens": given.new, "min_tokens": given.new}
+    common |= {"ignore_eos": True, "detokenize": False, "logprobs": 5}
+    samplings = [SamplingParams(**common) for _ in prompts]
+    if given.request_budget:
+        # every second request asks for less than the server gives
+        for sampling in samplings[1::2]:
+            sampling.extra_args = {"sphkv_budget_bytes": given.request_budget}
     free = free_blocks(llm)
     for at, prompt in enumerate(prompts):
-        engine.add_request(f"h{at}", prompt, sampling)
+        engine.add_request(f"h{at}", prompt, samplings[at])
     texts: dict[int, Any] = {}
     most: dict[str, int] = {"decoding_at_once": 0}
     preempted: dict[str, int] = {}
@@ -206,7 +283,7 @@ def run_held(given: argparse.Namespace, llm: Any) -> dict[str, Any]:
             }
         preempted |= {x.request_id: x.num_preemptions for x in scheduler.requests.values()}
     seconds = time.perf_counter() - begin
-    alone = _ask_alone(llm, prompts, [sampling] * len(prompts), texts, 4)
+    alone = _ask_alone(llm, prompts, samplings, texts, 4)
     return {
         **most,
         "requests": given.requests,

@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from sphkv.integrations.vllm.options import SCHEDULER_PATH
+
 WORKER = "sphkv.integrations.vllm.worker.SphericalWorker"
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -254,25 +256,42 @@ def engine_options(given: argparse.Namespace, kv: str) -> dict[str, Any]:
         options["kv_cache_memory_bytes"] = given.kv_bytes
     if given.batched_tokens:
         options["max_num_batched_tokens"] = given.batched_tokens
-    if given.eager:
-        options["enforce_eager"] = True
-    else:
-        sizes = sorted({1, 2, 4, 8, 16, 32, 64, options["max_num_seqs"]})
-        options["compilation_config"] = {
-            "cudagraph_capture_sizes": [n for n in sizes if n <= options["max_num_seqs"]]
+    if given.quick:
+        options["kernel_config"] = {
+            "enable_jit_warmup": False,
+            "enable_flashinfer_autotune": False,
         }
+    options |= _graph_options(given, options["max_num_seqs"])
     if kv.startswith("sphkv"):
-        found = re.fullmatch(r"sphkv(?::k([\d.]+)v(\d+))?(?::b(\d+))?", kv)
-        assert found is not None, kv
-        chosen: dict[str, Any] = {"calibration_tokens": given.calibration_tokens}
-        if found[1]:
-            chosen |= {"key_bits": float(found[1]), "value_bits": int(found[2])}
-        if found[3]:
-            chosen["budget_bytes"] = int(found[3])
+        chosen = {"calibration_tokens": given.calibration_tokens, **_coded_options(kv)}
         options |= {"worker_cls": WORKER, "additional_config": {"sphkv": chosen}}
-    else:
-        options["kv_cache_dtype"] = kv
-    return options
+        return options | ({"scheduler_cls": SCHEDULER_PATH} if given.request_budget else {})
+    return options | {"kv_cache_dtype": kv}
+
+
+def _coded_options(kv: str) -> dict[str, Any]:
+    """Options of coded blocks by their short name."""
+    found = re.fullmatch(r"sphkv(?::k([\d.]+)v(\d+))?(?::b(\d+))?(:r)?", kv)
+    assert found is not None, kv
+    chosen: dict[str, Any] = {}
+    if found[1]:
+        chosen |= {"key_bits": float(found[1]), "value_bits": int(found[2])}
+    if found[3]:
+        chosen["budget_bytes"] = int(found[3])
+    if found[4]:
+        chosen["repeatable"] = True
+    return chosen
+
+
+def _graph_options(given: argparse.Namespace, most: int) -> dict[str, Any]:
+    """What is compiled and captured, for up to so many sequences."""
+    if given.eager:
+        return {"enforce_eager": True}
+    sizes = sorted({1, 2, 4, *range(8, 65, 8), most})
+    chosen: dict[str, Any] = {"cudagraph_capture_sizes": [n for n in sizes if n <= most]}
+    if given.no_compile:
+        chosen |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return {"compilation_config": chosen}
 
 
 def use_flash_3() -> None:

@@ -51,6 +51,9 @@ class OrderedCodec:
 
     num_encoded = 0
 
+    def copier(self, device):
+        return None
+
     def encode(self, layout, layer, codec, states, rows, head_ids):
         keys, values = states
         encoded = codec.encode(

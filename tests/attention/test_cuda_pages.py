@@ -10,6 +10,7 @@ import torch
 from sphkv.attention.cuda.pages import (
     FixedLists,
     LayerLists,
+    ListChange,
     PageLists,
     list_entries,
     page_numbers,
@@ -64,6 +65,32 @@ def test_lists_are_written_anew_where_they_lie():
     assert lists.replace(torch.arange(9), full)
     assert not lists.replace(torch.arange(10), full + np.array([[[1, 0], [0, 0]], [[0] * 2] * 2]))
     assert rows(held[0]) == [list(range(9)), [], [], []]
+
+
+def change(old, new=None):
+    return ListChange.of(np.array(old), None if new is None else np.array(new), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["growing", "fixed"])
+def test_lists_follow_pages_that_go_and_move(kind):
+    counts = np.array([[[3, 2], [0, 1]], [[0, 1], [0, 2]]])
+    growing = LayerLists(2, 2, 2, 4, "cpu")
+    fixed = FixedLists.with_room(counts, more=0, device=torch.device("cpu"))
+    entries = list_entries(torch.arange(10, 19), 16 * torch.arange(9))
+    growing.fill(entries, counts)
+    assert fixed.replace(entries, counts)
+    lists = growing if kind == "growing" else fixed
+    held = [lists.layer(layer) for layer in range(2)]
+    lists.apply(change([5, 11, 13, 18, 40]))
+    assert rows(held[0]) == [[10, 12], [14], [], [15]]
+    assert rows(held[1]) == [[], [16], [], [17]]
+    # a page takes the place of one that is gone; its base stays
+    lists.apply(change([12, 17, 90], [13, 2, 91]))
+    assert rows(held[0]) == [[10, 13], [14], [], [15]]
+    assert rows(held[1]) == [[], [16], [], [2]]
+    assert held[0].entries[1] >> 32 == 32
+    lists.apply(change([2, 10, 13, 14, 15, 16]))
+    assert rows(held[0]) == rows(held[1]) == [[], [], [], []]
 
 
 def test_entries_hold_number_and_base():

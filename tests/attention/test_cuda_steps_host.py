@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that a graph can hold, their kernels run on the CPU, against the float64 oracle."""
 
+import functools
+
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.errors import UnsupportedBatchError
+from sphkv.store.config import StoreConfig
+from sphkv.testing import cases
 from sphkv.testing.attention_cases import FLOORS
 from sphkv.testing.cases import (
     CacheCase,
@@ -115,9 +119,11 @@ def assert_same_pages(store, plain):
         assert torch.equal(getattr(listed, name), getattr(same, name)), name
 
 
-def test_captured_steps_read_tiers_runs_and_dense_pages(on_the_host):
-    """One launch per tier and mode, merged when all are done; then pages go."""
+@pytest.mark.parametrize("is_listed_anew", [False, True])
+def test_captured_steps_read_tiers_runs_and_dense_pages(on_the_host, is_listed_anew, monkeypatch):
+    """One launch per tier and mode, merged when all are done; then pages go, and others move."""
     on_the_host(12)
+    monkeypatch.setattr(cases, "StoreConfig", functools.partial(StoreConfig, max_slab_pages=2))
     backend = CudaBackend(CPU)
     plain, store = build_store(MIXED), build_store(MIXED, order=backend.page_order)
     for each in (plain, store):
@@ -130,13 +136,15 @@ def test_captured_steps_read_tiers_runs_and_dense_pages(on_the_host):
         """Seal, then drop the first page of the lowest tier of every layer."""
         for each in (plain, store):
             each.make_room([0], num_new=1)
-        if store.num_tokens(0) != 896 + 129:
-            return True
-        for each in (plain, store):
-            for layer in range(MIXED.num_layers):
-                lowest = next(g for g in each.pages(0, layer) if g.layout.tier.name == "k1v2")
-                each.drop(0, layer, lowest.flat_ids()[:1])
-        return False
+        if store.num_tokens(0) == 896 + 129:
+            for each in (plain, store):
+                for layer in range(MIXED.num_layers):
+                    lowest = next(g for g in each.pages(0, layer) if g.layout.tier.name == "k1v2")
+                    each.drop(0, layer, lowest.flat_ids()[:1])
+            moves = store.compact()
+            assert moves is not None
+            assert len(moves.old_ids)
+        return not is_listed_anew
 
     for _ in range(4):
         at = store.num_tokens(0)

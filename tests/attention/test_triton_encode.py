@@ -1,22 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused encoding against the codec: the same bytes, but for ties that rounding decides."""
 
+import functools
+from dataclasses import fields
+
+import numpy as np
 import pytest
 import torch
 
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.rope import RopeSpec
-from sphkv.core.tiers import coded_tier
+from sphkv.core.tiers import TierSpec, TierTable, coded_tier
+from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout, PageView, write_pages
 from sphkv.store.paging import PageRows, PositionMode
+from sphkv.testing import cases
 from sphkv.testing.cases import CacheCase, build_store, random_calibration, random_states
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
+from sphkv.attention.triton.copy import TritonCopier
 from sphkv.attention.triton.encode import TritonEncoder
 
 # Codes that may differ by rounding: a distance or a ratio on an edge between two codes.
 TIES = 2e-3
+RUN_TIERS = TierTable(
+    (
+        TierSpec("drop", "drop", 0.0, 0, 0),
+        coded_tier(1.0, 2, page_tokens=32),
+        coded_tier(2.0, 4, page_tokens=32),
+        TierSpec("max", "dense", 16.0, 16, 16),
+    )
+)
 
 
 def pages_of(tier, head_dim, *, count, dtype=torch.float32):
@@ -85,3 +100,34 @@ def test_a_store_encodes_with_the_kernels_when_it_is_told_to():
         assert float((left != right).float().mean()) <= TIES
     assert plain.live_bytes == fused.live_bytes
     assert fused.ledger().total == sum(tensor.nbytes for tensor in fused.live_tensors())
+
+
+class OnlyCopies:
+    """Leaves encoding to the codec and copies pages with the kernel."""
+
+    def copier(self, device):
+        return TritonCopier(device)
+
+    def encode(self, *_):
+        return None
+
+
+def test_pages_are_copied_listed_and_moved_by_address(monkeypatch):
+    """One launch for all slabs does what torch does slab by slab."""
+    monkeypatch.setattr(cases, "StoreConfig", functools.partial(StoreConfig, max_slab_pages=3))
+    case = CacheCase(tiers=RUN_TIERS, mix="runs", num_tokens=320, tail_tokens=7, num_layers=2)
+    plain, copied = build_store(case), build_store(case, kernels=OnlyCopies())
+    for store in (plain, copied):
+        listed = store.page_list(0)
+        coded = (listed.tier_ids == 1).nonzero()[:, 0][::2]
+        store.drop_listed(0, listed.layer_ids[coded], listed.page_ids[coded])
+        assert store.compact() is not None
+        store.forget_page_list(0)
+    ours, right = copied.page_list(0), plain.page_list(0)
+    for field in fields(ours):
+        assert torch.equal(getattr(ours, field.name), getattr(right, field.name)), field.name
+    for layer in range(2):
+        for a, b in zip(plain.pages(0, layer), copied.pages(0, layer), strict=True):
+            assert torch.equal(plain.view(a).pages, copied.view(b).pages)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        TritonCopier(torch.device("cpu")).copy(np.zeros(1, int), np.zeros(1, int), 6)

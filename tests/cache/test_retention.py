@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller's residency: bytes to the byte, the ceiling at every step, what it keeps."""
 
+import ctypes
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, BatchRequest, DecodeRequest
+from sphkv.cache import retention
 from sphkv.cache.config import CacheConfig, RetentionConfig
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.files import load_engine, read_config, save_engine
@@ -474,3 +479,156 @@ def test_uniform_heads_stay_uniform_while_decoding():
         for head in range(4)
     ]
     assert all(torch.equal(each, counts[0]) for each in counts[1:])
+
+
+class HostGraph:
+    """Stands for captured steps: the host writes what a kernel would."""
+
+    max_tokens = 1 << 20
+
+    def __init__(self, engine: CacheEngine) -> None:
+        assert engine.store is not None
+        self.engine, self.store = engine, engine.store
+        self.sequences = [row.sequence for row in engine.rows]
+        self.dropped: list[int] = []
+        self.moved: list[int] = []
+        self.journal = self.store.allocator.journal()
+
+    def prepare(self, make_room: Callable[[], bool]) -> bool:
+        is_only_grown = make_room()
+        events, is_all = self.journal.take()
+        assert is_only_grown
+        assert is_all
+        self.dropped.append(sum(len(event.old) for event in events if event.new is None))
+        self.moved.append(sum(len(event.old) for event in events if event.new is not None))
+        return True
+
+    def commit(self) -> None:
+        self.store.absorb(self.sequences)
+
+    def step(self) -> None:
+        rows, at = len(self.sequences), self.engine.length
+        is_real = torch.ones(rows, 1, dtype=torch.bool)
+        self.engine.begin(StepTokens(is_real, torch.full((rows, 1), at)))
+        for layer in range(GEOMETRY.num_layers):
+            _, keys, values = make_states(layer, 1, at)
+            for row in self.sequences:
+                tail = self.store.open_tail(row, layer)
+                assert tail is not None
+                tail.keys[:, tail.num_tokens], tail.values[:, tail.num_tokens] = (
+                    keys[:, 0],
+                    values[:, 0],
+                )
+        self.engine.finish()
+        check_bytes(self.engine)
+        assert self.engine.resident_bytes() <= (self.engine.limit_bytes() or 0)
+
+
+def held_runs(engine: CacheEngine) -> list[set[tuple[int, ...]]]:
+    """Layer, head, tier and runs of every page of each row."""
+    found = []
+    for row in engine.rows:
+        assert engine.store is not None
+        pages = engine.store.page_list(row.sequence)
+        engine.store.forget_page_list(row.sequence)
+        parts = (pages.layer_ids, pages.head_ids, pages.tier_ids)
+        told = torch.cat([*(part[:, None] for part in parts), pages.runs.long()], 1)
+        found.append({tuple(page) for page in told.tolist()})
+    return found
+
+
+def captured(rows: int, budget: str = "22%") -> tuple[CacheEngine, HostGraph]:
+    engine = make_engine(budget, refresh_share=1 / 32, demotes=False)
+    run(engine, 1500, rows=rows)
+    engine.graph = graph = HostGraph(engine)  # type: ignore[assignment]
+    for row in engine.rows:
+        row.residency.plan_ahead()
+    return engine, graph
+
+
+def test_room_is_made_beside_the_steps_as_it_would_be_at_once(monkeypatch):
+    """Parts of a refresh leave what one leaves that is done whole."""
+    monkeypatch.setattr(retention, "_MOVES_AT_ONCE", 4)
+    ahead, graph = captured(1)
+    whole, other = captured(1)
+    begun = 0
+    for _ in range(200):
+        graph.step()
+        other.step()
+        # both decide beside the same step
+        if begun < (begun := residency_of(whole).num_rebalances):
+            while whole.rows[0].residency.work_ahead():
+                pass
+    for each in (ahead, whole):
+        while each.rows[0].residency.work_ahead():
+            pass
+    assert begun > 1
+    assert held_runs(ahead) == held_runs(whole)
+    assert ahead.resident_bytes() == whole.resident_bytes()
+    assert sum(graph.dropped) == sum(other.dropped) > 10
+    assert sum(count > 0 for count in graph.dropped) >= begun * GEOMETRY.num_layers
+    # a slab more at most
+    assert 0 < max(graph.moved) < 4 + 4
+
+
+def test_the_ceiling_of_a_batch_holds_at_every_captured_step():
+    engine, graph = captured(3)
+    for _ in range(150):
+        graph.step()
+    assert all(residency_of(engine, row).num_rebalances > 0 for row in range(3))
+    assert sum(graph.dropped) > 60
+    assert max(graph.dropped) < sum(graph.dropped) / 2
+
+
+class MemoryCopier:
+    """Copies bytes as a kernel of a GPU does."""
+
+    def copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64], num_bytes: int) -> None:
+        # all is read before anything is written
+        read = [ctypes.string_at(int(source), num_bytes) for source in sources]
+        for target, data in zip(targets.tolist(), read, strict=True):
+            ctypes.memmove(target, data, num_bytes)
+
+
+class CopyingCodec:
+    """Leaves encoding to the codec."""
+
+    def copier(self, device: torch.device) -> MemoryCopier:
+        return MemoryCopier()
+
+    def encode(self, *_: object) -> None:
+        return None
+
+
+def test_pages_listed_and_copied_at_once_decide_alike(monkeypatch):
+    """As a GPU does it: all pages are read anew."""
+    usual, graph = captured(2)
+    monkeypatch.setattr(NoAttention, "page_codec", CopyingCodec())
+    copying, other = captured(2)
+    assert copying.store is not None
+    assert copying.store.allocator.has_copier
+    assert [row.room() for row in (*usual.rows, *copying.rows)] == [4] * 4
+    for _ in range(150):
+        graph.step()
+        other.step()
+    assert held_runs(usual) == held_runs(copying)
+    assert sum(other.dropped) == sum(graph.dropped) > 20
+
+
+def test_rows_of_a_gpu_seal_beside_different_steps(monkeypatch):
+    monkeypatch.setattr(NoAttention, "page_codec", CopyingCodec())
+    tiers = retention_tiers(GEOMETRY.head_dim, 64)
+    engine = make_engine("40%", tiers=tiers, refresh_share=1 / 32, demotes=False)
+    run(engine, 1500, rows=4)
+    # 28 tokens are no whole runs, or the newest; every next row has a run more in its tail
+    assert [row.room() for row in engine.rows] == [36, 20, 4, 36]
+    engine.graph = graph = HostGraph(engine)  # type: ignore[assignment]
+    assert engine.store is not None
+    sealed = []
+    for _ in range(100):
+        before = [engine.store.tail(row, 0).first_position for row in range(4)]
+        graph.step()
+        after = [engine.store.tail(row, 0).first_position for row in range(4)]
+        sealed.append(sum(a > b for a, b in zip(after, before, strict=True)))
+    assert [at for at, count in enumerate(sealed) if count] == [3, 19, 35, 67, 83, 99]
+    assert max(sealed) == 2

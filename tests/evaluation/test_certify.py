@@ -3,12 +3,13 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.retention import RetentionResidency
 from sphkv.cli.main import main
 from sphkv.errors import BudgetError
-from sphkv.evaluation.harness.subject import EngineSubject
+from sphkv.evaluation.harness.subject import EngineSubject, ProductSubject
 from sphkv.evaluation.report.sections import certificate_part
 from sphkv.evaluation.runner.decoding import StopRule, decode_tokens
 from sphkv.evaluation.runner.session import Session
@@ -18,6 +19,7 @@ from sphkv.evaluation.witness.failures import FAILURE_CLASSES, diagnose
 from sphkv.evaluation.witness.suite import Witness, build_suite
 from sphkv.evaluation.workloads.case import Case
 from sphkv.retention.gate import GateOptions
+from sphkv.retention.protection import ProtectionRule
 
 COMMAND = ["certify", "--budget", "90%", "--context", "1700", "--seeds", "2", "--following", "32"]
 
@@ -64,6 +66,20 @@ def test_joint_is_examined_with_its_safeguards(run):
     assert set(certificate["stability"]) == {"delta_t", "disagree", "r_fail", "failures"}
     (drift,) = [w for w in certificate["witnesses"] if w["name"] == "drift"]
     assert 0.0 < drift["value"] < 0.05
+
+
+def test_on_a_gpu_the_public_cache_is_told_what_to_protect(tiny_model_folder):
+    factory = Session(str(tiny_model_folder)).factory
+    factory._device = torch.device("cuda")  # nothing is stored, so none is needed
+    rule = ProtectionRule(suffix_tokens=32, spans=((5, 9),))
+    subject = factory.controlled("50%", protection=rule, gate=GateOptions(), context=400)
+    assert isinstance(subject, ProductSubject)
+    retention = subject.engine.config.retention
+    assert retention.protection.spans == ((5, 9), (368, 400))
+    assert retention.gate == GateOptions()
+    subject.close()
+    with pytest.raises(ValueError, match="on the CPU only"):
+        factory.controlled("50%", protection=ProtectionRule(outlier_ratio=None))
 
 
 def test_a_budget_that_breaks_while_decoding_is_recorded(run, monkeypatch, capsys):

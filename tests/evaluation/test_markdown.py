@@ -80,9 +80,17 @@ def test_only_what_lies_between_the_markers_changes(tmp_path: Path):
         write_readme(file, "table")
 
 
-def test_the_readme_has_the_markers():
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert text.count(BEGIN) == text.count(END) == 1
+def test_the_readme_shows_its_records_and_nothing_else(tmp_path: Path):
+    root = Path(__file__).parents[2]
+    records = load_records([root / "results/decoding/smollm2-4096-test.jsonl"])
+    table = readme_table(records)
+    assert f"{BEGIN}\n{table}\n{END}" in (root / "README.md").read_text(encoding="utf-8")
+    mpl = pytest.importorskip("matplotlib", reason="the extra sphkv[plots] is not installed")
+    shown = (root / "docs/images/decoding.svg").read_bytes()
+    if f"Matplotlib v{mpl.__version__}".encode() not in shown:
+        pytest.skip(f"the picture was drawn by another matplotlib than {mpl.__version__}")
+    draw_decoding(records, tmp_path / "decoding.svg")
+    assert (tmp_path / "decoding.svg").read_bytes() == shown
 
 
 def test_tables_of_the_evidence_are_those_of_its_records():
@@ -145,3 +153,18 @@ def test_needles_are_counted_by_length_and_against_dense():
     _, _, dense, joint = record_table("needles", cases).splitlines()
     assert "| 2 of 2 | 1 of 1 | 3 of 3 | 0 | 0 | 3 of 3 | 0.5 |" in dense
     assert "| 2 of 2 | 0 of 1 | 2 of 3 | 1 | 0 | 2 of 3 | 0.5 |" in joint
+
+
+def test_questions_are_told_by_place_and_distractors():
+    def question(method: str, case: int, f1: float, place: str, others: int) -> Any:
+        quality = {"f1": f1, "is_same": f1, "kl": 0.5, "length_drift": 0, "failures": []}
+        facets = {"position": place, "num_distractors": others}
+        text = record(method, case, 0.0)
+        return {**text, "workload": "qa", "quality": quality, "facets": facets}
+
+    cases = [question("joint", 0, 1.0, "late", 8), question("joint", 1, 0.5, "early", 30)]
+    head, _, row = record_table("w2", cases).splitlines()
+    assert head.endswith(
+        "| position early | position late | distractors up to 8 | distractors more than 16 |"
+    )
+    assert row.endswith("| 50 | 100 | 100 | 50 |")

@@ -164,23 +164,30 @@ def test_blocks_of_runs_name_their_tokens():
     assert blocks.states.tolist() == [[24, 16]]
 
 
-def test_a_surprise_asks_for_tokens_of_every_age_alike():
+@pytest.mark.parametrize(("even", "coded"), [(0.0, 1.0), (0.5, 0.0), (1.0, 0.25)])
+def test_a_surprise_asks_for_every_age_and_for_every_token(even: float, coded: float) -> None:
     _, keys, values = make_layer()
     rows = make_rows()
     plain = measure_features(rows, keys, values, sinks=4, recent=8)
-    found = expect_surprise(plain, rows, values, torch.tensor([0.0, 0.2]))
+    chance = torch.tensor([0.0, 0.2])
+    found = expect_surprise(plain, rows, values, chance, even=even, coded=coded)
     assert found.surprise is not None
-    assert torch.equal(found.shift[0], plain.shift[0])
+    assert torch.equal(plain.drop_shift, plain.shift)
+    assert torch.equal(found.drop_shift[0], plain.shift[0])
     output = (rows.weight @ values).mean(1)
     apart = squared_distance(values, output)[1]
-    age = torch.arange(TOKENS, 0, -1)
-    assert torch.allclose(found.surprise[1], 0.2 * apart / age, rtol=1e-4)
-    assert torch.allclose(found.shift - plain.shift, found.surprise, atol=1e-7)
-    gained = (found.mass - plain.mass)[1]
-    assert float(gained[-8:-4].sum()) == pytest.approx(float(gained[-64:-32].sum()), rel=0.2)
-    pooled = pool_runs(weigh_tokens(found, torch.full((TOKENS,), 2.0)), 16).surprise
-    assert pooled is not None
-    assert torch.allclose(pooled.sum(1), 2 * found.surprise.sum(1))
+    age = 1 / torch.arange(TOKENS, 0, -1)
+    each = 0.2 * ((1 - even) * age + even * age.sum() / TOKENS)
+    assert torch.allclose(found.surprise[1], each * apart, rtol=1e-4)
+    # dropping loses all of it, codes the part that is asked for
+    assert torch.allclose(found.drop_shift - plain.shift, found.surprise, atol=1e-6)
+    assert torch.allclose(found.shift - plain.shift, coded * found.surprise, atol=1e-6)
+    assert torch.allclose((found.mass - plain.mass)[1], coded * each, atol=1e-6)
+    assert torch.allclose((found.energy - plain.energy)[1], coded * each, atol=1e-6)
+    pooled = pool_runs(weigh_tokens(found, torch.full((TOKENS,), 2.0)), 16)
+    assert pooled.surprise is not None
+    assert torch.allclose(pooled.surprise.sum(1), 2 * found.surprise.sum(1))
+    assert torch.allclose(pooled.drop_shift.sum(1), 2 * found.drop_shift.sum(1))
 
 
 def test_pooled_runs_lose_what_their_tokens_lose():

@@ -24,6 +24,7 @@ from sphkv.cache.step import BatchPlaces, StepTokens
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
+from sphkv.errors import BudgetError
 from sphkv.retention.measure import PromptWork
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.store import PageStore
@@ -159,6 +160,7 @@ class CacheEngine:
         self.plan: ResidencyPlan | None = None
         self.ceiling = Ceiling.of(self.config, is_calibrated=self._codec is not None)
         self.graph: StepGraph | None = None
+        self._has_room_ahead = False
         self.rows = []
         self.places = BatchPlaces(torch.zeros(0, 0, dtype=torch.bool))
         self.peak_bytes, self.peak_share = 0, 0.0
@@ -202,9 +204,9 @@ class CacheEngine:
         assert self.store is not None
         assert self.plan is not None
         if self.graph is not None:
-            if not self.graph.prepare(self._seal_rows):
-                room, self.graph = self.graph.max_tokens, None
-                self.begin_graph(max_tokens=room)
+            if not self._has_room_ahead:
+                self._follow(self._seal_rows)
+            self._has_room_ahead = False
             return
         capacity = self.store.config.tail_capacity
         counts = step.is_real.sum(1).tolist()
@@ -215,17 +217,48 @@ class CacheEngine:
             if 0 < count <= capacity and row.residency.settle(count):
                 self.store.make_room([row.sequence], count)
 
-    def _seal_rows(self, num_new: int = 1) -> bool:
+    def _follow(self, make_room: Callable[[], bool]) -> None:
+        """Change pages, and have captured steps read what is there then."""
+        assert self.graph is not None
+        if not self.graph.prepare(make_room):
+            room, self.graph = self.graph.max_tokens, None
+            self.begin_graph(max_tokens=room)
+
+    def _seal_rows(self, num_new: int = 1, *, is_ahead: bool = False) -> bool:
         """Seal all tails at once that so many new tokens would overflow.
 
         Returns:
-            Whether nothing but pages of the seal tier changed.
+            Whether no pages came but those of the seal tier.
         """
         assert self.store is not None
         before = sum(row.residency.num_changes for row in self.rows)
-        full = [row.sequence for row in self.rows if row.residency.settle(num_new)]
+        full = [row for row in self.rows if row.residency.settle(num_new, is_ahead=is_ahead)]
         if full:
-            self.store.make_room(full, num_new)
+            self.store.make_room([row.sequence for row in full], num_new)
+        if self.graph is not None:
+            for row in full:
+                row.residency.plan_ahead()
+        return sum(row.residency.num_changes for row in self.rows) == before
+
+    def _work_ahead(self) -> bool:
+        """While the device computes a step: seal full tails, or go on making room for the next.
+
+        Room is made in parts that are spread over the steps until the next tail is full.
+
+        Returns:
+            Whether no pages came but those of the seal tier.
+        """
+        before = sum(row.residency.num_changes for row in self.rows)
+        rooms = [row.room() for row in self.rows]
+        if min(rooms) == 0:
+            return self._seal_rows(is_ahead=True)
+        done, wanted = 0, 1
+        # whose tail is full first comes first
+        for at in sorted(range(len(rooms)), key=rooms.__getitem__):
+            while done < wanted and (left := self.rows[at].residency.work_ahead()):
+                done += 1
+                # as many in all rows as in this one
+                wanted = max(wanted, -(-left * len(self.rows) // rooms[at]))
         return sum(row.residency.num_changes for row in self.rows) == before
 
     def begin_graph(self, *, max_tokens: int) -> bool:
@@ -241,6 +274,9 @@ class CacheEngine:
                 max_tokens=max_tokens,
                 windows=self.config.windows,
             )
+            if self.graph is not None:
+                for row in self.rows:
+                    row.residency.plan_ahead()
         return self.graph is not None
 
     @property
@@ -251,6 +287,7 @@ class CacheEngine:
     def end_graph(self) -> None:
         """Captured steps are over: something else changes the cache."""
         self.graph = None
+        self._has_room_ahead = False
 
     def _is_ready(self, step: StepTokens) -> bool:
         """Whether after this step there is enough to code with, and to hold the budget."""
@@ -450,6 +487,17 @@ class CacheEngine:
             for row in self.rows:
                 row.finish_pass()
         self._note_peak()
+        if self.graph is not None:
+            self._prepare_next()
+
+    def _prepare_next(self) -> None:
+        """Beside the step that was queued, make ready for the one to come."""
+        try:
+            self._follow(self._work_ahead)
+            self._has_room_ahead = self.graph is not None
+        except BudgetError:
+            # whether the budget holds is told when a step needs it
+            self.end_graph()
 
     def _note_peak(self) -> None:
         """Keep the most bytes of any moment of the pass, and their part of the ceiling."""

@@ -43,17 +43,36 @@ class Residency(Protocol):
 
     @property
     def num_changes(self) -> int:
-        """Rises when ``settle`` changes pages, or the tier of those to seal."""
+        """Rises when pages come otherwise than by sealing tails at one tier."""
         ...
 
-    def settle(self, num_new: int) -> bool:
+    def settle(self, num_new: int, *, is_ahead: bool = False) -> bool:
         """Before a pass: have room under the ceiling for what so many new tokens make seal.
+
+        Args:
+            num_new: Tokens that come.
+            is_ahead: Meet the ceiling of now, not that of the new tokens.
 
         Returns:
             Whether the store may have to seal full tails; see ``PageStore.make_room``.
 
         Raises:
             BudgetError: Nothing is left that may be dropped.
+        """
+        ...
+
+    def plan_ahead(self) -> None:
+        """Once tails have sealed: begin to make room for the next time, if there is none.
+
+        Nothing changes but by ``work_ahead``; a ``settle`` that comes too early does the rest.
+        """
+        ...
+
+    def work_ahead(self) -> int:
+        """Do a bounded part of what ``plan_ahead`` began.
+
+        Returns:
+            About how many such parts are left; 0 if there is nothing to do.
         """
         ...
 
@@ -105,9 +124,16 @@ class UniformResidency:
             self._config, self._plan, self._store, [self._sequence], layer, keys[None], values[None]
         )
 
-    def settle(self, num_new: int) -> bool:
+    def settle(self, num_new: int, *, is_ahead: bool = False) -> bool:
         """Nothing has to give way."""
         return True
+
+    def plan_ahead(self) -> None:
+        """Nothing has to give way."""
+
+    def work_ahead(self) -> int:
+        """Nothing has to give way."""
+        return 0
 
     def observe_logits(self, row: Tensor) -> None:
         """One tier has no decision to change."""

@@ -5,13 +5,16 @@ New states are dense in the tail, then coded at the seal tier, and from then on 
 others by the loss that made the prompt's decision. Nothing is ever written upward: a page's dense
 source is gone once it is coded. So what a stability gate can do is to spare the newest pages, to
 spend what it held back instead of demoting, and to seal what is still dense at a finer tier.
+
+Room is made when pages must seal and there is none, or ahead of that: ``plan_ahead`` begins once
+pages have sealed, and ``work_ahead`` does a bounded part of it beside every step.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -44,6 +47,9 @@ from sphkv.store.store import PageStore
 Found = TypeVar("Found")
 
 _REBALANCE_ROUNDS = 12
+# Beside one step, pages of so many layers are dropped, and so many pages moved.
+_LAYERS_AT_ONCE = 1
+_MOVES_AT_ONCE = 2048
 # Runs a prompt needs so that there is one to decide about between sinks and the newest.
 _LEAST_RUNS = 3
 _MODE_OF_SHAPE = {
@@ -57,7 +63,6 @@ class RetentionResidency:
     """Keeps each state of a sequence at the tier its budget affords, or not at all.
 
     Attributes:
-        notes: What is remembered of each of those layers.
         gate: The stability gate; None if it is switched off.
         drift: Predicted move of the model's logits by what is coded and gone; follows the pages
             only where there is a gate.
@@ -109,11 +114,14 @@ class RetentionResidency:
         self._on_contract = on_contract
         self._is_decided = False
         self._seal_tier = plan.tier
-        self.notes: list[RunNotes] = []
+        # of the layers of a prompt as they come, then of all of them in one
+        self._layer_notes: list[RunNotes] = []
+        self._notes: RunNotes | None = None
+        self._ahead: Generator[int, None, None] | None = None
         self.drift = 0.0
         self.num_rebalances = 0
         self.num_escalated = 0
-        self._num_restarts = 0
+        self._num_restarts = self._num_demotions = 0
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._controller = RetentionController(self._costs, self._retention.options)
         self._pricer: LayerPricer | None = None
@@ -121,7 +129,21 @@ class RetentionResidency:
     @property
     def num_bytes(self) -> int:
         """Bytes of the controller's own tensors."""
-        return sum(notes.num_bytes for notes in self.notes)
+        held = self._layer_notes if self._notes is None else [self._notes]
+        return sum(notes.num_bytes for notes in held)
+
+    @property
+    def notes(self) -> list[RunNotes]:
+        """What is remembered of each layer with full attention."""
+        if self._notes is None:
+            return self._layer_notes
+        return self._notes.split(self._config.geometry.num_kv_heads)
+
+    def _keep_notes(self, notes: RunNotes | None) -> None:
+        """Remember notes of all layers, joined, where pages are listed."""
+        device = self._store.config.device if self._store.allocator.has_copier else "cpu"
+        self._notes = None if notes is None else notes.to(device)
+        self._layer_notes = []
 
     def take_prompt(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
         """Take a layer of the prompt; the last one triggers the decision about all.
@@ -161,7 +183,7 @@ class RetentionResidency:
             paged = paged_tokens(keys.shape[1])
             return RunNotes.of_prompt(losses, priced, bound, num_tokens=paged)
 
-        self.notes.append(self._once(("notes", pricer.key, layer), note))
+        self._layer_notes.append(self._once(("notes", pricer.key, layer), note))
         self._controller.add_layer(replace(priced, run_loss=None))
 
     def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
@@ -191,8 +213,9 @@ class RetentionResidency:
 
     def _write(self, tokens: int) -> None:
         """Decide about all layers and store them; the newest run opens the tail."""
-        paged = max(0, tokens // RUN_TOKENS - 1) * RUN_TOKENS
-        contract = self._decide(tokens, paged) if self.notes else self._keep_short(tokens)
+        paged = self._paged_tokens(tokens)
+        is_measured = bool(self._layer_notes)
+        contract = self._decide(tokens, paged) if is_measured else self._keep_short(tokens)
         self._is_decided = True
         self._seal_tier = self._tier_of_new(contract)
         if self._on_contract is not None:
@@ -212,12 +235,22 @@ class RetentionResidency:
         # what was priced is not needed any more
         self._controller = RetentionController(self._costs, self._retention.options)
         self._pricer = None
-        if not self.notes:
-            heads = self._config.geometry.num_kv_heads
-            tiers = self._plan.tiers
-            full = self._config.full_layers
-            self.notes = [RunNotes.unmeasured(heads, tiers) for _ in full]
+        if not is_measured and self._config.full_layers:
+            heads = self._config.geometry.num_kv_heads * len(self._config.full_layers)
+            self._keep_notes(RunNotes.unmeasured(heads, self._plan.tiers))
         self._store.compact()
+
+    def _paged_tokens(self, tokens: int) -> int:
+        """Tokens of a prompt that are stored in pages; the others open the tail.
+
+        Rows of a GPU begin with tails of different lengths, so that they seal beside different
+        steps: a tail takes the same bytes whatever is in it.
+        """
+        runs = max(0, tokens // RUN_TOKENS - 1)
+        if self._store.allocator.has_copier and self._layer_notes:
+            spread = self._plan.spec.page_tokens // RUN_TOKENS - 1
+            runs = max(_LEAST_RUNS, runs - self._sequence % max(1, spread))
+        return runs * RUN_TOKENS
 
     def _decide(self, tokens: int, paged: int) -> WriteContract:
         """The contract of a measured prompt, with room left for the first pages to seal."""
@@ -229,10 +262,10 @@ class RetentionResidency:
 
         contract = self._controller.decide(limit, exact_bytes)
         runs = contract.tier_id[..., :paged].unflatten(-1, (-1, RUN_TOKENS))
-        joined = RunNotes.join(self.notes)
+        joined = RunNotes.join(self._layer_notes)
+        joined.crop(paged)
         self.drift = self._drift_of(joined, runs.amin(-1), tokens)
-        # from here on notes are read beside lists of pages, which are on the CPU
-        self.notes = joined.to("cpu").split(self._config.geometry.num_kv_heads)
+        self._keep_notes(joined)
         return self._with_windows(contract)
 
     def _drift_of(self, notes: RunNotes, tier_id: Tensor, num_tokens: int) -> float:
@@ -248,22 +281,22 @@ class RetentionResidency:
 
     def predict_drift(self) -> float:
         """How far what is coded and gone may move the model's logits, by the pages as they are."""
-        if self._is_decided and any(notes.num_runs for notes in self.notes):
+        if self._is_decided and self._notes is not None and self._notes.num_runs:
             pages = self._store.page_list(self._sequence)
             tokens = self._store.num_tokens(self._sequence)
-            notes = RunNotes.join(self.notes)
-            self.drift = self._drift_of(notes, self._run_tiers(pages), tokens)
+            self.drift = self._drift_of(self._notes, self._run_tiers(pages), tokens)
             self._store.forget_page_list(self._sequence)
         return self.drift
 
     def _run_tiers(self, pages: PageList) -> Tensor:
         """``[layers with full attention, heads, runs]`` uint8 tier of every run that was noted."""
         full, heads = self._config.full_layers, self._config.geometry.num_kv_heads
-        runs = max(notes.num_runs for notes in self.notes)
+        assert self._notes is not None
+        runs = self._notes.num_runs
         place = self._note_places(pages)[:, None]
         is_noted = (pages.runs >= 0) & (pages.runs < runs) & (place >= 0)
         at = place * runs + pages.runs
-        tier_id = torch.zeros(len(full) * heads * runs, dtype=torch.uint8)
+        tier_id = torch.zeros(len(full) * heads * runs, dtype=torch.uint8, device=at.device)
         own = pages.tier_ids[:, None].expand_as(at)
         tier_id[at[is_noted]] = own[is_noted].to(torch.uint8)
         return tier_id.view(len(full), heads, runs)
@@ -273,7 +306,7 @@ class RetentionResidency:
         full, heads = self._config.full_layers, self._config.geometry.num_kv_heads
         first = torch.full((self._config.geometry.num_layers,), -heads)
         first[list(full)] = heads * torch.arange(len(full))
-        return first[pages.layer_ids] + pages.head_ids
+        return first.to(pages.layer_ids.device)[pages.layer_ids] + pages.head_ids
 
     def _tier_of_new(self, contract: WriteContract) -> str:
         """Tier at which new states are sealed.
@@ -366,24 +399,33 @@ class RetentionResidency:
         return tiers[min(tiers.id_of(self._seal_tier) + 1, tiers.dense_id)].name
 
     def _used(self) -> int:
-        """Bytes that count against the ceiling; a shared page counts for each that holds it."""
-        store = self._store
-        return store.sequence_bytes(self._sequence) + store.slack_bytes + self.num_bytes
+        """Bytes that count against the ceiling; a shared page counts for each that holds it.
+
+        Slack of the store is shared by its sequences. What others do may leave a slab of every
+        pool with free pages, so that much is taken for slack where there are others.
+        """
+        store, num = self._store, len(self._store.sequences)
+        slack = store.slack_bytes
+        if num > 1:
+            slack += store.allocator.rest_bytes
+        return store.sequence_bytes(self._sequence) + -(-slack // num) + self.num_bytes
 
     @property
     def num_changes(self) -> int:
-        """Times that other pages changed than those that were sealed; see ``Residency``."""
-        return self.num_rebalances + self.num_escalated + self._num_restarts
+        """Times that pages came otherwise than by sealing at one tier; see ``Residency``."""
+        return self._num_demotions + self.num_escalated + self._num_restarts
 
-    def settle(self, num_new: int) -> bool:
+    def settle(self, num_new: int, *, is_ahead: bool = False) -> bool:
         """Meet the ceiling of new tokens; see ``Residency.settle``."""
-        tail = self._store.tail(self._sequence, 0)
+        tail = self._store.open_tail(self._sequence, 0)
         page = self._plan.spec.page_tokens
-        if tail.num_tokens + num_new <= page or tail.num_tokens < page:
+        if tail is None or tail.num_tokens + num_new <= page or tail.num_tokens < page:
             return False
+        while self.work_ahead():
+            pass
         sealed = tail.first_position
         self._note_until(sealed)
-        limit = self._limit(self._store.num_tokens(self._sequence) + num_new)
+        limit = self._limit(self._store.num_tokens(self._sequence) + num_new * (not is_ahead))
         self._store.seal_at(self._sequence, self._seal_tier)
         self._settle(limit, sealed, self._seal_bytes)
         if sealed == 0:
@@ -400,7 +442,9 @@ class RetentionResidency:
         Layers whose new states would drift most come first, as many as the bytes allow.
         """
         seal = self._plan.tiers.id_of(self._seal_tier)
-        drift = [notes.new_drift(seal) for notes in self.notes]
+        assert self._notes is not None
+        every = self._notes.to("cpu").split(self._config.geometry.num_kv_heads)
+        drift = [notes.new_drift(seal) for notes in every]
         order = sorted(range(len(drift)), key=lambda index: -drift[index])
         layers = [self._config.full_layers[index] for index in order]
         low, high = 0, len(layers)
@@ -413,12 +457,44 @@ class RetentionResidency:
 
     def _note_until(self, position: int) -> None:
         """Note runs that are sealed and not young any more, as runs of their age usually are."""
-        tokens = self._store.num_tokens(self._sequence)
-        for notes in self.notes:
-            missing = position // RUN_TOKENS - notes.num_runs
-            if missing > 0:
-                age = tokens - notes.num_runs * RUN_TOKENS - RUN_TOKENS // 2
-                notes.extend(missing, age, scale=self._retention.new_run_scale)
+        tokens, notes = self._store.num_tokens(self._sequence), self._notes
+        missing = 0 if notes is None else position // RUN_TOKENS - notes.num_runs
+        if notes is not None and missing > 0:
+            age = tokens - notes.num_runs * RUN_TOKENS - RUN_TOKENS // 2
+            notes.extend(missing, age, scale=self._retention.new_run_scale)
+
+    def plan_ahead(self) -> None:
+        """Begin to make room for the next pages to seal if they have none; see ``Residency``."""
+        tail = self._store.open_tail(self._sequence, 0)
+        # what a gate holds back it may spend at any step
+        if tail is None or self.gate is not None or not self._is_decided:
+            return
+        page = self._plan.spec.page_tokens
+        before = tail.first_position - self._retention.young_pages * page
+        self._note_until(before)
+        limit = self._limit(tail.first_position + page)
+        notes = -(-page // RUN_TOKENS) * self._run_note_bytes()
+        self._ahead = self._meet(
+            limit, before, lambda: notes + self._seal_bytes(), is_at_once=False
+        )
+
+    def _run_note_bytes(self) -> int:
+        """Bytes that notes grow by with a run."""
+        return 0 if self._notes is None else self._notes.born.itemsize + 4 * len(self._notes.bound)
+
+    def work_ahead(self) -> int:
+        """Do a bounded part of what ``plan_ahead`` began; see ``Residency``."""
+        if self._ahead is None:
+            return 0
+        try:
+            return next(self._ahead)
+        except StopIteration:
+            pass
+        except BudgetError:
+            # nothing may go now; when the pages seal, more may
+            pass
+        self._ahead = None
+        return 0
 
     def _seal_first(self) -> None:
         """Seal a tail that begins with the sequence itself: its sinks stay dense."""
@@ -434,21 +510,30 @@ class RetentionResidency:
 
     def _settle(self, limit: int, sealed: int, reserve: Callable[[], int]) -> None:
         """Meet a limit, see ``_meet``, and predict the drift of what is left."""
+        young = self._retention.young_pages + int(self.gate is not None and self.gate.is_on)
+        before = sealed - (young - 1) * self._plan.spec.page_tokens
         try:
-            self._meet(limit, sealed, reserve)
+            for _ in self._meet(limit, before, reserve):
+                pass
             if self.gate is not None:
                 self.predict_drift()
         finally:
             # keeping what was read of the pages costs the budget more than reading them again
             self._store.forget_page_list(self._sequence)
 
-    def _meet(self, limit: int, sealed: int, reserve: Callable[[], int]) -> None:
+    def _meet(
+        self, limit: int, before: int, reserve: Callable[[], int], *, is_at_once: bool = True
+    ) -> Generator[int, None, None]:
         """Demote or drop pages where that costs least until the bytes in use meet a limit.
 
         Args:
             limit: Bytes that may be in use.
-            sealed: Pages before this position may change; the newest ``young_pages`` may not.
+            before: Pages before this position may change.
             reserve: Bytes that will be needed besides, as things are.
+            is_at_once: Drop and move all pages together, else a bounded number at a time.
+
+        Yields:
+            About how many such times are left, one at least.
 
         Raises:
             BudgetError: Nothing is left that may be dropped.
@@ -456,8 +541,6 @@ class RetentionResidency:
         if self._used() + reserve() <= limit:
             return
         self.num_rebalances += 1
-        young = self._retention.young_pages + int(self.gate is not None and self.gate.is_on)
-        before = sealed - (young - 1) * self._plan.spec.page_tokens
         # once pages must change, as many do as the next pages to seal will ask for
         target, spare = limit, int(limit * self._retention.refresh_share)
         for _ in range(_REBALANCE_ROUNDS):
@@ -472,7 +555,7 @@ class RetentionResidency:
             spare = 0
             tier_id = self._rechoose(choices, pages, max(0, held - needed))
             changed = (tier_id < pages.tier_ids).nonzero()[:, 0]
-            self._apply(pages.select(changed), tier_id[changed], limit)
+            yield from self._apply(pages.select(changed), tier_id[changed], limit, is_at_once)
             over = self._used() + reserve() - limit
             if over <= 0:
                 break
@@ -484,10 +567,10 @@ class RetentionResidency:
 
     def _changeable(self, pages: PageList, before: int) -> PageList:
         """Pages of full attention that begin before a position and hold nothing protected."""
-        is_full = torch.zeros(self._config.geometry.num_layers, dtype=torch.bool)
-        is_full[list(self._config.full_layers)] = True
-        is_old = pages.first_runs * RUN_TOKENS < before
-        return pages.select(is_old & ~pages.is_protected & is_full[pages.layer_ids])
+        is_valid = (pages.first_runs * RUN_TOKENS < before) & ~pages.is_protected
+        if len(self._config.full_layers) < self._config.geometry.num_layers:
+            is_valid &= self._note_places(pages) >= 0
+        return pages.select(is_valid)
 
     def _choices(self, pages: PageList) -> TierChoices:
         """What each tier of each page would lose and cost.
@@ -497,13 +580,15 @@ class RetentionResidency:
         does every page of a variant that knows one tier, and one that keeps everything drops none.
         """
         tokens = self._store.num_tokens(self._sequence)
-        losses = RunNotes.join(self.notes).losses(tokens)
+        assert self._notes is not None
+        losses = self._notes.losses(tokens)
         at = self._note_places(pages)[:, None]
         runs = pages.runs.long()
         each = losses[at, runs.clamp(0, losses.shape[1] - 1)]
         # runs past a page's last one point to the first run, whose loss may be infinite
         loss = torch.where((runs >= 0)[..., None], each, 0.0).sum(1)
-        tier, own = torch.arange(loss.shape[1])[None], pages.tier_ids[:, None]
+        tier = torch.arange(loss.shape[1], device=loss.device)[None]
+        own = pages.tier_ids[:, None]
         variant = self._retention.options.variant
         is_barred = (tier > 0) & (tier < own)
         if variant == "joint" and self._retention.demotes:
@@ -517,10 +602,11 @@ class RetentionResidency:
         """Bytes of every tier, ``[tiers]``; ``[pages, tiers]`` if some pages are dense."""
         dense = self._plan.tiers.dense_id
         is_dense = pages.tier_ids == dense
+        tier_bytes = self._tier_bytes.to(is_dense.device)
         if not bool(is_dense.any()):
-            return self._tier_bytes
+            return tier_bytes
         # a dense page holds half the states of a coded one, but not half a page once it is coded
-        cost = self._tier_bytes.repeat(pages.num_pages, 1)
+        cost = tier_bytes.repeat(pages.num_pages, 1)
         per_page = self._costs.page_bytes[BlockShape.RUNS][dense]
         cost[is_dense] = torch.cummax(cost[is_dense].clamp(max=per_page), 1).values
         return cost
@@ -540,15 +626,18 @@ class RetentionResidency:
         counts = heads.bincount()
         first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
         rank = torch.empty_like(order)
-        rank[order] = torch.arange(len(order)) - first[heads[order]]
+        rank[order] = torch.arange(len(order), device=order.device) - first[heads[order]]
         shape = (int(rank.max()) + 1, choices.distortion.shape[1])
-        loss = torch.zeros(shape).index_add_(0, rank, choices.distortion.float())
-        cost = torch.zeros(shape, dtype=torch.int64)
+        loss = torch.zeros(shape, device=rank.device)
+        loss.index_add_(0, rank, choices.distortion.float())
+        cost = torch.zeros(shape, dtype=torch.int64, device=rank.device)
         cost.index_add_(0, rank, choices.cost.expand(pages.num_pages, -1))
         found = allocate_tiers(TierChoices(loss, cost), budget).tier_id[rank]
         return torch.minimum(found, pages.tier_ids)
 
-    def _apply(self, pages: PageList, tier_id: Tensor, limit: int) -> None:
+    def _apply(
+        self, pages: PageList, tier_id: Tensor, limit: int, is_at_once: bool
+    ) -> Generator[int, None, None]:
         """Demote pages, or drop them, and give the places they leave back.
 
         A demoted page takes its new place before its old slab is empty and goes, so only so many
@@ -558,29 +647,41 @@ class RetentionResidency:
             pages: Pages to change.
             tier_id: ``[pages]`` int64 tier of each, below its own.
             limit: Bytes that may be in use at any moment.
-        """
-        page_ids, limit = pages.page_ids, max(limit, self._used())
-        spare = self._store.config.max_slab_pages - 1
-        # drops first: what is demoted takes new places
-        gone = tier_id == self._plan.tiers.drop_id
-        if bool(gone.any()):
-            self._store.drop_listed(self._sequence, pages.layer_ids[gone], page_ids[gone])
-            page_ids = self._compact(page_ids)
-        for tier in sorted(set(tier_id[~gone].tolist())):
-            left = (tier_id == tier).nonzero()[:, 0]
-            while len(left):
-                room = (limit - self._used()) // int(self._tier_bytes[tier]) - spare
-                if room < len(left):
-                    page_ids = self._compact(page_ids)
-                    room = (limit - self._used()) // int(self._tier_bytes[tier]) - spare
-                now, left = left[: max(1, room)], left[max(1, room) :]
-                self._store.demote_listed(self._sequence, pages.layer_ids[now], page_ids[now], tier)
-            page_ids = self._compact(page_ids)
+            is_at_once: Drop and move all pages together, else a bounded number at a time.
 
-    def _compact(self, page_ids: Tensor) -> Tensor:
-        """Move pages together in the store; the ids of some of them afterwards."""
-        moves = self._store.compact()
-        return page_ids if moves is None else moves.apply(page_ids)
+        Yields:
+            See ``_meet``.
+        """
+        limit = max(limit, self._used())
+        # one wait for a device; from here on the host knows what to do
+        told = torch.stack([pages.layer_ids, pages.page_ids, tier_id.long()]).cpu()
+        layer_ids, tier_id = told[0], told[2]
+        held = self._store.hold(told[1])
+        # drops first: what is demoted takes new places
+        gone = (tier_id == self._plan.tiers.drop_id).nonzero()[:, 0]
+        parts = [gone] if is_at_once else _split_layers(gone, layer_ids)
+        for left, part in zip(range(len(parts), 0, -1), parts, strict=True):
+            if not is_at_once:
+                yield left + 1
+            if len(part):
+                ids = held.page_ids[part]
+                self._store.drop_listed(self._sequence, layer_ids[part], ids)
+        moves = None if is_at_once else _MOVES_AT_ONCE
+        while len(gone) and self._store.compact(moves) is not None:
+            yield 1
+        spare = self._store.config.max_slab_pages - 1
+        for tier in sorted(set(tier_id[tier_id > self._plan.tiers.drop_id].tolist())):
+            self._num_demotions += 1
+            left_ids = (tier_id == tier).nonzero()[:, 0]
+            while len(left_ids):
+                room = (limit - self._used()) // int(self._tier_bytes[tier]) - spare
+                if room < len(left_ids):
+                    self._store.compact()
+                    room = (limit - self._used()) // int(self._tier_bytes[tier]) - spare
+                now, left_ids = left_ids[: max(1, room)], left_ids[max(1, room) :]
+                ids = held.page_ids[now]
+                self._store.demote_listed(self._sequence, layer_ids[now], ids, tier)
+            self._store.compact()
 
     def observe_logits(self, row: Tensor) -> None:
         """Tell the gate how close a decision is, from logits ``[vocabulary]``."""
@@ -591,8 +692,9 @@ class RetentionResidency:
 
     def crop(self, num_tokens: int) -> None:
         """Forget what was noted about tokens from ``num_tokens`` on."""
-        for notes in self.notes:
-            notes.crop(num_tokens)
+        self._ahead = None
+        if self._notes is not None:
+            self._notes.crop(num_tokens)
         # a share of fewer tokens allows fewer bytes
         sealed = self._store.tail(self._sequence, 0).first_position
         self._note_until(sealed)
@@ -602,7 +704,7 @@ class RetentionResidency:
         """The same for a copy of the sequence."""
         other = RetentionResidency(self._config, self._plan, store, sequence, self._ceiling)
         other._is_decided, other._seal_tier = self._is_decided, self._seal_tier
-        other.notes = [notes.copy() for notes in self.notes]
+        other._notes = None if self._notes is None else self._notes.copy()
         other.drift, other.num_rebalances = self.drift, self.num_rebalances
         other.num_escalated = self.num_escalated
         other.gate = copy.deepcopy(self.gate)
@@ -629,7 +731,7 @@ class RetentionResidency:
         self._seal_tier = self._plan.tiers[int(state["seal_tier"])].name
         if self.gate is not None:
             self.gate.load_state(state["gate"].cpu())
-        self.notes = []
+        layers = []
         for index in range(len(self._config.full_layers)):
             lead = f"notes.{index}."
             own = {
@@ -637,7 +739,8 @@ class RetentionResidency:
                 for name, tensor in state.items()
                 if name.startswith(lead)
             }
-            self.notes.append(RunNotes.from_state(own))
+            layers.append(RunNotes.from_state(own))
+        self._keep_notes(RunNotes.join(layers) if layers else None)
 
     def describe(self) -> str:
         """The seal tier, what the controller is restricted to, and what its gate did."""
@@ -649,6 +752,16 @@ class RetentionResidency:
             f"{told}; gate on in {gate.num_on_steps} of {gate.num_steps} steps, "
             f"{gate.num_switches} switches, {self.num_escalated} tails sealed finer"
         )
+
+
+def _split_layers(index: Tensor, layer_ids: Tensor) -> list[Tensor]:
+    """``index [pages]`` of pages listed layer by layer, cut where so many layers are full."""
+    layers, sizes = layer_ids[index].unique_consecutive(return_counts=True)
+    per_layer = index.split(sizes.tolist())
+    return [
+        torch.cat(per_layer[at : at + _LAYERS_AT_ONCE])
+        for at in range(0, len(layers), _LAYERS_AT_ONCE)
+    ]
 
 
 def page_costs(config: CacheConfig, plan: ResidencyPlan, store: PageStore) -> PageCosts:

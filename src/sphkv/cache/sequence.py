@@ -108,8 +108,8 @@ class CacheSequence:
 
     def room(self) -> int:
         """Tokens that the tail takes before a page must seal."""
-        tail = self.store.tail(self.sequence, 0)
-        return self.store.config.tail_capacity - tail.num_tokens
+        tail = self.store.open_tail(self.sequence, 0)
+        return self.store.config.tail_capacity - (0 if tail is None else tail.num_tokens)
 
     def take_prompt(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store a layer of the prompt; see ``Residency.take_prompt``."""

@@ -170,6 +170,7 @@ def _add_serve(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     serve.add_argument("--block-tokens", type=int, default=128, help="32, 64, 96 or 128")
     serve.add_argument("--dtype", default="float32", help="float32 or bfloat16")
     serve.add_argument("--device", default="cpu", help="cpu or cuda")
+    serve.add_argument("--eager", action="store_true", help="on a GPU, do not compile")
     serve.add_argument(
         "--stock-cache", action="append", help="a stock server of this cache type too, such as fp8"
     )
@@ -209,6 +210,7 @@ def _run_serve(args: argparse.Namespace) -> int:
         block_tokens=args.block_tokens,
         dtype=args.dtype,
         device=args.device,
+        is_eager=args.eager,
         stock_caches=tuple(args.stock_cache or ()),
         rate=args.rate,
         shared_tokens=args.shared_tokens,

@@ -316,6 +316,8 @@ def _add_certify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="BUDGETS",
         help="also trigger and fix the failure classes; comma-separated, loosest first",
     )
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda for captured steps")
+    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0 leaves its default")
     parser.add_argument("--out", help="file for the certificate")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -345,6 +347,8 @@ def _run_certify(args: argparse.Namespace) -> int:
         "purpose": args.purpose,
         "has_gate": not args.no_gate,
         "per_witness": args.per_witness,
+        "device": args.device,
+        "dtype": args.dtype,
         "bounds": bounds,
     }
     for name in ("data", "calibration_text", "policy", "suffix_tokens", "log"):

@@ -60,8 +60,10 @@ class TokenFeatures:
         reuse: ``[heads]`` share of the attention that goes beyond sinks and recent tokens, u_lh.
         stability: ``[heads]`` in [0, 1): how clear the first choice of attention is, s_lh.
         output_energy: ``[heads]`` mean squared norm of the head's output.
-        surprise: ``[heads, tokens]`` part of ``shift`` due to queries that no row predicts; None
-            if there are none.
+        surprise: ``[heads, tokens]`` the same move due to queries that no row predicts; None if
+            there are none.
+        drop_only: ``[heads, tokens]`` part of it that codes do not lose, and which is no part of
+            ``shift`` therefore; None if there is none.
     """
 
     mass: Tensor
@@ -73,6 +75,12 @@ class TokenFeatures:
     stability: Tensor
     output_energy: Tensor
     surprise: Tensor | None = None
+    drop_only: Tensor | None = None
+
+    @property
+    def drop_shift(self) -> Tensor:
+        """``[heads, tokens]`` expected squared move if the state were gone, all surprise in it."""
+        return self.shift if self.drop_only is None else self.shift + self.drop_only
 
     def to(self, device: torch.device | str) -> TokenFeatures:
         """The same on a device."""
@@ -89,6 +97,7 @@ def weigh_tokens(features: TokenFeatures, weight: Tensor) -> TokenFeatures:
         energy=features.energy * weight,
         shift=features.shift * weight,
         surprise=None if features.surprise is None else features.surprise * weight,
+        drop_only=None if features.drop_only is None else features.drop_only * weight,
     )
 
 
@@ -116,6 +125,7 @@ def pool_runs(features: TokenFeatures, run: int) -> TokenFeatures:
         radius=radius.sqrt(),
         value_norm=norm.sqrt(),
         surprise=None if features.surprise is None else total(features.surprise),
+        drop_only=None if features.drop_only is None else total(features.drop_only),
     )
 
 
@@ -292,29 +302,39 @@ def squared_distance(values: Tensor, output: Tensor) -> Tensor:
     return (values.float() - output[:, None]).square().sum(-1)
 
 
-def surprise_shift(rows: AttentionRows, values: Tensor) -> Tensor:
+def surprise_shift(rows: AttentionRows, values: Tensor, *, even: float = 0.0) -> Tensor:
     """Expected squared move if queries turned to tokens that are gone, once per factor e of age.
-
-    Distances of copies have no scale of their own: each factor of two gets as many.
 
     Args:
         rows: Predicted attention.
         values: ``[heads, tokens, head_dim]``.
+        even: See ``surprise_prior``.
 
     Returns:
         ``[heads, tokens]`` float32 share of every token in it.
     """
     apart = squared_distance(values, mean_output(rows, values))
-    return rows.share.sum(1)[:, None] * _inverse_age(values) * apart
+    return rows.share.sum(1)[:, None] * surprise_prior(values, even) * apart
 
 
-def _inverse_age(values: Tensor) -> Tensor:
-    """``[tokens]`` float32, one over the distance to the first token after the prompt."""
-    return 1 / torch.arange(values.shape[1], 0, -1, device=values.device)
+def surprise_prior(values: Tensor, even: float) -> Tensor:
+    """``[tokens]`` float32 chances of tokens; they add up to the factors e in the prompt's length.
+
+    Copies have no scale of their own: each factor of two of the distance gets as many. A question
+    may ask for any part of a document alike: the part ``even`` of the chances is the same for all.
+    """
+    age = 1 / torch.arange(values.shape[1], 0, -1, device=values.device)
+    return (1 - even) * age + even * age.mean()
 
 
 def expect_surprise(
-    features: TokenFeatures, rows: AttentionRows, values: Tensor, chance: Tensor
+    features: TokenFeatures,
+    rows: AttentionRows,
+    values: Tensor,
+    chance: Tensor,
+    *,
+    even: float = 0.0,
+    coded: float = 1.0,
 ) -> TokenFeatures:
     """The same features if some later queries turn to a token that no row gives weight to.
 
@@ -323,16 +343,19 @@ def expect_surprise(
         rows: Predicted attention.
         values: ``[heads, tokens, head_dim]``.
         chance: ``[heads]`` part of the later queries that do, per factor e of age.
+        even: See ``surprise_prior``.
+        coded: How much errors of coded states count to such a query.
     """
     chance = chance.to(rows.share)
-    surprise = chance[:, None] * surprise_shift(rows, values)
-    each = (chance * rows.share.sum(1))[:, None] * _inverse_age(values)
+    surprise = chance[:, None] * surprise_shift(rows, values, even=even)
+    each = coded * (chance * rows.share.sum(1))[:, None] * surprise_prior(values, even)
     return replace(
         features,
         mass=features.mass + each,
         energy=features.energy + each,
-        shift=features.shift + surprise,
+        shift=features.shift + coded * surprise,
         surprise=surprise,
+        drop_only=None if coded == 1 else (1 - coded) * surprise,
     )
 
 

@@ -112,12 +112,16 @@ def measure_layer(
     output = rows.weight @ values.float()
     sinks = config.protection.sink_tokens
     features = measure_features(rows, keys, values, sinks=sinks, recent=RUN_TOKENS, output=output)
-    if config.policy.surprise is not None:
-        chance = constant(config.policy.surprise[layer], device=keys.device)
-        features = expect_surprise(features, rows, values, chance)
+    policy = config.policy
+    if policy.surprise is not None:
+        chance = constant(policy.surprise[layer], device=keys.device)
+        even, coded = policy.surprise_even, policy.surprise_coded
+        features = expect_surprise(features, rows, values, chance, even=even, coded=coded)
     protected = protected_states(config, features.radius)
     least_free = paged_tokens(tokens) - config.protection.most_states(tokens)
-    sample = sample_states(features.shift, ~protected, config.error_samples, least_free=least_free)
+    sample = sample_states(
+        features.drop_shift, ~protected, config.error_samples, least_free=least_free
+    )
     first = tokens - query.shape[1]
     seen = query[:, window_positions(config, query, tokens) - first]
     # votes are the first rows

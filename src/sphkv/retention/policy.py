@@ -100,6 +100,9 @@ class RetentionPolicy:
             takes every layer's outputs relative to their own energy.
         surprise: Part of later queries that turn to a token which the prompt's queries did not
             ask for, per factor e of its age, ``[layers][KV heads]``; None expects none.
+        surprise_even: Part of that chance which is the same for tokens of every age.
+        surprise_coded: How much errors of coded states count to such queries: 0 if it is enough
+            that the token is there.
         drift_scale: Move of the margin between the two best tokens per unit of the predicted
             drift of what is coded and gone; by it a stability gate compares drift and margin.
         model_id: Model the weights were fitted on; empty if they are not fitted.
@@ -115,6 +118,8 @@ class RetentionPolicy:
     window_stride: int = 4
     sensitivity: tuple[tuple[float, ...], ...] | None = None
     surprise: tuple[tuple[float, ...], ...] | None = None
+    surprise_even: float = 0.0
+    surprise_coded: float = 1.0
     drift_scale: float = 1.0
     model_id: str = ""
 
@@ -132,8 +137,9 @@ class RetentionPolicy:
         for name, value in weights.items():
             if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be finite and not negative, got {value!r}")
-        if not 0 <= self.attention_mix <= 1:
-            raise ValueError(f"attention_mix must be in 0..1, got {self.attention_mix!r}")
+        for name in ("attention_mix", "surprise_even", "surprise_coded"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in 0..1, got {getattr(self, name)!r}")
         for name in ("window", "window_stride"):
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:

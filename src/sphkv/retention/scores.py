@@ -249,7 +249,7 @@ def state_distortion(
 
     A key error moves the output by the state's own pull on it, ``a |v - o|``; a value error by
     ``a``. Errors of different states are independent, so squares add, but for the part that all
-    values of a head share. Tier 0 is the pull itself.
+    values of a head share. Tier 0 is the pull itself, and that of queries nobody predicts.
 
     Args:
         features: The layer's features.
@@ -265,7 +265,7 @@ def state_distortion(
     value = features.energy * features.value_norm.square()
     loss += value[..., None] * (policy.alpha_value * errors.value)[:, None]
     loss += features.mass[..., None] * (policy.alpha_value * errors.common)[:, None]
-    loss[..., :1] = policy.alpha_drop * shift
+    loss[..., 0] = policy.alpha_drop * features.drop_shift
     return loss
 
 

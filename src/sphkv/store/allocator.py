@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -12,15 +15,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.store.layout import PageLayout, first_positions, frame_parts
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCopier, PageOrder
 from sphkv.store.paging import PositionMode
 
 _Ids = NDArray[np.int64]
 PoolKey = tuple[int, PositionMode]
 """Tier id and position mode: what decides the layout of a page."""
 
+# Ids that differ in no higher bit are near each other.
+_NEAR_BITS = 7
 # A new slab is at least this share of its pool, so that slabs stay few as a pool grows.
 _GROWTH_SHARE = 16
+
+
+class PageOwner(Protocol):
+    """What keeps page ids and follows pages that move."""
+
+    def remap(self, moves: PageMoves) -> None:
+        """Replace the ids of pages that moved."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +48,7 @@ class Slab:
         counts: ``[pages]`` int32 on the CPU: live states; 0 until the page is sealed.
         num_free: Pages with no owner.
         buffer: What ``data`` is cut from where pages are aligned; else ``data`` itself.
+        owners: Who may keep ids of its pages.
     """
 
     key: PoolKey
@@ -44,6 +58,7 @@ class Slab:
     counts: Tensor
     num_free: int
     buffer: Tensor
+    owners: WeakSet[PageOwner] = field(default_factory=WeakSet)
 
     @property
     def num_pages(self) -> int:
@@ -62,28 +77,64 @@ class PageMoves:
     Attributes:
         old_ids: ``[pages]`` int64 on the CPU, rising.
         new_ids: ``[pages]`` int64 on the CPU, none of them among ``old_ids``.
-        id_after: Id of every page afterwards, by its id before, up to the last that moved.
     """
 
     old_ids: Tensor
     new_ids: Tensor
-    id_after: _Ids
+    _is_near: NDArray[np.bool_]
 
     @classmethod
     def of(cls, old_ids: _Ids, new_ids: _Ids) -> PageMoves:
         """Moves from ids to others, in any order."""
         order = old_ids.argsort()
-        old_ids, new_ids = old_ids[order], new_ids[order]
-        id_after = np.arange(old_ids[-1] + 1 if len(old_ids) else 0)
-        id_after[old_ids] = new_ids
-        return cls(torch.from_numpy(old_ids), torch.from_numpy(new_ids), id_after)
+        is_near = np.zeros((old_ids.max() >> _NEAR_BITS) + 2 if len(old_ids) else 1, np.bool_)
+        is_near[old_ids >> _NEAR_BITS] = True
+        return cls(torch.from_numpy(old_ids[order]), torch.from_numpy(new_ids[order]), is_near)
 
     def apply(self, page_ids: Tensor) -> Tensor:
         """Ids after the move, of any shape; those of pages that stayed and -1 are kept."""
-        ids = page_ids.numpy()
-        is_known = (ids >= 0) & (ids < len(self.id_after))
-        found = self.id_after[np.where(is_known, ids, 0)] if len(self.id_after) else ids
-        return torch.from_numpy(np.where(is_known, found, ids))
+        found = page_ids.clone()
+        ids, old, new = found.numpy().reshape(-1), self.old_ids.numpy(), self.new_ids.numpy()
+        # most ids are far from all that moved, and searching for each would take longer
+        at = np.flatnonzero(self._is_near[np.minimum(ids >> _NEAR_BITS, len(self._is_near) - 1)])
+        place = np.minimum(np.searchsorted(old, ids[at]), max(0, len(old) - 1))
+        if len(at):
+            ids[at] = np.where(old[place] == ids[at], new[place], ids[at])
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageEvent:
+    """Pages of one pool that went, or moved.
+
+    Attributes:
+        key: Their pool.
+        old: ``[pages]`` int64 addresses they had, rising.
+        new: ``[pages]`` int64 addresses they have now; None if they are gone.
+    """
+
+    key: PoolKey
+    old: _Ids
+    new: _Ids | None
+
+
+@dataclass(eq=False)
+class PageJournal:
+    """What became of pages since it was read last, for whoever keeps their addresses.
+
+    Attributes:
+        events: In the order they happened.
+        is_complete: False once a page lost one of several owners, which addresses do not tell.
+    """
+
+    events: list[PageEvent] = field(default_factory=list)
+    is_complete: bool = True
+
+    def take(self) -> tuple[list[PageEvent], bool]:
+        """The events and whether they tell all; it is empty and complete afterwards."""
+        found = (self.events, self.is_complete)
+        self.events, self.is_complete = [], True
+        return found
 
 
 def held_page_bytes(layout: PageLayout) -> int:
@@ -122,6 +173,7 @@ class PageAllocator:
         max_slab_pages: int = 64,
         device: torch.device | str = "cpu",
         order: PageOrder | None = None,
+        copier: PageCopier | None = None,
     ) -> None:
         """Start without slabs.
 
@@ -130,6 +182,7 @@ class PageAllocator:
             max_slab_pages: Pages of the largest slab.
             device: Where pages live.
             order: How slabs keep the bytes of a page; as ``store/layout.py`` has them if None.
+            copier: Copies pages of all slabs at once; slab by slab if None.
         """
         if max_slab_pages < 1:
             raise ValueError(f"max_slab_pages must be positive, got {max_slab_pages}")
@@ -137,10 +190,21 @@ class PageAllocator:
         self._stride = max_slab_pages
         self._device = torch.device(device)
         self.order = order
+        self._copier = copier
         self._slabs: list[Slab | None] = []
-        self._pools: dict[PoolKey, list[int]] = {}
+        self._empty_slots: list[int] = []
+        # by slot: address and bytes of pages, how many there are, and how many are free
+        self._address = self._size = np.zeros(0, dtype=np.int64)
+        self._pages_at = self._free_at = np.zeros(0, dtype=np.int64)
+        self._pools: dict[PoolKey, dict[int, None]] = {}
+        self._journals: WeakSet[PageJournal] = WeakSet()
         # free pages and all pages of each pool
         self._totals: dict[PoolKey, tuple[int, int]] = {}
+
+    @property
+    def has_copier(self) -> bool:
+        """Whether pages of many slabs are copied at once."""
+        return self._copier is not None
 
     def slabs(self) -> Iterator[Slab]:
         """All live slabs."""
@@ -238,7 +302,7 @@ class PageAllocator:
             fresh[key] = [self._new_slab(key, n) for n in self._slab_sizes(wanted - free, total)]
         for key, slabs in fresh.items():
             for slab in slabs:
-                self._pools.setdefault(key, []).append(self._place(slab))
+                self._pools.setdefault(key, {})[self._place(slab)] = None
                 self._count(key, slab.num_pages, slab.num_pages)
         return {key: self._take(key, wanted) for key, wanted in requests.items()}
 
@@ -264,27 +328,59 @@ class PageAllocator:
         )
 
     def _place(self, slab: Slab) -> int:
-        for slot, held in enumerate(self._slabs):
-            if held is None:
-                self._slabs[slot] = slab
-                return slot
-        self._slabs.append(slab)
-        return len(self._slabs) - 1
+        if self._empty_slots:
+            slot = heapq.heappop(self._empty_slots)
+            self._slabs[slot] = slab
+        else:
+            slot = len(self._slabs)
+            self._slabs.append(slab)
+        if slot >= len(self._address):
+            room = max(64, 2 * len(self._address))
+            self._address, self._size, self._pages_at, self._free_at = (
+                np.concatenate([old, np.zeros(room - len(old), dtype=np.int64)])
+                for old in (self._address, self._size, self._pages_at, self._free_at)
+            )
+        self._address[slot] = slab.data.data_ptr()
+        self._size[slot] = slab.data.shape[1]
+        self._pages_at[slot], self._free_at[slot] = slab.num_pages, slab.num_free
+        return slot
+
+    def _add_free(self, slot: int, num_pages: int) -> None:
+        """Note that so many more pages of a slab are free."""
+        self._slab(slot).num_free += num_pages
+        self._free_at[slot] += num_pages
 
     def _take(self, key: PoolKey, wanted: int) -> Tensor:
         parts = [np.empty(0, dtype=np.int64)]
         self._count(key, -wanted)
-        for slot in self._pools.get(key, []):
-            slab = self._slab(slot)
-            if wanted == 0 or slab.num_free == 0:
-                continue
-            refcounts = slab.refcounts.numpy()
+        slots = np.fromiter(self._pools.get(key, ()), dtype=np.int64) if wanted else parts[0]
+        for slot in slots[self._free_at[slots] > 0].tolist():
+            if wanted == 0:
+                break
+            refcounts = self._slab(slot).refcounts.numpy()
             index = np.flatnonzero(refcounts == 0)[:wanted]
             refcounts[index] = 1
-            slab.num_free -= len(index)
+            self._add_free(slot, -len(index))
             wanted -= len(index)
             parts.append(slot * self._stride + index)
         return torch.from_numpy(np.concatenate(parts))
+
+    def own(self, owner: PageOwner, page_ids: Tensor) -> None:
+        """Note who keeps ids, so that it is told when the pages move.
+
+        Args:
+            owner: Kept weakly.
+            page_ids: ``[pages]`` int64 ids on the CPU.
+        """
+        slots = page_ids.numpy() // self._stride
+        for slot in {*slots.tolist()} if len(slots) < 64 else np.unique(slots).tolist():
+            self._slab(slot).owners.add(owner)
+
+    def journal(self) -> PageJournal:
+        """Begin to tell what becomes of pages; as long as the journal is kept."""
+        journal = PageJournal()
+        self._journals.add(journal)
+        return journal
 
     def write(self, page_ids: Tensor, pages: Tensor, counts: Tensor) -> None:
         """Fill fresh pages and seal them.
@@ -297,11 +393,20 @@ class PageAllocator:
         Raises:
             ValueError: A page is sealed already.
         """
-        for slot, index, rows in self._by_slab(page_ids):
-            slab = self._slab(slot)
-            if slab.counts.numpy()[index.numpy()].any():
+        groups = list(self._by_slab(page_ids))
+        for slot, index, _ in groups:
+            if self._slab(slot).counts.numpy()[index.numpy()].any():
                 raise ValueError(f"sealed pages of slab {slot} cannot be written again")
-            self._fill(slab, index, pages, rows, counts)
+        if self._copier is None or not groups:
+            for slot, index, rows in groups:
+                self._fill(self._slab(slot), index, pages, rows, counts)
+            return
+        pages, size = pages.to(self._device).contiguous(), pages.shape[1]
+        source = pages.data_ptr() + size * np.arange(len(pages))
+        self._copier.copy(source, self._addresses(page_ids.cpu().numpy()), size)
+        every = counts.cpu().numpy().astype(np.int32)
+        for slot, index, rows in groups:
+            self._slab(slot).counts.numpy()[index.numpy()] = every[rows.numpy()]
 
     def truncate(self, page_ids: Tensor, pages: Tensor, counts: Tensor) -> None:
         """Replace sealed pages of a single owner by shorter ones.
@@ -346,12 +451,17 @@ class PageAllocator:
         """
         released = 0
         for slot, index, _ in self._by_slab(page_ids):
-            slab = self._slab(slot)
-            slab.refcounts[index] -= 1
-            gone = index[slab.refcounts[index] == 0]
-            slab.counts[gone] = 0
-            slab.num_free += gone.numel()
-            self._count(slab.key, gone.numel())
+            slab, at = self._slab(slot), index.numpy()
+            refcounts = slab.refcounts.numpy()
+            refcounts[at] -= 1
+            gone = at[refcounts[at] == 0]
+            slab.counts.numpy()[gone] = 0
+            for journal in self._journals:
+                journal.is_complete &= len(gone) == len(at)
+                old = np.sort(self._address[slot] + self._size[slot] * gone)
+                journal.events.append(PageEvent(slab.key, old, None))
+            self._add_free(slot, len(gone))
+            self._count(slab.key, len(gone))
             if slab.num_free == slab.num_pages:
                 released += self._release(slot)
         return released
@@ -360,8 +470,10 @@ class PageAllocator:
         """Give up a slab whose pages are all free; its bytes."""
         slab = self._slab(slot)
         self._count(slab.key, -slab.num_pages, -slab.num_pages)
-        self._pools[slab.key].remove(slot)
+        del self._pools[slab.key][slot]
         self._slabs[slot] = None
+        self._free_at[slot] = self._size[slot] = 0
+        heapq.heappush(self._empty_slots, slot)
         return self._slab_bytes(slab.layout, slab.num_pages)
 
     @property
@@ -374,48 +486,70 @@ class PageAllocator:
             slack += len(self._pools.get(key, ())) * _spare_bytes(self._alignment(layout))
         return slack
 
-    def compact(self) -> tuple[PageMoves | None, int]:
+    @property
+    def rest_bytes(self) -> int:
+        """Most bytes of pages that ``compact`` may leave free: a slab of every pool."""
+        return sum(self._stride * held_page_bytes(self._layout_of(key)) for key in self._totals)
+
+    def compact(self, max_pages: int | None = None) -> tuple[PageMoves | None, int]:
         """Move pages out of slabs that a pool can do without, and release those.
 
         Afterwards every pool has fewer free pages than its smallest slab has pages, so that no
         slab's pages would fit into the free places of the others. Owners, counts and bytes of a
-        page stay; whoever keeps its id must apply the moves.
+        page stay; whoever keeps its id is told (``own``) or must apply the moves.
+
+        Args:
+            max_pages: Stop when so many were moved, a slab's more at most; None moves all.
 
         Returns:
             The moves, None if no slab was released, and the bytes of the released slabs.
         """
         moves = [_no_moves()]
         released = 0
-        for key in self._pools:
-            emptied = self._dispensable(key)
+        owners: set[PageOwner] = set()
+        left = max_pages
+        for key in list(self._pools):
+            emptied = [] if left is not None and left <= 0 else self._dispensable(key, left)
             if not emptied:
                 continue
+            owners.update(owner for slot in emptied for owner in self._slab(slot).owners)
             moves.append(self._empty(key, emptied))
             released += sum(self._release(slot) for slot in emptied)
+            left = None if left is None else left - len(moves[-1][0])
         if not released:
             return None, 0
         old_ids, new_ids = (np.concatenate(each) for each in zip(*moves, strict=True))
-        return PageMoves.of(old_ids, new_ids), released
+        found = PageMoves.of(old_ids, new_ids)
+        for owner in owners if len(old_ids) else ():
+            owner.remap(found)
+        return found, released
 
-    def _dispensable(self, key: PoolKey) -> list[int]:
+    def _dispensable(self, key: PoolKey, max_pages: int | None) -> list[int]:
         """Slabs whose pages the others of a pool can take, the emptiest first."""
-
-        def used_share(slot: int) -> float:
-            slab = self._slab(slot)
-            return 1 - slab.num_free / slab.num_pages
-
         free = self._totals[key][0]
-        found = []
-        for slot in sorted(self._pools[key], key=used_share):
+        slots = np.fromiter(self._pools[key], dtype=np.int64)
+        pages = self._pages_at[slots]
+        if not len(slots) or free < pages.min():
+            return []
+        used = pages - self._free_at[slots]
+        found, moved = [], 0
+        for at in (used / pages).argsort(kind="stable").tolist():
+            if max_pages is not None and moved >= max_pages:
+                break
             # the others have room for its pages: free places are as many as it has places
-            if self._slab(slot).num_pages <= free:
-                free -= self._slab(slot).num_pages
-                found.append(slot)
+            if pages[at] <= free:
+                free -= int(pages[at])
+                moved += int(used[at])
+                found.append(int(slots[at]))
+            elif free < pages.min():
+                break
         return found
 
     def _empty(self, key: PoolKey, slots: Sequence[int]) -> tuple[_Ids, _Ids]:
         """Move the pages of some slabs to the others of their pool; old and new ids."""
-        kept = iter([slot for slot in self._pools[key] if slot not in slots])
+        gone = set(slots)
+        every = np.fromiter((slot for slot in self._pools[key] if slot not in gone), np.int64)
+        kept = iter(every[self._free_at[every] > 0].tolist())
         moves = [_no_moves()]
         target, places = -1, np.empty(0, dtype=np.int64)
         for slot in slots:
@@ -431,18 +565,27 @@ class PageAllocator:
                 moves.append(ids)
                 pages, places = pages[num:], places[num:]
         old_ids, new_ids = (np.concatenate(each) for each in zip(*moves, strict=True))
+        if len(old_ids):
+            old, new = self._addresses(old_ids), self._addresses(new_ids)
+            if self._copier is not None:
+                self._copier.copy(old, new, self._layout_of(key).page_bytes)
+            order = old.argsort()
+            for journal in self._journals:
+                journal.events.append(PageEvent(key, old[order], new[order]))
         return old_ids, new_ids
 
     def _move(self, slot: int, pages: _Ids, target: int, places: _Ids) -> None:
-        """Copy pages of one slab to free places of another, where the pages live."""
+        """Hand pages of one slab to free places of another; a copier copies their bytes later."""
         source, other = self._slab(slot), self._slab(target)
-        index, place = torch.from_numpy(pages), torch.from_numpy(places)
-        other.data[_places(place, self._device)] = source.data[_places(index, self._device)]
+        if self._copier is None:
+            index, place = torch.from_numpy(pages), torch.from_numpy(places)
+            other.data[_places(place, self._device)] = source.data[_places(index, self._device)]
         for old, new in ((source.refcounts, other.refcounts), (source.counts, other.counts)):
-            new[place] = old[index]
-            old[index] = 0
-        source.num_free += len(pages)
-        other.num_free -= len(pages)
+            new.numpy()[places] = old.numpy()[pages]
+            old.numpy()[pages] = 0
+        other.owners.update(source.owners)
+        self._add_free(slot, len(pages))
+        self._add_free(target, -len(pages))
 
     def gather(self, page_ids: Tensor) -> Tensor:
         """Copy of pages of one pool.
@@ -475,15 +618,19 @@ class PageAllocator:
         self, page_ids: Tensor, parts_of: Callable[[PageLayout], Sequence[slice]]
     ) -> tuple[PageLayout | None, Tensor]:
         """Layout of pages of one pool, None without any, and some of their bytes, side by side."""
-        groups = list(self._by_slab(page_ids))
-        if not groups:
+        if not page_ids.numel():
             return None, torch.empty((0, 0), dtype=torch.uint8, device=self._device)
-        first = self._slab(groups[0][0])
-        if any(self._slab(slot).key != first.key for slot, _, _ in groups):
-            raise ValueError("gathered pages must share a tier and a position mode")
+        ids = page_ids.cpu()
+        first = self._slab(int(ids[0]) // self._stride)
         parts = parts_of(first.layout)
         width = sum(part.stop - part.start for part in parts)
-        out = first.data.new_empty((page_ids.numel(), width))
+        out = first.data.new_empty((len(ids), width))
+        if self._copier is not None:
+            self._copy_out(ids, parts, out)
+            return first.layout, out
+        groups = list(self._by_slab(ids))
+        if any(self._slab(slot).key != first.key for slot, _, _ in groups):
+            raise ValueError("gathered pages must share a tier and a position mode")
         for slot, index, rows in groups:
             data = self._slab(slot).data
             where, to, at = _places(index, self._device), _places(rows, self._device), 0
@@ -492,6 +639,15 @@ class PageAllocator:
                 out[to, at : at + size] = data[where, part]
                 at += size
         return first.layout, out
+
+    def _copy_out(self, page_ids: Tensor, parts: Sequence[slice], out: Tensor) -> None:
+        """Copy parts of pages, side by side, to rows ``out [pages, bytes]``."""
+        assert self._copier is not None
+        pages, at = self._addresses(page_ids.numpy()), 0
+        rows = out.data_ptr() + out.shape[1] * np.arange(len(out))
+        for part in parts:
+            self._copier.copy(pages + part.start, rows + at, part.stop - part.start)
+            at += part.stop - part.start
 
     def first_positions(self, page_ids: Tensor) -> Tensor:
         """``[pages]`` int64 position of each page's first state, where the pages live."""
@@ -528,17 +684,19 @@ class PageAllocator:
         Returns:
             Int64 addresses of the same shape on the CPU; 0 where the id is -1.
         """
-        flat = page_ids.cpu().numpy().reshape(-1)
-        out = np.zeros(len(flat), dtype=np.int64)
-        used = flat >= 0
-        slots, index = np.divmod(flat[used], self._stride)
-        present, which = np.unique(slots, return_inverse=True)
-        slabs = [self._slab(slot).data for slot in present.tolist()]
-        first = np.array([data.data_ptr() for data in slabs], dtype=np.int64)
-        size = np.array([data.shape[1] for data in slabs], dtype=np.int64)
-        if slabs:
-            out[used] = first[which] + index * size[which]
-        return torch.from_numpy(out).reshape(page_ids.shape)
+        ids = page_ids.cpu().numpy()
+        used = ids >= 0
+        out = np.zeros(ids.shape, dtype=np.int64)
+        out[used] = self._addresses(ids[used])
+        return torch.from_numpy(out)
+
+    def _addresses(self, page_ids: _Ids) -> _Ids:
+        """Addresses of pages ``[pages]``."""
+        slots, index = page_ids // self._stride, page_ids % self._stride
+        if slots.size and (slots.max() >= len(self._slabs) or not self._size[slots].all()):
+            raise ValueError(f"pages {page_ids.tolist()} are not all there: an id is stale")
+        found: _Ids = self._address[slots] + index * self._size[slots]
+        return found
 
     def _slab(self, slot: int) -> Slab:
         slab = self._slabs[slot] if 0 <= slot < len(self._slabs) else None

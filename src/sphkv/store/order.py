@@ -3,6 +3,9 @@
 
 from typing import Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.core.contract import StateCodec
@@ -36,8 +39,26 @@ class PageOrder(Protocol):
         ...
 
 
+class PageCopier(Protocol):
+    """Copies bytes between places of a device's memory, many at once."""
+
+    def copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64], num_bytes: int) -> None:
+        """Queue copies of ``num_bytes`` each, a multiple of 4.
+
+        Args:
+            sources: ``[copies]`` addresses, multiples of 4.
+            targets: ``[copies]`` addresses, multiples of 4; no copy reads what another writes.
+            num_bytes: Bytes of each.
+        """
+        ...
+
+
 class PageCodec(Protocol):
     """Kernels that turn dense states into whole pages."""
+
+    def copier(self, device: torch.device) -> PageCopier | None:
+        """What copies pages on a device; None leaves it to torch, slab by slab."""
+        ...
 
     def encode(
         self,

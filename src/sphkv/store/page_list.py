@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of a sequence as one list that a policy can choose from; no page is read twice."""
+"""The pages of a sequence as one list that a policy can choose from.
+
+On the host no page is read twice. On a GPU all are read anew, in a few launches, and the list stays
+there.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +18,7 @@ from sphkv.store.layout import PageFrames, PageLayout, PageView
 from sphkv.store.paging import PositionMode, live_mask
 from sphkv.store.pool import PagePool
 from sphkv.store.sequence import PointerTable, pool_of_tag, tier_ids_of
+from sphkv.store.upload import upload
 
 # Pages copied at once while they are read: bounds what a first look at a long prompt takes.
 _READ_PAGES = 4096
@@ -20,7 +26,7 @@ _READ_PAGES = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageList:
-    """Pages with what a policy must know of them; all tensors are on the CPU.
+    """Pages with what a policy must know of them; all tensors are on one device.
 
     Attributes:
         layer_ids: ``[pages]`` int64.
@@ -56,7 +62,59 @@ class PageList:
 
     def select(self, index: Tensor) -> "PageList":
         """The pages that a mask or an index names."""
+        if index.dtype == torch.bool:
+            # asked once, where a device must be waited for
+            index = index.nonzero()[:, 0]
         return PageList(*(getattr(self, field.name)[index] for field in fields(self)))
+
+
+def list_on_device(pool: PagePool, tables: Sequence[PointerTable]) -> PageList:
+    """Every page of every layer, as ``PageIndex.look`` has them, read and listed where pages are.
+
+    Args:
+        pool: Its allocator copies pages of many slabs at once.
+        tables: Pointer table of each layer.
+
+    Raises:
+        ValueError: A page holds single states instead of runs of 16.
+    """
+    entries = [table.entries() for table in tables]
+    page_ids, tags = (np.concatenate(part) for part in zip(*entries, strict=True))
+    per_head = torch.stack([table.num_pages for table in tables])
+    kinds = np.unique(tags)
+    places = [np.flatnonzero(tags == tag) for tag in kinds]
+    every = np.concatenate([page_ids, tags, per_head.numpy().ravel(), *places])
+    told = upload(every, pool.device)
+    sizes = [len(page_ids), len(tags), per_head.numel(), *map(len, places)]
+    ids, all_tags, counts_of, *rows = told.split(sizes)
+    most = max(tier.page_tokens for tier in pool.config.tiers) // RUN_TOKENS
+    runs = torch.full((len(page_ids), most), -1, dtype=torch.int32, device=pool.device)
+    counts, is_protected = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    for tag, place, row in zip(kinds.tolist(), places, rows, strict=True):
+        layout = pool.layout(pool_of_tag(tag))
+        if layout.position_mode is PositionMode.TOKENS:
+            raise ValueError(f"pages of tier {layout.tier.name!r} hold states that are no runs")
+        of_tag = torch.from_numpy(page_ids[place])
+        frames = PageFrames(layout, pool.allocator.gather_frames(of_tag))
+        own, starts = frames.counts(), frames.run_starts()
+        is_used = live_mask(-(-own // RUN_TOKENS), starts.shape[1])
+        own_runs = torch.where(is_used, starts // RUN_TOKENS, -1).to(torch.int32)
+        runs[:, : starts.shape[1]].index_copy_(0, row, own_runs)
+        counts.index_copy_(0, row, own)
+        is_protected.index_copy_(0, row, frames.is_protected())
+    heads = torch.arange(per_head.numel(), device=pool.device)
+    head_ids = heads.repeat_interleave(counts_of, output_size=len(page_ids))
+    num_heads = per_head.shape[1]
+    return PageList(
+        head_ids // num_heads,
+        head_ids % num_heads,
+        ids,
+        all_tags,
+        tier_ids_of(all_tags),
+        counts,
+        runs,
+        is_protected,
+    )
 
 
 class PageIndex:

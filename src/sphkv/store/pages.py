@@ -357,15 +357,10 @@ def read_by_layout(
         yield page_ids[chosen].to(pool.device), heads[chosen].to(pool.device), view
 
 
-def plan_drop(
-    pool: PagePool, table: PointerTable, page_ids: Tensor, *, is_checked: bool = False
-) -> LayerChange:
-    """Give up pages that hold no protected state; reads them unless that is known."""
-    if is_checked:
-        table.find(page_ids)
-    else:
-        for ids, _, view in read_by_layout(pool, table, page_ids):
-            _refuse_protected(ids, view)
+def plan_drop(pool: PagePool, table: PointerTable, page_ids: Tensor) -> LayerChange:
+    """Give up pages that hold no protected state, which reads them."""
+    for ids, _, view in read_by_layout(pool, table, page_ids):
+        _refuse_protected(ids, view)
     return LayerChange(table, removed=page_ids)
 
 

@@ -96,6 +96,7 @@ class PagePool:
             max_slab_pages=config.max_slab_pages,
             device=self.device,
             order=order,
+            copier=None if kernels is None else kernels.copier(self.device),
         )
         self._layouts: dict[PoolKey, PageLayout] = {}
 
@@ -173,4 +174,5 @@ class PagePool:
         for part in change.pending:
             ids, num_pages = fresh[part.key], part.pages.shape[0]
             change.table.extend(part.head_ids, ids[:num_pages], page_tag(part.key), part.per_head)
+            self.allocator.own(change.table, ids[:num_pages])
             fresh[part.key] = ids[num_pages:]

@@ -121,6 +121,8 @@ class PointerTable:
             added: ``[heads]`` int64 new pages of each head.
             removed: ``[pages]`` int64 ids that go first, each in the table.
         """
+        if not added.any():
+            return 0
         needed = self._arrays[2] + added
         if removed is not None and removed.numel():
             needed -= self._holds(removed).sum(dim=1).numpy()
@@ -129,6 +131,11 @@ class PointerTable:
 
     def _holds(self, page_ids: Tensor) -> Tensor:
         return torch.isin(self.page_ids, page_ids.cpu()) & self.used()
+
+    def check_holds(self, page_ids: Tensor) -> None:
+        """Raise unless all pages ``[pages]``, each named once, are in the table."""
+        if len(page_ids) and int(self._is_among(page_ids).sum()) != len(page_ids):
+            raise ValueError(f"pages {page_ids.tolist()} are not all of this layer")
 
     def extend(
         self, head_ids: Tensor, page_ids: Tensor, tag: int, added: NDArray[np.int64]
@@ -176,18 +183,26 @@ class PointerTable:
         """Forget pages, moving the rest to the left."""
         if page_ids.numel() == 0:
             return
-        keep = self.used() & ~self._holds(page_ids)
+        ids, tags, _ = self._arrays
+        keep = (ids != UNUSED) & ~self._is_among(page_ids)
         if self._marks is not None:
             is_marked = np.arange(self.capacity) < self._marks[:, None]
-            self._marks = (keep.numpy() & is_marked).sum(axis=1, dtype=np.int64)
-        order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)
-        kept = keep.gather(1, order)
-        self._hold(
-            self.page_ids.gather(1, order).masked_fill_(~kept, UNUSED).numpy(),
-            self.tags.gather(1, order).masked_fill_(~kept, UNUSED).numpy(),
-            keep.sum(dim=1).numpy(),
-        )
+            self._marks = (keep & is_marked).sum(axis=1, dtype=np.int64)
+        ends = keep.cumsum(axis=1)
+        head, column = keep.nonzero()
+        to = (head, ends[head, column] - 1)
+        kept_ids, kept_tags = (np.full(old.shape, UNUSED, dtype=old.dtype) for old in (ids, tags))
+        kept_ids[to], kept_tags[to] = ids[head, column], tags[head, column]
+        num_pages = ends[:, -1] if self.capacity else np.zeros(len(ids))
+        self._hold(kept_ids, kept_tags, num_pages.astype(np.int64))
         self.version += 1
+
+    def _is_among(self, page_ids: Tensor) -> NDArray[np.bool_]:
+        """``[heads, capacity]``: whether an entry is one of some pages, one at least."""
+        wanted = np.sort(page_ids.cpu().numpy())
+        at = np.searchsorted(wanted, self._arrays[0])
+        found: NDArray[np.bool_] = wanted[np.minimum(at, len(wanted) - 1)] == self._arrays[0]
+        return found
 
     def find(self, page_ids: Tensor) -> tuple[Tensor, Tensor]:
         """KV head and tag of each page.
@@ -225,6 +240,12 @@ class PointerTable:
         is_new = torch.arange(self.capacity) >= torch.from_numpy(marks)[:, None]
         return self.page_ids[used], self.tags[used].to(torch.int64), is_new[used]
 
+    def entries(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ids and tags in use, head by head, ``[pages]`` each."""
+        used = self._arrays[0] != UNUSED
+        ids, tags = self._arrays[0][used], self._arrays[1][used]
+        return ids.astype(np.int64), tags.astype(np.int64)
+
     def mark(self) -> None:
         """From here on, count the pages of now as no longer new."""
         self._marks = self._arrays[2].astype(np.int64)
@@ -250,7 +271,7 @@ class PointerTable:
     def remap(self, moves: PageMoves) -> None:
         """Follow pages that changed their ids; the version rises if one of them is here."""
         page_ids = moves.apply(self.page_ids)
-        if not torch.equal(page_ids, self.page_ids):
+        if not np.array_equal(page_ids.numpy(), self._arrays[0]):
             self._hold(page_ids.numpy(), *self._arrays[1:])
             self.version += 1
 
@@ -373,6 +394,9 @@ class OpenTail:
     def forget_oldest(self, num_tokens: int) -> None:
         """Give up the oldest states and move the rest to the front."""
         left = self.num_tokens - num_tokens
+        if left == 0:
+            self.restart(self.first_position + num_tokens)
+            return
         rest = self.states[:, :, num_tokens : self.num_tokens]
         # a copy inside a buffer must not read what it has written
         self.states[:, :, :left] = rest if left <= num_tokens else rest.clone()

@@ -4,6 +4,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from sphkv.store.files import (
 from sphkv.store.layout import PageView
 from sphkv.store.ledger import ByteLedger, measure_bytes
 from sphkv.store.order import PageCodec, PageOrder
-from sphkv.store.page_list import PageIndex, PageList
+from sphkv.store.page_list import PageIndex, PageList, list_on_device
 from sphkv.store.pages import (
     FlatStates,
     check_positions,
@@ -42,6 +43,22 @@ from sphkv.store.sequence import (
     page_groups,
     pool_of_tag,
 )
+
+
+class HeldPages:
+    """Ids of pages that stay right when pages move.
+
+    Attributes:
+        page_ids: ``[pages]`` int64 on the CPU.
+    """
+
+    def __init__(self, page_ids: Tensor) -> None:
+        """Follow pages of a store; see ``PageStore.hold``."""
+        self.page_ids = page_ids
+
+    def remap(self, moves: PageMoves) -> None:
+        """Follow pages that changed their ids."""
+        self.page_ids = moves.apply(self.page_ids)
 
 
 class PageStore:
@@ -72,6 +89,7 @@ class PageStore:
         self._pool = PagePool(config, order, kernels)
         self._writer = SpanWriter(self._pool)
         self._indices: dict[int, PageIndex] = {}
+        self._held: WeakSet[HeldPages] = WeakSet()
         self._sequences: dict[int, SequenceState] = {}
 
     @property
@@ -157,8 +175,11 @@ class PageStore:
         state = self._get(sequence)
         self._check_new(new_sequence)
         self._pool.meter.check(state.nbytes)
-        self._insert(new_sequence, state.copy())
+        copy = state.copy()
+        self._insert(new_sequence, copy)
         self.allocator.share(state.all_ids())
+        for table in copy.tables:
+            self.allocator.own(table, table.all_ids())
 
     def free(self, sequence: int) -> None:
         """Forget a sequence and give back every page that no other one shares."""
@@ -249,10 +270,14 @@ class PageStore:
     def page_list(self, sequence: int) -> PageList:
         """All pages of a sequence, which hold runs of 16; those since the last call are read.
 
+        On a GPU whose kernels copy pages of many slabs at once, the list is made there.
+
         Raises:
             ValueError: A page holds other states.
         """
         state = self._get(sequence)
+        if self.allocator.has_copier:
+            return list_on_device(self._pool, state.tables)
         if sequence not in self._indices:
             self._indices[sequence] = PageIndex(self._pool, state.tables)
         return self._indices[sequence].look()
@@ -489,14 +514,16 @@ class PageStore:
         Raises:
             ValueError: A page is not of its layer.
         """
-        state = self._get(sequence)
-        changes = [
-            plan_drop(
-                self._pool, state.tables[layer], page_ids[layer_ids == layer], is_checked=True
-            )
+        tables = self._get(sequence).tables
+        parts = [
+            (tables[layer], page_ids[layer_ids == layer])
             for layer in sorted(set(layer_ids.tolist()))
         ]
-        self._pool.commit(changes)
+        for table, ids in parts:
+            table.check_holds(ids)
+        for table, ids in parts:
+            self._pool.meter.add(-self.allocator.free(ids))
+            table.remove(ids)
 
     def crop(self, sequence: int, num_tokens: int) -> None:
         """Forget all states at positions from ``num_tokens`` on, protected ones too.
@@ -523,26 +550,34 @@ class PageStore:
                 tail.crop(num_tokens)
             state.next_position[layer] = min(state.next_position[layer], num_tokens)
 
-    def compact(self) -> PageMoves | None:
+    def compact(self, max_pages: int | None = None) -> PageMoves | None:
         """Fill free places of slabs with pages of the emptiest ones, and release those.
 
         Afterwards every pool of pages (a tier and position mode) has fewer free pages than its
         smallest slab has pages. Tables of all sequences follow; where a page moved, the version
         rises.
 
+        Args:
+            max_pages: Stop when so many were moved, a slab's more at most; None moves all.
+
         Returns:
             Old and new ids of the pages that moved; None if no slab could be released.
         """
-        moves, released = self.allocator.compact()
+        moves, released = self.allocator.compact(max_pages)
         self._pool.meter.add(-released)
         if moves is None:
             return None
-        for state in self._sequences.values():
-            for table in state.tables:
-                table.remap(moves)
         for index in self._indices.values():
             index.remap(moves)
+        for held in self._held:
+            held.remap(moves)
         return moves
+
+    def hold(self, page_ids: Tensor) -> "HeldPages":
+        """Ids ``[pages]`` int64 on the CPU that follow pages which move, while they are kept."""
+        held = HeldPages(page_ids)
+        self._held.add(held)
+        return held
 
     def save(self, sequence: int, path: Path, *, codec_hash: str = "") -> None:
         """Write a sequence to one safetensors file, whole or not at all.

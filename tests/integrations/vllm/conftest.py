@@ -79,13 +79,21 @@ class Generation:
         texts: One greedy continuation per prompt.
         tokens: Its token ids.
         cached: Prompt tokens that were found in the prefix cache.
+        logprobs: Of every token, those of the best candidates by their id as a word.
         log: Everything the engine wrote.
     """
 
     texts: list[str]
     tokens: list[list[int]]
     cached: list[int]
+    logprobs: list[list[dict[str, float]]]
     log: str
+
+    def part(self, start: int, end: int) -> "Generation":
+        """Some of the prompts."""
+        at = slice(start, end)
+        lists = (self.texts[at], self.tokens[at], self.cached[at], self.logprobs[at])
+        return Generation(*lists, self.log)
 
 
 @pytest.fixture(scope="session")

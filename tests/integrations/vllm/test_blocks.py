@@ -83,7 +83,14 @@ class Server:
             torch.cat([s[part][a:b] for s, a, b in zip(self.states, begin, self.done, strict=True)])
             for part in range(3)
         )
-        plan = plan_step(self.pool, starts, self.done, self.table, self.runtime.block.tokens)
+        plan = plan_step(
+            self.pool,
+            starts,
+            self.done,
+            self.table,
+            self.runtime.block.tokens,
+            is_repeatable=self.runtime.options.repeatable,
+        )
         query, keys, values = batch
         self.runtime.hold(0, (keys, values), plan)
         output, _ = self.runtime.attend(0, (query, keys, values), self.kv_cache, plan, self.options)
@@ -174,6 +181,45 @@ def test_a_shared_prefix_reads_the_same(calibration: Calibration):
     server.table[0, 2] = 9
     _, again = server.step([6, 0])
     assert torch.equal(output, again)
+
+
+@pytest.mark.parametrize("is_reader_first", [False, True])
+@pytest.mark.parametrize("last", [64, 1])
+def test_a_block_can_be_found_in_the_step_that_fills_it(
+    calibration: Calibration, is_reader_first: bool, last: int
+):
+    # vLLM lets a request find what another one of the same step will have written
+    table = torch.tensor([[3, 4, 5, 6], [3, 4, 7, 8]])
+    writer, reader = (1, 0) if is_reader_first else (0, 1)
+    outputs = []
+    for is_same_step in (True, False):
+        runtime = make_runtime(calibration, ServeOptions(), 32)
+        server = Server(runtime, AttentionOptions(scale=0.125), table, [70, 70])
+        server.states[1] = server.states[0]
+        counts = [0, 0]
+        if last < 64:
+            counts[writer] = 64 - last
+            server.step(counts)
+        counts[writer], counts[reader] = last, 0
+        if not is_same_step:
+            server.step(counts)
+            counts[writer] = 0
+        server.done[reader], counts[reader] = 64, 6
+        _, output = server.step(counts)
+        first = 0 if is_reader_first else counts[writer]
+        outputs.append(output[first : first + 6])
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("chunks", [[100], [31, 1, 68], [33, 66, 1], [64, 35, 1], [1] * 100])
+def test_repeatable_outputs_do_not_depend_on_chunks(calibration: Calibration, chunks: list[int]):
+    outputs = []
+    for counts in (chunks, [32, 32, 32, 4]):
+        runtime = make_runtime(calibration, ServeOptions(repeatable=True), 32)
+        table = torch.tensor([[7, 2, 5, 0]])
+        server = Server(runtime, AttentionOptions(scale=0.125), table, [100])
+        outputs.append(torch.cat([server.step([count])[1] for count in counts]))
+    torch.testing.assert_close(*outputs, rtol=2e-4, atol=2e-5)
 
 
 def test_bfloat16_pages_are_exact(calibration: Calibration):

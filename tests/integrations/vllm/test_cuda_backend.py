@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -27,6 +28,8 @@ from sphkv.integrations.vllm.cuda.backend import (
     CudaSphericalImpl,
 )
 from sphkv.integrations.vllm.cuda.groups import GroupShape, LayerGroup
+from sphkv.integrations.vllm.cuda.manager import request_shares
+from sphkv.integrations.vllm.cuda.scheduler import SphericalScheduler
 from sphkv.integrations.vllm.runtime import activate
 
 PAGE, HEADS, DIM = 12608, 8, 128
@@ -221,6 +224,36 @@ def test_blocks_of_a_cut_prompt_go_back_to_the_pool(runtime):
     assert [block.is_null for block in blocks] == [False] * 4 + [True] * 6 + [False]
     manager.free("a")
     assert pool.get_num_free_blocks() == free
+
+
+def test_a_request_may_ask_for_less_than_the_budget(runtime, monkeypatch):
+    runtime.kept_share = 0.4
+    spec = customize_attention_spec(CudaSphericalBackend, layer_spec())
+    manager, pool = make_manager(spec, caches=False)
+    scheduler = object.__new__(SphericalScheduler)
+    scheduler._budget = 50
+    queued: list[str] = []
+    monkeypatch.setattr(AsyncScheduler, "add_request", lambda _, one: queued.append(one.request_id))
+    monkeypatch.setattr(AsyncScheduler, "_free_blocks", lambda *_: None)
+
+    def asks(name: str, budget: object) -> SimpleNamespace:
+        sampling = SimpleNamespace(extra_args={"sphkv_budget_bytes": budget})
+        return SimpleNamespace(request_id=name, sampling_params=sampling)
+
+    requests = [asks("half", 25), asks("more", 90), asks("wrong", "many")]
+    for request in requests:
+        scheduler.add_request(request)
+    assert queued == ["half", "more", "wrong"]
+    for name, kept in (("half", 2), ("more", 4), ("wrong", 4)):
+        free = pool.get_num_free_blocks()
+        manager.allocate_new_blocks(name, 1290, 1290)
+        manager.remove_skipped_blocks(name, 1290, 1290)
+        # ten full blocks, and one that is not
+        assert pool.get_num_free_blocks() == free - kept - 1
+        manager.free(name)
+    for request in requests:
+        scheduler._free_blocks(request)
+    assert not request_shares
 
 
 def test_prompts_keep_their_blocks_without_a_budget(runtime):

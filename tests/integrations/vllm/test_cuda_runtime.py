@@ -26,6 +26,7 @@ from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.integrations.vllm.cuda.retain import Cut, compact, kept_blocks
 from sphkv.integrations.vllm.cuda.runtime import CudaRuntime
+from sphkv.integrations.vllm.cuda.steps import BatchRows
 from sphkv.integrations.vllm.options import ServeOptions
 from sphkv.store.layout import PageView
 
@@ -115,12 +116,8 @@ class Sequence:
 class Server:
     """Plays scheduler and model."""
 
-    def __init__(
-        self, calibration, *, sinks=4, window=None, num_sinks=8, value_bits=4, budget=None
-    ):
-        options = ServeOptions(
-            key_bits=2.0, value_bits=value_bits, sink_tokens=sinks, budget_bytes=budget
-        )
+    def __init__(self, calibration, *, sinks=4, window=None, num_sinks=8, value_bits=4, **others):
+        options = ServeOptions(key_bits=2.0, value_bits=value_bits, sink_tokens=sinks, **others)
         self.runtime = CudaRuntime(
             options,
             num_kv_heads=HEADS,
@@ -275,6 +272,13 @@ class Server:
         if sequence.cut is not None:
             self._check_cut(sequence, layer, before, count, query, output)
             return
+        first = 128 - before % 128
+        if self.runtime.options.repeatable and count > first:
+            # the rest reads its own block densely, and this one as stored
+            self._check(sequence, layer, before, first, query[:first], output[:first])
+            rest = (query[first:], output[first:])
+            self._check(sequence, layer, before + first, count - first, *rest)
+            return
         old = (before - before % 128) if count == 1 else before
         keys, values = self.stored(sequence, layer, old)
         keys = torch.cat([keys, sequence.keys[layer][old:].double()])
@@ -305,6 +309,16 @@ def test_chunks_decodes_and_seals(kernels, calibration, is_quiet):
     server.step([(one, 1), (two, 1), (three, 1)], padded=4)
     server.step([(one, 100), (two, 250), (three, 1)])
     server.step([(one, 1), (two, 1), (three, 1)], padded=4)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_repeatable_chunks_read_their_own_blocks_as_stored(kernels, calibration, window):
+    server = Server(calibration, repeatable=True, window=window, num_sinks=1)
+    one, two = (server.start(name, slot) for slot, name in enumerate("ab"))
+    server.step([(one, 300), (two, 127)])
+    # a piece of one token, a whole block and a token, beside a row that is decoded
+    server.step([(one, 1), (two, 130)])
+    server.step([(one, 100), (two, 1)])
 
 
 def test_prefix_is_found_and_rows_of_sinks_come_back(kernels, calibration):
@@ -396,7 +410,7 @@ def test_sinks_follow_the_scheduler(kernels, calibration):
 
 
 def test_prompts_are_cut_to_a_budget(kernels, calibration):
-    server = Server(calibration, budget=25)
+    server = Server(calibration, budget_bytes=25)
     one, two, three = (server.start(name, slot) for slot, name in enumerate("abc"))
     one.prompt, two.prompt, three.prompt = 700, 200, 640
     server.step([(one, 500), (three, 639)])
@@ -414,6 +428,31 @@ def test_prompts_are_cut_to_a_budget(kernels, calibration):
     assert pages.flatten().tolist() == [4, 4]
     server.group.forget("a")
     assert server.group._cuts.keys() == {"c"}
+
+
+def test_a_request_has_the_budget_that_it_asked_for(kernels, calibration):
+    server = Server(calibration, budget_bytes=34)
+    runtime = server.runtime
+    runtime.order_groups([NAMES])
+    asked = scheduled(new=[("a", [1], 0), ("b", [2], 0), ("c", [3], 0)])
+    for new, budget in zip(asked.scheduled_new_reqs, (None, 17, "many"), strict=True):
+        extra = None if budget is None else {"sphkv_budget_bytes": budget}
+        new.sampling_params = SimpleNamespace(extra_args=extra)
+    runtime.begin_step(asked)
+    # whose scheduler does not know of it may not cut more than it gives back
+    assert not server.group.request_shares
+    runtime.heeds_requests = True
+    runtime.begin_step(asked)
+    assert server.group.request_shares == {"b": 0.5}
+    prompts = np.array([1000, 1000])
+    rows = BatchRows.of(np.array([0, 1000, 2000]), prompts, np.array([0, 1]))
+    table = torch.arange(16).reshape(2, 8)
+    cuts = server.group._plan_cuts(rows, ["a", "b"], table, prompts)
+    share = runtime.kept_share
+    assert [cut.num_kept for cut in cuts] == [kept_blocks(7, share), kept_blocks(7, share / 2)]
+    assert cuts[0].num_kept > cuts[1].num_kept
+    server.group.forget("b")
+    assert not server.group.request_shares
 
 
 @pytest.mark.parametrize("most_keys", [1 << 18, 1])

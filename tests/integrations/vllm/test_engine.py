@@ -49,18 +49,55 @@ def same_start(a: list[int], b: list[int]) -> int:
     )
 
 
+def assert_alike(right: Generation, other: Generation, *, noise: float) -> None:
+    """Logprobs differ by ``noise`` at most in the median, and only close decisions change.
+
+    A greedy text hangs by its closest decisions, so two texts may part where the right one's best
+    token was ahead by no more than the two candidates' logprobs differ elsewhere.
+    """
+    gaps, margins = [], []
+    for a, b, p, q in zip(right.tokens, other.tokens, right.logprobs, other.logprobs, strict=True):
+        same = same_start(a, b)
+        for one, two in zip(p[: same + 1], q[: same + 1], strict=False):
+            gaps.append(max(abs(one[key] - two[key]) for key in one if key in two))
+        if same < min(len(a), len(b)):
+            ahead = max(p[same].values()) - p[same].get(str(b[same]), -99.0)
+            # the token that parts says nothing about the others
+            margins.append((ahead, gaps.pop()))
+    assert len(gaps) >= len(right.tokens), "texts part at once"
+    own = sorted([*gaps, *(gap for _, gap in margins)])
+    assert own[len(own) // 2] <= noise, own
+    assert all(ahead <= 2 * max(gaps) for ahead, _ in margins), (margins, max(gaps))
+
+
 def test_text_is_that_of_stock(stock: Generation, coded: Generation):
     # a sequence that never fills a block is dense
     assert coded.texts[3] == stock.texts[3]
-    agreed = [same_start(a, b) for a, b in zip(stock.tokens[:3], coded.tokens[:3], strict=True)]
-    assert sum(agreed) / sum(map(len, stock.tokens[:3])) > 0.5, agreed
+    assert_alike(stock.part(3, 4), coded.part(3, 4), noise=0.02)
+    assert_alike(stock.part(0, 3), coded.part(0, 3), noise=0.5)
 
 
 def test_prefix_cache_holds(coded: Generation):
     assert coded.cached[:3] == [0] * 3
     assert all(count >= 192 and count % 64 == 0 for count in coded.cached[4:])
-    agreed = [same_start(a, b) for a, b in zip(coded.tokens[:3], coded.tokens[4:], strict=True)]
-    assert sum(agreed) / sum(map(len, coded.tokens[:3])) > 0.5, agreed
+    assert_alike(coded.part(0, 3), coded.part(4, 7), noise=0.3)
+
+
+def test_repeatable_text_does_not_depend_on_chunks_and_prefixes(
+    generate: Generate, model_folder: Path, calibration_file: Path
+):
+    given = chunked(calibration_file)
+    given["additional_config"]["sphkv"]["repeatable"] = True
+    # chunks of 150 tokens; found by their prefixes; in one chunk, because nobody else asks
+    first, found, alone = PROMPTS, PROMPTS, PROMPTS[:1]
+    made = generate(model_folder, [first, found, alone], **given)
+    assert made.cached[:3] == [0] * 3
+    assert all(made.cached[3:])
+    assert made.texts[3:6] == made.texts[:3]
+    assert made.texts[6] == made.texts[0]
+    # noise is that of sums in another order, and of codes that fall on the other side by it
+    assert_alike(made.part(0, 3), made.part(3, 6), noise=0.02)
+    assert_alike(made.part(0, 1), made.part(6, 7), noise=0.03)
 
 
 def test_the_start_up_line_says_what_serves(coded: Generation):
@@ -85,8 +122,7 @@ def test_tensor_parallel(
         distributed_executor_backend="mp",
         **chunked(calibration_file),
     )
-    agreed = [same_start(a, b) for a, b in zip(coded.tokens[:3], ranks.tokens, strict=True)]
-    assert sum(agreed) / sum(map(len, ranks.tokens)) > 0.5, agreed
+    assert_alike(coded.part(0, 3), ranks, noise=0.3)
 
 
 def test_it_calibrates_itself(generate: Generate, model_folder: Path, stock: Generation):
@@ -97,8 +133,7 @@ def test_it_calibrates_itself(generate: Generate, model_folder: Path, stock: Gen
         block_size=64,
         additional_config={"sphkv": {"calibration_tokens": 512, "key_bits": 4.0, "value_bits": 4}},
     )
-    agreed = [same_start(a, b) for a, b in zip(stock.tokens[:2], own.tokens, strict=True)]
-    assert sum(agreed) / sum(map(len, own.tokens)) > 0.3, agreed
+    assert_alike(stock.part(0, 2), own, noise=0.5)
 
 
 def test_without_codes_the_text_is_that_of_stock(
@@ -110,8 +145,7 @@ def test_without_codes_the_text_is_that_of_stock(
         [PROMPTS, [SHORT]],
         **chunked(calibration_file, bits=16),
     )
-    agreed = [same_start(a, b) for a, b in zip(stock.tokens, own.tokens, strict=True)]
-    assert sum(agreed) / sum(map(len, own.tokens)) > 0.9, agreed
+    assert_alike(stock, own, noise=0.03)
 
 
 def test_heads_share_a_budget(
@@ -124,5 +158,4 @@ def test_heads_share_a_budget(
     }
     own = generate(model_folder, [PROMPTS], enable_prefix_caching=False, **given)
     assert "by need, at most 44 bytes per head" in own.log
-    agreed = [same_start(a, b) for a, b in zip(stock.tokens, own.tokens, strict=False)]
-    assert sum(agreed) / sum(map(len, own.tokens)) > 0.3, agreed
+    assert_alike(stock.part(0, 3), own, noise=1.0)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +21,10 @@ from sphkv.integrations.vllm.calibrate import (
     layer_ropes,
     load_share,
 )
-from sphkv.integrations.vllm.options import ServeOptions, check_block_size
+from sphkv.integrations.vllm.options import SCHEDULER_PATH, ServeOptions, check_block_size
 from sphkv.integrations.vllm.plugin import check_version
 from sphkv.integrations.vllm.runtime import Runtime, activate, active_runtime
-from sphkv.integrations.vllm.serve import server_arguments
+from sphkv.integrations.vllm.serve import scheduler_arguments, server_arguments
 
 
 def test_options_come_from_additional_config():
@@ -46,6 +48,8 @@ def test_options_come_from_additional_config():
         ({"calibration": 3}, "calibration must be a path, got 3"),
         ({"budget_bytes": 0}, "budget_bytes .* got 0"),
         ({"budget_bytes": 40.5}, "budget_bytes .* got 40.5"),
+        ({"repeatable": 1}, "repeatable .* got 1"),
+        ({"repeatable": True, "budget_bytes": 40}, "repeatable .* budget of 40 bytes"),
         ([], "must be an object"),
     ],
 )
@@ -72,6 +76,19 @@ def test_server_arguments_insist_on_the_worker():
 def test_blocks_with_a_budget_are_not_shared_between_prompts():
     got = server_arguments(["m", "--sphkv", '{"budget_bytes": 40}'])
     assert got[-1] == "--no-enable-prefix-caching"
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_requests_may_have_budgets_on_a_gpu(monkeypatch: pytest.MonkeyPatch, is_cuda: bool):
+    platform = SimpleNamespace(is_cuda=lambda: is_cuda)
+    stub = SimpleNamespace(current_platform=platform)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=stub))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", stub)
+    budget = ["m", "--sphkv", '{"budget_bytes": 40}']
+    asked = scheduler_arguments(server_arguments(budget))
+    assert asked == (["--scheduler-cls", SCHEDULER_PATH] if is_cuda else [])
+    assert scheduler_arguments(server_arguments([*budget, "--scheduler-cls=own"])) == []
+    assert scheduler_arguments(server_arguments(["m"])) == []
 
 
 def test_a_tier_that_no_codebook_has_stops_the_start():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from weakref import WeakSet
 
 import torch
 
@@ -15,7 +14,7 @@ from sphkv.attention.cuda.decode import MAX_WINDOW
 from sphkv.attention.cuda.dense import ENTRY_POINT as DENSE_ENTRY_POINT
 from sphkv.attention.cuda.dense import MAX_GROUP, definitions
 from sphkv.attention.cuda.geometry import HEAD_DIMS, is_served
-from sphkv.attention.cuda.kernel_cache import DecodeKernels
+from sphkv.attention.cuda.kernel_cache import DecodeKernels, DecodeTables
 from sphkv.attention.cuda.pages import FragmentCodec, FragmentOrder, ServedPages, place_pages
 from sphkv.attention.cuda.steps import CapturedSteps, why_not_captured
 from sphkv.attention.partial import PartialAttention
@@ -67,12 +66,13 @@ class CudaBackend:
         self.page_order = self._order = FragmentOrder()
         self.page_codec = FragmentCodec(self._order)
         self._device = device or _current_gpu()
-        self._kernels = DecodeKernels(self._device)
+        # captured steps have workspaces of their own, and look up the same
+        self._tables = DecodeTables(self._device)
+        self._kernels = DecodeKernels(self._device, self._tables)
         self._rest = TritonBackend()
         self._listed = PlanCache(_list_sequence)
         self._served = PlanCache(self._place_served)
         self._others = PlanCache(self._list_others)
-        self._captured: WeakSet[CapturedSteps] = WeakSet()
 
     def prepare(self, tiers: TierTable, geometry: KVGeometry) -> None:
         """Compile what encodes these tiers in a thread of its own, while the prompt is read."""
@@ -178,9 +178,7 @@ class CudaBackend:
         """Decode steps that a CUDA graph can hold; see ``DecodeBackend.capture``."""
         if self.why_not(store, sequences, windows=windows):
             return None
-        steps = CapturedSteps(store, sequences, max_tokens=max_tokens)
-        self._captured.add(steps)
-        return steps
+        return CapturedSteps(store, sequences, max_tokens=max_tokens, tables=self._tables)
 
     def why_not(
         self, store: PageStore, sequences: Sequence[int], *, windows: Sequence[int | None] = ()
@@ -190,10 +188,8 @@ class CudaBackend:
 
     def table_bytes(self, codec: SphericalCodec) -> int:
         """Bytes of the look-up tables of a codec: of decoding, encoding and captured steps."""
-        kernels = [self._kernels, *(steps.kernels for steps in self._captured)]
         encoding = self._order.table_bytes(codec)
-        decoding = sum(each.table_bytes(codec) for each in kernels)
-        return self._rest.table_bytes(codec) + encoding + decoding
+        return self._rest.table_bytes(codec) + encoding + self._tables.num_bytes(codec)
 
 
 def _list_sequence(

@@ -127,9 +127,11 @@ class CudaDecode:
         group: Query heads per KV head.
         max_batch: Largest batch of a call.
         shape: Kernel shape; by default the one that fits the codebook, for contiguous pages.
+        tables: What ``build_tables`` makes of codebook and shape, where it was made before.
 
     Attributes:
         passes: Times the pages are read, a few query heads at a time.
+        tables: Look-up tables; calls that share them may share nothing else.
         overlaps: Begin while the kernel queued last still runs, which must be one that lets others
             begin and whose only result read here is ``merge_with``.
     """
@@ -144,6 +146,7 @@ class CudaDecode:
         group: int,
         max_batch: int,
         shape: KernelShape | None = None,
+        tables: Tensor | None = None,
     ) -> None:
         device = codebook.points.device
         self.shape = shape or KernelShape.of_codebook(codebook, value_bits=value_bits, group=group)
@@ -156,7 +159,7 @@ class CudaDecode:
             shared_bytes=self.shape.shared_bytes,
             threads=self.shape.threads,
         )
-        self._tables = build_tables(codebook, rope, self.shape)
+        self.tables = build_tables(codebook, rope, self.shape) if tables is None else tables
         columns, passes = self.shape.columns, ceil_div(group, self.shape.columns)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.passes, self._most_blocks = passes, max(self.kv_heads, processors // passes)
@@ -191,7 +194,7 @@ class CudaDecode:
     @property
     def table_bytes(self) -> int:
         """Bytes of the look-up tables."""
-        return self._tables.nbytes
+        return self.tables.nbytes
 
     def empty_result(self, batch: int, dtype: torch.dtype = torch.float32) -> PartialAttention:
         """Output buffers for a batch, to be passed to :meth:`attend` again and again."""
@@ -242,7 +245,7 @@ class CudaDecode:
             raise ValueError(f"pages must have {shape.page_bytes} bytes, got {pool.pages.shape[1]}")
         params, batch = self._params, lists.batch
         params.pages = pool.pages.data_ptr() if pool.address is None else pool.address
-        params.tables = self._tables.data_ptr()
+        params.tables = self.tables.data_ptr()
         params.page_list = lists.entries.data_ptr()
         params.row_start = lists.row_start.data_ptr()
         params.batch = batch

@@ -11,6 +11,7 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from sphkv.attention.cuda.build import prepare
 from sphkv.attention.cuda.compiler import architecture
@@ -18,6 +19,7 @@ from sphkv.attention.cuda.decode import ENTRY_POINT, CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import MAX_TEAMS, PAGE_TOKENS, TILE_KEYS, KernelShape
 from sphkv.attention.cuda.pages import PageLists, PagePool
 from sphkv.attention.cuda.synthetic import Oracle, random_pages, set_bases, set_counts, tier_layout
+from sphkv.attention.cuda.tables import build_tables
 from sphkv.attention.request import AttentionOptions
 from sphkv.codec.codebook import AngleCodebook
 from sphkv.codec.states import SphericalCodec
@@ -100,6 +102,56 @@ def self_test(
     return worst
 
 
+class DecodeTables:
+    """What kernels look up, by position and by codes: made once for all that read the same codes.
+
+    Args:
+        device: The GPU.
+
+    Attributes:
+        num_positions: Positions that tables by position are made for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.num_positions = _LEAST_POSITIONS
+        self._turns: dict[RopeSpec, TurnTable] = {}
+        self._codes: WeakKeyDictionary[SphericalCodec, dict[tuple[int, str, KernelShape], Tensor]]
+        self._codes = WeakKeyDictionary()
+
+    def reserve(self, num_positions: int) -> None:
+        """Make room for positions below ``num_positions``; smaller tables are given up."""
+        if num_positions > self.num_positions:
+            self.num_positions = max(num_positions, 2 * self.num_positions)
+            self._turns.clear()
+
+    def turns(self, rope: RopeSpec) -> TurnTable:
+        """Cosines and sines of an embedding."""
+        if rope not in self._turns:
+            self._turns[rope] = TurnTable.build(
+                rope, max_positions=self.num_positions, device=self._device
+            )
+        return self._turns[rope]
+
+    def codes(
+        self, codec: SphericalCodec, layer: int, tier: TierSpec, shape: KernelShape
+    ) -> Tensor:
+        """Points of a layer's codes at a tier, for kernels of a shape."""
+        held = self._codes.setdefault(codec, {})
+        key = (layer, tier.name, shape)
+        if key not in held:
+            codebook = codec.codebook(layer, tier, self._device)
+            held[key] = build_tables(codebook, codec.calibration.ropes[layer], shape)
+        return held[key]
+
+    def num_bytes(self, codec: SphericalCodec) -> int:
+        """Bytes of the tables made for a codec; those by position may serve others too."""
+        by_position = sum(
+            self._turns[rope].nbytes for rope in set(codec.calibration.ropes) if rope in self._turns
+        )
+        return by_position + sum(table.nbytes for table in self._codes.get(codec, {}).values())
+
+
 class DecodeKernels:
     """Builds each kernel once.
 
@@ -108,13 +160,14 @@ class DecodeKernels:
 
     Args:
         device: The GPU.
+        tables: What the kernels look up; tables of their own if None.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tables: DecodeTables | None = None) -> None:
         self._device = device
         self._max_batch = 1
-        self._turns: dict[RopeSpec, TurnTable] = {}
-        self._num_positions = _LEAST_POSITIONS
+        self._tables = DecodeTables(device) if tables is None else tables
+        self._num_positions = self._tables.num_positions
         self._held: WeakKeyDictionary[SphericalCodec, dict[_Kind, CudaDecode]]
         self._held = WeakKeyDictionary()
         self._shapes: WeakKeyDictionary[SphericalCodec, dict[str, list[KernelShape]]]
@@ -125,9 +178,9 @@ class DecodeKernels:
 
         Kernels that had less are made anew when they are next asked for.
         """
-        if num_positions > self._num_positions:
-            self._num_positions = max(num_positions, 2 * self._num_positions)
-            self._turns.clear()
+        self._tables.reserve(num_positions)
+        if self._tables.num_positions > self._num_positions:
+            self._num_positions = self._tables.num_positions
             self._held.clear()
         if batch > self._max_batch:
             self._max_batch = max(batch, 2 * self._max_batch)
@@ -157,21 +210,12 @@ class DecodeKernels:
 
     def table_bytes(self, codec: SphericalCodec) -> int:
         """Bytes of the look-up tables made for a codec; those by position may serve others too."""
-        by_position = sum(
-            self._turns[rope].nbytes for rope in set(codec.calibration.ropes) if rope in self._turns
-        )
-        return by_position + sum(
-            kernel.table_bytes for kernel in self._held.get(codec, {}).values()
-        )
+        return self._tables.num_bytes(codec)
 
     def _build(
         self, codec: SphericalCodec, layer: int, tier: TierSpec, mode: PositionMode
     ) -> CudaDecode:
         rope, group = codec.calibration.ropes[layer], codec.calibration.geometry.group_size
-        if rope not in self._turns:
-            self._turns[rope] = TurnTable.build(
-                rope, max_positions=self._num_positions, device=self._device
-            )
         codebook = codec.codebook(layer, tier, self._device)
         shape = self._shape(codec, layer, tier, mode)
         known = (str(self._device), shape, group)
@@ -183,11 +227,12 @@ class DecodeKernels:
         return CudaDecode(
             codebook,
             rope,
-            self._turns[rope],
+            self._tables.turns(rope),
             value_bits=tier.value_bits,
             group=group,
             max_batch=self._max_batch,
             shape=shape,
+            tables=self._tables.codes(codec, layer, tier, shape),
         )
 
     def _shape(

@@ -31,7 +31,9 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import StateCodec
 from sphkv.store.allocator import PageAllocator
 from sphkv.store.layout import PageLayout, PageView, first_positions
+from sphkv.store.order import PageCopier
 from sphkv.store.paging import PageRows, PositionMode
+from sphkv.store.upload import upload
 
 if TYPE_CHECKING:
     from sphkv.attention.cuda.encode import CudaEncoder
@@ -111,6 +113,37 @@ class PageLists:
         return cls(list_entries(ids, first_positions(pages)[ids]), row_start, batch)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ListChange:
+    """Pages that went from lists, or have other numbers now.
+
+    Attributes:
+        old: ``[pages]`` int64 numbers they had, rising, on the device of the lists.
+        new: ``[pages]`` int64 numbers they have; None if they are gone.
+    """
+
+    old: Tensor
+    new: Tensor | None
+
+    @classmethod
+    def of(cls, old: _Integers, new: _Integers | None, device: torch.device) -> ListChange:
+        """A change that was told on the host, which does not wait for the device."""
+        told = upload(old if new is None else np.concatenate([old, new]), device)
+        return cls(told[: len(old)], None if new is None else told[len(old) :])
+
+    def find(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Where each of ``numbers`` is among ``old``, and whether it is."""
+        place = torch.searchsorted(self.old, numbers).clamp_(max=len(self.old) - 1)
+        return place, self.old[place] == numbers
+
+
+def _renumber(entries: Tensor, change: ListChange, mask: int) -> None:
+    """Give entries of pages that moved their new numbers, in place."""
+    assert change.new is not None
+    place, is_moved = change.find(entries & mask)
+    entries.copy_(torch.where(is_moved, (entries & ~mask) | change.new[place], entries))
+
+
 class LayerLists:
     """Pages of every layer, KV head and sequence, with room for more.
 
@@ -181,6 +214,23 @@ class LayerLists:
         self._counts += grown.repeat(self._counts.shape[1] // self._batch)
         self._flatten()
 
+    def apply(self, change: ListChange) -> None:
+        """Follow pages that went or moved; lists keep their order, and nothing waits."""
+        if change.new is not None:
+            for entries in (self._entries, self._flat):
+                _renumber(entries, change, _LOWER_HALF)
+            return
+        _, is_gone = change.find(self._entries & _LOWER_HALF)
+        place = torch.arange(self._entries.shape[2], device=self._entries.device)
+        is_kept = (place < self._counts[..., None]) & ~is_gone
+        ends = is_kept.cumsum(2)
+        fresh = torch.zeros_like(self._entries)
+        # what is not kept goes behind the end of all lists
+        fresh.scatter_(2, torch.where(is_kept, ends - 1, self.most), self._entries)
+        self._entries.copy_(fresh)
+        self._counts.copy_(ends[..., -1])
+        self._flatten()
+
     def _flatten(self) -> None:
         """Put the lists of each layer one behind the other."""
         ends = self._counts.cumsum(1)
@@ -196,21 +246,27 @@ class FixedLists:
 
     Attributes:
         shape: Layers, KV heads and sequences.
+        mask: Bits of an entry that are the page's number; -1 for addresses.
     """
 
-    def __init__(self, shape: tuple[int, int, int], room: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], room: int, device: torch.device, mask: int = _LOWER_HALF
+    ) -> None:
         """Empty lists with room for so many pages of a layer."""
-        self.shape = shape
+        self.shape, self.mask = shape, mask
         layers, heads, batch = shape
-        self._entries = torch.zeros(layers, max(1, room), dtype=torch.int64, device=device)
+        # one place more, for entries that are not in use
+        self._entries = torch.zeros(layers, room + 1, dtype=torch.int64, device=device)
         self._starts = torch.zeros(layers, heads * batch + 1, dtype=torch.int32, device=device)
 
     @classmethod
-    def with_room(cls, counts: _Integers, *, more: int, device: torch.device) -> FixedLists:
+    def with_room(
+        cls, counts: _Integers, *, more: int, device: torch.device, mask: int = _LOWER_HALF
+    ) -> FixedLists:
         """Room for pages ``[layers, heads, sequences]`` and so many more in every layer."""
         layers, heads, batch = counts.shape
         most = int(counts.sum((1, 2)).max())
-        return cls((layers, heads, batch), most + more + heads * batch, device)
+        return cls((layers, heads, batch), most + more + heads * batch, device, mask)
 
     def layer(self, layer: int) -> PageLists:
         """The lists of a layer, as the kernel reads them."""
@@ -229,7 +285,7 @@ class FixedLists:
         """
         layers, room = self._entries.shape
         flat = counts.reshape(layers, -1)
-        if int(flat.sum(1).max()) > room:
+        if int(flat.sum(1).max()) >= room:
             return False
         if by_row:
             # the places of each list before and after
@@ -247,6 +303,22 @@ class FixedLists:
         self._entries.copy_(torch.from_numpy(padded), non_blocking=True)
         self._starts.copy_(torch.from_numpy(starts), non_blocking=True)
         return True
+
+    def apply(self, change: ListChange) -> None:
+        """Follow pages that went or moved; lists keep their order, and nothing waits."""
+        if change.new is not None:
+            _renumber(self._entries, change, self.mask)
+            return
+        _, is_gone = change.find(self._entries & self.mask)
+        room = self._entries.shape[1] - 1
+        place = torch.arange(room + 1, device=self._entries.device)
+        is_kept = (place < self._starts[:, -1:]) & ~is_gone
+        ends = is_kept.cumsum(1)
+        fresh = torch.zeros_like(self._entries)
+        fresh.scatter_(1, torch.where(is_kept, ends - 1, room), self._entries)
+        self._entries.copy_(fresh)
+        before = torch.nn.functional.pad(ends, (1, 0))
+        self._starts.copy_(before.gather(1, self._starts.long()))
 
 
 class FragmentOrder:
@@ -303,6 +375,15 @@ class FragmentCodec:
         """Encode pages as ``order`` keeps them."""
         self._order = order
         self._triton: TritonEncoder | None = None
+
+    def copier(self, device: torch.device) -> PageCopier | None:
+        """Copies pages on a GPU; see ``PageCodec.copier``."""
+        if device.type != "cuda":
+            return None
+        # Triton is needed on GPUs only
+        from sphkv.attention.triton.copy import TritonCopier
+
+        return TritonCopier(device)
 
     def encode(
         self,

@@ -6,15 +6,17 @@ of tails, positions. A step appends the new states to the tails, attends, and ne
 the host. Between steps the host counts along, lengthens the lists of rows that sealed a page, and
 lists anew what a controller demoted or dropped.
 
-A layer is read by one launch for its dense states and one for every tier and position mode of its
-coded pages. Each launch begins as soon as all blocks of the one before it have begun and takes as
-many multiprocessors as its pages are work; what they found is merged at the end.
+A layer is read by one launch for its dense states and one for every tier and position mode that its
+coded pages have. Each launch begins as soon as all blocks of the one before it have begun and
+takes as many multiprocessors as its pages are work; what they found is merged at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -24,11 +26,12 @@ from torch import Tensor
 from sphkv.attention.cuda.decode import CudaDecode
 from sphkv.attention.cuda.dense import MAX_GROUP, DenseDecode, DenseStates
 from sphkv.attention.cuda.geometry import KernelShape, is_served
-from sphkv.attention.cuda.kernel_cache import DecodeKernels
+from sphkv.attention.cuda.kernel_cache import DecodeKernels, DecodeTables
 from sphkv.attention.cuda.pages import (
     HOPPER,
     FixedLists,
     LayerLists,
+    ListChange,
     PageLists,
     PagePool,
     list_entries,
@@ -41,15 +44,20 @@ from sphkv.attention.triton.dense import TailList
 from sphkv.attention.triton.merge import empty_parts, merge_parts
 from sphkv.codec.states import SphericalCodec
 from sphkv.errors import UnsupportedBatchError
+from sphkv.store.allocator import PageEvent
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
 from sphkv.store.sequence import OpenTail, PointerTable, page_tag, pool_of_tag
 from sphkv.store.store import PageStore
 
 _Integers = NDArray[np.int64]
+# Stores whose pages came to be of kinds that captured steps did not read: they may do so again.
+_CHANGING: WeakSet[PageStore] = WeakSet()
 DENSE_PROCESSORS = 4
 """Multiprocessors left to the dense states of a layer."""
 
+# Bits of a list's entry that are a page's number.
+_NUMBER_MASK = (1 << 32) - 1
 # What a page costs beside its product steps, in such steps.
 _PAGE_STEPS = 10
 # Pages of a list that are not full: of the prompt, of what was demoted, and the newest.
@@ -179,6 +187,18 @@ def _find_pages(tables: Sequence[Sequence[PointerTable]]) -> dict[int, _FoundPag
     return found
 
 
+def _joined(events: Sequence[PageEvent]) -> list[PageEvent]:
+    """The same events with neighbours of one kind and pool made one."""
+    found: list[PageEvent] = []
+    for _, group in groupby(events, key=lambda event: (event.key, event.new is None)):
+        alike = list(group)
+        if len(alike) > 1 and alike[0].new is None:
+            gone = np.sort(np.concatenate([event.old for event in alike]))
+            alike = [PageEvent(alike[0].key, gone, None)]
+        found += [event for event in alike if len(event.old)]
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchWork:
     """What a launch over coded pages is to do.
@@ -255,13 +275,21 @@ class CapturedSteps:
         kernels: Decode kernels of all layers.
     """
 
-    def __init__(self, store: PageStore, sequences: Sequence[int], *, max_tokens: int) -> None:
+    def __init__(
+        self,
+        store: PageStore,
+        sequences: Sequence[int],
+        *,
+        max_tokens: int,
+        tables: DecodeTables | None = None,
+    ) -> None:
         """Lay out the lists.
 
         Args:
             store: Pages in fragment order, on the GPU.
             sequences: One id per row, for which ``why_not_captured`` finds no reason.
             max_tokens: Tokens a sequence may reach.
+            tables: What kernels look up; tables of their own if None.
         """
         geometry, self._device = store.config.geometry, torch.device(store.config.device)
         self._store, self._sequences = store, list(sequences)
@@ -270,7 +298,7 @@ class CapturedSteps:
         layers, num_rows = range(geometry.num_layers), len(sequences)
         page = self._sealed.page_tokens
         self.max_tokens = max_tokens
-        self.kernels = DecodeKernels(self._device)
+        self.kernels = DecodeKernels(self._device, tables)
         self.kernels.reserve(max_tokens + page, num_rows)
         self.positions = torch.zeros(num_rows, 1, dtype=torch.int64, device=self._device)
         self._positions32 = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
@@ -294,14 +322,27 @@ class CapturedSteps:
             self._device,
         )
         self._version = self._table_version()
+        self._journal = store.allocator.journal()
+        self._load_changes()
         self.recount()
+
+    def _load_changes(self) -> None:
+        """Change every list by nothing once: the first use of an operation waits for its code."""
+        nobody = np.array([-1])
+        for lists in (self._growing, *self._fixed.values()):
+            for new in (None, nobody):
+                lists.apply(ListChange.of(nobody, new, self._device))
+        layers, heads = len(self._tables), self._store.config.geometry.num_kv_heads
+        nothing = torch.zeros(layers, heads, len(self._sequences), dtype=torch.int64)
+        self._growing.append(nothing, torch.zeros(len(self._sequences), dtype=torch.bool))
 
     def _make_lists(self, found: dict[int, _FoundPages]) -> None:
         """Empty lists of every kind of page that is there or may come, with room."""
         store, tiers = self._store, self._store.config.tiers
         tags = {*found, self._sealed_tag, self._dense_tag}
-        if any(pool_of_tag(tag)[1] is PositionMode.RUNS for tag in tags):
-            # a controller has decided, and may demote to any tier
+        self._is_changing = store in _CHANGING
+        if self._is_changing:
+            # a controller demotes, and may do so to any tier
             coded = [tier_id for tier_id, tier in enumerate(tiers) if tier.is_coded]
             every = [page_tag((tier_id, PositionMode.RUNS)) for tier_id in coded]
             tags |= {tag for tag in every if is_served(_layout_of_tag(store, tag))}
@@ -317,11 +358,18 @@ class CapturedSteps:
         self._growing = LayerLists(layers, heads, num_rows, most, self._device)
         no_pages = np.zeros((layers, heads, num_rows), dtype=np.int64)
         held = sum((pages.counts for pages in found.values()), no_pages).sum((1, 2)).max()
+        # layers in which pages of a kind are read; without a controller that demotes, none come
+        self._is_read = {
+            tag: (found[tag].counts if tag in found else no_pages).any((1, 2))
+            | (self._is_changing or tag in (self._sealed_tag, self._dense_tag))
+            for tag in tags
+        }
         self._fixed = {
             tag: FixedLists.with_room(
                 found[tag].counts if tag in found else no_pages,
                 more=int(held) // _ROOM_PART,
                 device=self._device,
+                mask=-1 if tag == self._dense_tag else _NUMBER_MASK,
             )
             for tag in sorted(tags - {self._sealed_tag})
         }
@@ -333,6 +381,10 @@ class CapturedSteps:
     def _fill(self, found: dict[int, _FoundPages]) -> bool:
         """Write all lists in place; False if pages are of a kind or number without room."""
         if not set(found) <= {*self._fixed, self._sealed_tag}:
+            return False
+        if any(
+            (pages.counts.any((1, 2)) & ~self._is_read[tag]).any() for tag, pages in found.items()
+        ):
             return False
         store, allocator = self._store, self._store.allocator
         layers, _, rows = next(iter(self._fixed.values())).shape
@@ -373,7 +425,11 @@ class CapturedSteps:
             for tag in self._bases
         ]
         self.kernels.compile(codec, kinds)
-        return [self._plan_layer(layer, sorted(self._bases), found) for layer in layers]
+        every = sorted(self._bases)
+        return [
+            self._plan_layer(layer, [tag for tag in every if self._is_read[tag][layer]], found)
+            for layer in layers
+        ]
 
     def _plan_layer(
         self, layer: int, tags: Sequence[int], found: dict[int, _FoundPages]
@@ -502,15 +558,40 @@ class CapturedSteps:
                 f"a sequence has {longest} tokens, room is {self.max_tokens}"
             )
         is_only_grown = make_room()
+        events, is_all = self._journal.take()
         if self._table_version() == self._version:
             return True
-        if is_only_grown:
-            self._list_newest(np.array(before))
+        has_sealed = before != [tail.first_position for tail in self._tails()]
+        if is_only_grown and is_all:
+            self._follow(events)
+            if has_sealed:
+                self._list_newest(np.array(before))
         elif not self._fill(_find_pages(self._tables)):
+            _CHANGING.add(self._store)
             return False
         self._version = self._table_version()
-        self.recount()
+        if has_sealed:
+            self.recount()
         return True
+
+    def _follow(self, events: Sequence[PageEvent]) -> None:
+        """Take pages that are gone from the lists, and those that moved at their new places.
+
+        The lists are changed where they are, after the steps that were queued before.
+        """
+        for event in _joined(events):
+            tag = page_tag(event.key)
+            if tag not in (*self._fixed, self._sealed_tag):
+                continue
+            base, size = 0, 1
+            if tag != self._dense_tag:
+                base, size = self._bases[tag], _layout_of_tag(self._store, tag).page_bytes
+            old, new = event.old, event.new
+            change = ListChange.of(
+                (old - base) // size, None if new is None else (new - base) // size, self._device
+            )
+            lists = self._growing if tag == self._sealed_tag else self._fixed[tag]
+            lists.apply(change)
 
     def commit(self) -> None:
         """Tell the store about the step that was queued."""

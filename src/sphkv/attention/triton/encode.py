@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sphkv.attention.triton.copy import TritonCopier
 from sphkv.attention.triton.encode_keys import encode_keys_into
 from sphkv.attention.triton.encode_values import encode_values_into
 from sphkv.attention.triton.search import SearchTables
@@ -23,6 +24,10 @@ class TritonEncoder:
 
     def __init__(self) -> None:
         self._tables = SearchTables()
+
+    def copier(self, device: torch.device) -> TritonCopier:
+        """Copies pages; see ``PageCodec.copier``."""
+        return TritonCopier(device)
 
     def encode(
         self,

@@ -239,7 +239,9 @@ class ServeBenchConfig:
         max_running: Sequences that a server may run at once; as many as clients if None.
         dtype: Type that the model computes in.
         block_tokens: Tokens of a block.
-        device: ``"cpu"`` or ``"cuda"``: on a GPU servers compile and capture graphs.
+        device: ``"cpu"`` or ``"cuda"``.
+        is_eager: Whether servers on a GPU start without compiling and capturing graphs, sooner and
+            to slower steps; those on CPUs always do.
         stock_caches: More stock servers by vLLM's name of their cache type, such as ``fp8``.
         rate: Requests per second of an open loop, in which clients do not count; None for a closed
             loop.
@@ -259,6 +261,7 @@ class ServeBenchConfig:
     dtype: str = "float32"
     block_tokens: int = 128
     device: str = "cpu"
+    is_eager: bool = False
     stock_caches: tuple[str, ...] = ()
     rate: float | None = None
     shared_tokens: int = 0
@@ -361,9 +364,9 @@ def _bench_one(config: ServeBenchConfig, model: str, name: str) -> dict[str, Any
     is_stock = name not in config.tiers
     cache_bytes = config.stock_cache_bytes if is_stock else config.cache_bytes
     arguments = ["--dtype", config.dtype]
-    if config.device == "cpu":
+    if config.device == "cpu" or config.is_eager:
         arguments.append("--enforce-eager")
-    else:
+    if config.device == "cuda":
         arguments += ["--gpu-memory-utilization", str(_GPU_SHARE)]
     arguments += ["--max-model-len", str(config.prompt_tokens[1] + config.new_tokens)]
     arguments += ["--max-num-seqs", str(config.max_running or config.clients)]

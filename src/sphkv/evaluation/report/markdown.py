@@ -13,7 +13,7 @@ from sphkv.evaluation.frontier import check_fair
 from sphkv.evaluation.harness.decode import FOLLOWING_TOKENS
 from sphkv.evaluation.metrics.divergence import KL_TOLERANCE, NLL_TOLERANCE
 from sphkv.evaluation.metrics.statistics import MeanInterval, mean_interval, paired_interval
-from sphkv.evaluation.report.sections import ablation_points, behaviour_rows
+from sphkv.evaluation.report.sections import ablation_points, behaviour_rows, facet_means
 from sphkv.evaluation.retention.study import STUDIES
 from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM
 from sphkv.evaluation.sweep.config import DENSE_BUDGET
@@ -58,12 +58,17 @@ _FAILURE_COLUMNS = {
     "failure": "failure",
     "budget": "budget",
     "num_prompts": "prompts",
+    "num_shown": "dense has it",
     "is_triggered": "triggered",
     "is_recovered": "recovered",
     "drift_trigger": "KL",
     "drift_fix": "KL, fixed",
     "lost_trigger": "lost",
     "lost_fix": "lost, fixed",
+    "delta_t_trigger": "Delta T",
+    "delta_t_fix": "Delta T, fixed",
+    "s_traj_trigger": "S_traj",
+    "s_traj_fix": "S_traj, fixed",
     "cost_bytes_per_token": "bytes per token pinned",
 }
 _BESIDE_DENSE = ("lost of dense's", "found, dense did not", "same tokens as dense", "KL of answers")
@@ -305,11 +310,23 @@ def record_table(name: str, records: Sequence[Record]) -> str:
         rows = distance_rows(records) if is_long else text_rows(records)
         table = _markdown({key: key for key in rows[0]}, rows) if rows else ""
     else:
-        rows = needle_rows(records) if workloads == {"needle"} else behaviour_rows(records)
+        rows = needle_rows(records) if workloads == {"needle"} else answer_rows(records)
         table = _markdown({key: key for key in rows[0]}, rows) if rows else ""
     if not rows:
         raise ValueError(f"the {len(records)} records of {name} hold nothing to compare")
     return table
+
+
+def answer_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Behaviour by budget, of questions also by place of the evidence and number of distractors."""
+    rows = behaviour_rows(records)
+    for facet in ("position", "num_distractors"):
+        found = facet_means(records, "qa", facet)
+        names = dict.fromkeys(name for means in found.values() for name in means)
+        for row in rows:
+            means = found.get((row["method"], row["budget"]), {}) if row["workload"] == "qa" else {}
+            row.update({name: means.get(name) for name in names})
+    return rows
 
 
 def text_rows(records: Sequence[Record]) -> list[dict[str, Any]]:

@@ -155,8 +155,13 @@ def budget_curves(frontiers: Sequence[PanelFrontier]) -> str:
     return f"<div class='panels'>{''.join(charts)}</div>"
 
 
-def facet_table(records: Sequence[Record], workload: str, facet: str) -> str:
-    """Quality by depth, place of the answer or number of distractors, by method and budget."""
+def facet_means(
+    records: Sequence[Record], workload: str, facet: str
+) -> dict[tuple[str, str], dict[str, float | None]]:
+    """Quality by depth, place of the answer or number of distractors, of a method and budget.
+
+    Empty if no record says it; None where a method has no prompt of a kind.
+    """
     found: dict[tuple[str, str], dict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
     values: set[Any] = set()
     for record in records:
@@ -169,15 +174,25 @@ def facet_table(records: Sequence[Record], workload: str, facet: str) -> str:
             value = next(name for most, name in _DISTRACTOR_RANGES if value <= most)
         values.add(value)
         found[record["method"], record["budget"]][value].append(record_quality(record))
-    if not found:
-        return ""
     named = [*_POSITIONS, *(name for _, name in _DISTRACTOR_RANGES)]
     order = sorted(values, key=lambda v: named.index(v) if v in named else v)
+    label = facet.replace("num_", "")
+    return {
+        key: {f"{label} {v}": statistics.fmean(cell[v]) if cell.get(v) else None for v in order}
+        for key, cell in found.items()
+    }
+
+
+def facet_table(records: Sequence[Record], workload: str, facet: str) -> str:
+    """What ``facet_means`` found; empty if it is nothing."""
+    found = facet_means(records, workload, facet)
+    if not found:
+        return ""
+    header = ["method", "budget", *next(iter(found.values()))]
     rows = [
-        [method, budget, *(statistics.fmean(cell[v]) if cell.get(v) else "-" for v in order)]
-        for (method, budget), cell in found.items()
+        [*key, *("-" if mean is None else mean for mean in means.values())]
+        for key, means in found.items()
     ]
-    header = ["method", "budget", *(f"{facet.replace('num_', '')} {value}" for value in order)]
     return table(header, rows)
 
 

@@ -276,10 +276,10 @@ class MethodFactory:
 
     def _product(self, name: str, budget: str, context: int, segments: SegmentSpans) -> Subject:
         """The public cache as a user makes it, on a GPU with its kernels and captured steps."""
-        model, options = self._model, CacheOptions(backend=self._backend.name)
         if name == DENSE:
-            cache = SphericalCache.for_model(model, tiers=_DENSE_TIER, options=options)
-            return ProductSubject(model, cache, name)
+            options = CacheOptions(backend=self._backend.name)
+            cache = SphericalCache.for_model(self._model, tiers=_DENSE_TIER, options=options)
+            return ProductSubject(self._model, cache, name)
         retention: bool | RetentionOptions | None = False if name == UNIFORM else None
         if name.startswith(JOINT):
             variant = find_variant(name)
@@ -288,16 +288,25 @@ class MethodFactory:
             retention = RetentionOptions(
                 retrieved=segments.retrieved, policy=self._policy, gate=variant.gate
             )
+        return self._public(name, budget, retention, context)
+
+    def _public(
+        self,
+        name: str,
+        budget: str,
+        retention: bool | RetentionOptions | None,
+        context: int | None,
+    ) -> Subject:
         cache = SphericalCache.for_model(
-            model,
+            self._model,
             budget,
             retention=retention,
             context=context,
             # caches of one method share what the GPU's kernels make of the codebooks
             calibration=self._copies.setdefault(name, replace(self._calibration)),
-            options=options,
+            options=CacheOptions(backend=self._backend.name),
         )
-        return ProductSubject(model, cache, name)
+        return ProductSubject(self._model, cache, name)
 
     def _variant(
         self, name: str, budget: str, segments: SegmentSpans | None, work: SharedWork | None
@@ -349,6 +358,7 @@ class MethodFactory:
         options: ControlOptions | None = None,
         segments: SegmentSpans | None = None,
         page_tokens: int = RETENTION_PAGE_TOKENS,
+        context: int | None = None,
         work: SharedWork | None = None,
     ) -> Subject:
         """The controller's choice of what to keep at which tier, whatever the budget.
@@ -359,9 +369,25 @@ class MethodFactory:
             gate: Stability gate; None for none.
             options: Variant and solver; the usual ones if None.
             segments: Passages of the prompt; none if None.
-            page_tokens: States of a coded page.
+            page_tokens: States of a coded page; on a GPU the backend chooses.
+            context: Tokens of the prompt; needed on a GPU for its newest tokens to be protected.
             work: As ``make``; needs the usual protection.
+
+        Raises:
+            ValueError: It is asked for on a GPU, whose public cache cannot be told so.
         """
+        if self._device.type != "cpu":
+            rule = protection or ProtectionRule()
+            if options is not None or replace(rule, spans=(), suffix_tokens=0) != ProtectionRule():
+                raise ValueError("a controller without its usual safeguards runs on the CPU only")
+            newest = ((context or 0) - rule.suffix_tokens, context or 0)
+            asked = RetentionOptions(
+                protect=(*rule.spans, *((newest,) if rule.suffix_tokens else ())),
+                retrieved=segments.retrieved if segments else (),
+                policy=self._policy,
+                gate=gate,
+            )
+            return self._public(JOINT, budget, asked, context)
         retention = self._retention(
             budget,
             page_tokens=page_tokens,

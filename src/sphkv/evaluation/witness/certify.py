@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from sphkv.evaluation.runner.decoding import (
     stop_rule,
 )
 from sphkv.evaluation.runner.methods import JOINT
-from sphkv.evaluation.runner.session import ReadCase, Session, exact_subject
+from sphkv.evaluation.runner.session import Placement, ReadCase, Session, exact_subject
 from sphkv.evaluation.schema import CERTIFICATE_FORMAT, FailureRow
 from sphkv.evaluation.splits import Split, open_split
 from sphkv.evaluation.witness.failures import FAILURE_CLASSES, diagnose
@@ -78,6 +79,8 @@ class CertifyConfig:
         split: Where documents and stretches come from, if there is data.
         purpose: What the data is for; must be the split's name.
         log: File that counts uses of test data.
+        device: Where the model runs; on a GPU the public cache is examined with captured steps.
+        dtype: Type of the weights, ``float32`` or ``bfloat16``.
     """
 
     model: str
@@ -99,6 +102,8 @@ class CertifyConfig:
     split: str = "development"
     purpose: str = "development"
     log: Path | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         """Reject examinations that show nothing."""
@@ -122,7 +127,11 @@ def certify(
             keeps none.
     """
     session = Session(
-        config.model, calibration_text=config.calibration_text, keep=keep, policy=config.policy
+        config.model,
+        calibration_text=config.calibration_text,
+        keep=keep,
+        policy=config.policy,
+        place=Placement(config.device, config.dtype),
     )
     check_context(
         config.context + 100, session.shape.max_tokens, extra=config.num_following + _ANSWER_TOKENS
@@ -239,12 +248,16 @@ class _Examiner:
     def _stored(self, read: ReadCase, extra: int) -> Subject:
         config = self._config
         factory = self._session.factory
+        if config.device != "cpu":
+            # a cache and what measures it hold each other, and a GPU's memory with them
+            gc.collect()
         method: Subject
         if config.method == JOINT:
             method = factory.controlled(
                 config.budget,
                 protection=ProtectionRule(suffix_tokens=config.suffix_tokens),
                 gate=GateOptions() if config.has_gate else None,
+                context=read.case.context,
                 work=read.work,
             )
         else:

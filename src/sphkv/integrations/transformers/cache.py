@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from sphkv.cache.engine import CacheEngine
 from sphkv.cache.files import load_engine, read_config, save_engine
 from sphkv.cache.method import MethodRecord
 from sphkv.cache.plan import (
+    choose_residency,
     choose_seal_tier,
     is_fast,
     parse_tiers,
@@ -39,6 +40,7 @@ from sphkv.core.tiers import TierSpec, TierTable
 from sphkv.errors import UnsupportedModelError
 from sphkv.integrations.transformers.architecture import ModelLayout, describe_model
 from sphkv.integrations.transformers.attached import AttachedCache
+from sphkv.integrations.transformers.copying import copy_shares
 from sphkv.integrations.transformers.forward import CachePass, DecoderGraph, read_step
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.policy import ControlOptions, RetentionPolicy, load_policy
@@ -49,6 +51,12 @@ from sphkv.store.order import PageOrder
 DEFAULT_BUDGET = "25%"
 Span = tuple[int, int]
 Tiers = TierTable | TierSpec | str | Sequence[TierSpec | str]
+
+COPY_CHANCE = 0.1
+"""How often a head that only copies asks for what nobody asked for, see ``RetentionOptions``."""
+
+# A budget that one tier holds at this length leaves the controller short prompts at most.
+_LONG_TOKENS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +93,11 @@ class RetentionOptions:
         protect: Token ranges ``(start, stop)`` of the prompt that stay bfloat16: instructions,
             tool schemas, evidence.
         retrieved: Token ranges of retrieved passages, which the policy weighs by themselves.
-        policy: Weights, or a file that ``sphkv fit-policy`` wrote; equal weights if None.
+        policy: Weights, or a file that ``sphkv fit-policy`` wrote; equal weights if None, and
+            what the model's heads that copy may ask for, see ``copying``.
+        copying: Part of later queries of a head that does nothing but copy which ask for a token
+            that no query of the prompt asked for, per factor e of its age; 0 expects none. Such
+            heads are found by a short pass of the model. Without a policy only.
         score: What values states, a name of ``sphkv.retention.scores.SCORES``.
         gate: Stability gate, told the margin of the two best tokens of every pass; off if None.
         page_tokens: States of a coded page, a multiple of 32; as many as the backend's kernels
@@ -100,6 +112,7 @@ class RetentionOptions:
     protect: Sequence[Span] = ()
     retrieved: Sequence[Span] = ()
     policy: RetentionPolicy | Path | str | None = None
+    copying: float = COPY_CHANCE
     score: str = "attention"
     gate: GateOptions | None = None
     page_tokens: int | None = None
@@ -178,6 +191,7 @@ class SphericalCache(AttachedCache):
         backend = get_backend(options.backend, layout.device)
         order = backend.page_order
         config = _plan_config(layout, budget, retention, tiers, context, options, order)
+        config = _expect_copies(model, config, retention)
         engine = _make_engine(model, config, calibration, backend)
         return cls(model, engine, cuda_graphs=options.cuda_graphs)
 
@@ -421,6 +435,23 @@ def _retention_config(
         refresh_share=refresh_share(tiers, order) if share is None else share,
         demotes=not has_fast_pages if asked.demotes is None else asked.demotes,
     )
+
+
+def _expect_copies(
+    model: PreTrainedModel, config: CacheConfig, retention: bool | RetentionOptions | None
+) -> CacheConfig:
+    """The config, knowing which heads copy, if the controller may decide without a policy."""
+    asked = retention if isinstance(retention, RetentionOptions) else RetentionOptions()
+    if config.retention is None or asked.policy is not None or asked.copying == 0:
+        return config
+    plan = None if config.is_retention_forced else choose_residency(config, _LONG_TOKENS)
+    if plan is not None and not plan.is_retention:
+        return config
+    shares = (asked.copying * copy_shares(model)).tolist()
+    policy = RetentionPolicy(
+        surprise=tuple(map(tuple, shares)), surprise_even=0.5, surprise_coded=0.0
+    )
+    return replace(config, retention=replace(config.retention, policy=policy))
 
 
 def _make_engine(

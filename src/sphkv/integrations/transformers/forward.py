@@ -262,10 +262,30 @@ def read_step(args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldSlots) ->
     if not isinstance(tokens, Tensor):
         raise ValueError("the decoder got neither input_ids nor inputs_embeds")
     batch, num_new = tokens.shape[:2]
+    if num_new == 1 and (step := _read_single(kwargs, batch, held)) is not None:
+        return step
     return StepTokens(
         is_real=_read_mask(kwargs.get("attention_mask"), batch, num_new, held),
         positions=_read_positions(kwargs.get("position_ids"), batch, num_new, held),
     )
+
+
+def _read_single(kwargs: dict[str, Any], batch: int, held: HeldSlots) -> StepTokens | None:
+    """A step of one token for every row, where nothing is padded; None if it may be another.
+
+    Mask and positions are read together: a GPU is waited for once.
+    """
+    mask, given = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if not isinstance(mask, Tensor) or not isinstance(given, Tensor) or held.has_padding:
+        return None
+    shapes = (tuple(mask.shape), tuple(given.shape))
+    if shapes not in (((batch, held.length + 1), (rows, 1)) for rows in (1, batch)):
+        return None
+    told = torch.cat([mask.all()[None].to(torch.int64), given.flatten().to(torch.int64)]).cpu()
+    if not bool(told[0]):
+        return None
+    is_real = torch.ones(batch, 1, dtype=torch.bool)
+    return StepTokens(is_real=is_real, positions=told[1:, None].expand(batch, -1))
 
 
 def _read_mask(mask: Any, batch: int, num_new: int, held: HeldSlots) -> Tensor:

@@ -109,6 +109,7 @@ class SphericalMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         runtime = active_runtime()
         self._tokens = runtime.block.tokens
+        self._is_repeatable = runtime.options.repeatable
         if kv_cache_spec.block_size != self._tokens:
             raise ValueError(
                 f"a group of layers has blocks of {kv_cache_spec.block_size} tokens, "
@@ -127,6 +128,7 @@ class SphericalMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             common.seq_lens[: common.num_reqs].tolist(),
             common.block_table_tensor,
             self._tokens,
+            is_repeatable=self._is_repeatable,
         )
         return SphericalMetadata(common.num_actual_tokens, step)
 

@@ -16,6 +16,9 @@ from sphkv.core.tiers import (
 )
 
 CONFIG_KEY = "sphkv"
+SCHEDULER_PATH = "sphkv.integrations.vllm.cuda.scheduler.SphericalScheduler"
+"""What vLLM's ``scheduler_cls`` must be for requests on a GPU to have budgets of their own."""
+
 BLOCK_SIZES = tuple(range(CODED_PAGE_MULTIPLE, MAX_PAGE_TOKENS + 1, CODED_PAGE_MULTIPLE))
 """Tokens of a vLLM block that one coded page can hold."""
 
@@ -34,6 +37,9 @@ class ServeOptions:
         budget_bytes: Bytes of a token and KV head, on average. On CPUs the heads of a block share
             them by need, and ``key_bits`` and ``value_bits`` are not used; on GPUs complete prompts
             are cut to them. None for one tier everywhere and whole prompts.
+        repeatable: Whether tokens of a prompt read everything before their own block as stored,
+            also where it came in the same chunk. Then what is computed depends on the tokens alone,
+            not on chunks, prefixes that were found and preemptions, up to rounding.
         calibration: File that ``sphkv calibrate`` wrote; None to calibrate at start-up.
         calibration_tokens: Tokens of the built-in text that a calibration at start-up reads.
     """
@@ -42,6 +48,7 @@ class ServeOptions:
     value_bits: int = 3
     sink_tokens: int = 4
     budget_bytes: int | None = None
+    repeatable: bool = False
     calibration: str | None = None
     calibration_tokens: int = 1024
 
@@ -51,6 +58,13 @@ class ServeOptions:
         _check_integer("sink_tokens", self.sink_tokens, 0, 16)
         if self.budget_bytes is not None:
             _check_integer("budget_bytes", self.budget_bytes, 1)
+        if not isinstance(self.repeatable, bool):
+            raise ValueError(f"repeatable must be true or false, got {self.repeatable!r}")
+        if self.repeatable and self.budget_bytes is not None:
+            raise ValueError(
+                f"repeatable does not go with a budget of {self.budget_bytes} bytes: what is kept "
+                "depends on queries that come later"
+            )
         _check_integer("calibration_tokens", self.calibration_tokens, _LEAST_CALIBRATION_TOKENS)
         if self.calibration is not None and not isinstance(self.calibration, str):
             raise ValueError(f"calibration must be a path, got {self.calibration!r}")

@@ -63,9 +63,10 @@ class PagedAttention:
         step: StepPlan,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of all new tokens of a step; blocks that it fills are coded afterwards.
+        """Attention of all new tokens of a step.
 
-        New tokens of a prompt see each other densely and only what was there before as codes.
+        New tokens of a prompt that come together see each other densely and only what was there
+        before as codes.
 
         Args:
             layer: Index of the layer.
@@ -81,7 +82,7 @@ class PagedAttention:
         output, lse = torch.zeros_like(query), query.new_zeros(query.shape[:2])
         for sequence in step.sequences:
             rows = slice(sequence.first_row, sequence.first_row + sequence.num_queries)
-            if sequence.num_queries == 1:
+            if sequence.is_single:
                 # one row is [heads, 1, head_dim] as it stands, so nothing is copied
                 where = (query[rows], step.positions[rows], output[rows], lse[rows])
                 self._call(layer, kv_cache, sequence, step, options, where)

@@ -185,16 +185,23 @@ class Runtime(WorkerRuntime):
         step: StepPlan,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of a step over what was there before, then code or keep what is new.
+        """Attention of a step over what was there before; codes or keeps what is new.
 
         See ``PagedAttention.attend_step``.
         """
+        if self.options.repeatable:
+            # those of the same chunk are seen as those in a slot are
+            query, keys, values = states
+            states = (query, keys.to(torch.bfloat16), values.to(torch.bfloat16))
+        if self.retention is None and step.sealed:
+            # before anyone reads: a request may find what another fills in the same step
+            self._seal(layer, states, None, kv_cache, step, options.scale)
         output, lse = self.paged.attend_step(layer, states, kv_cache, step, options)
-        seen = (states[0], output, lse)
         if self.retention is not None:
+            seen = (states[0], output, lse)
             self.retention.observe(layer, seen, step, options.scale)
-        if step.sealed:
-            self._seal(layer, states, seen, kv_cache, step, options.scale)
+            if step.sealed:
+                self._seal(layer, states, seen, kv_cache, step, options.scale)
         self._write(layer, states[1:], step, step.late)
         return output, lse
 
@@ -202,11 +209,12 @@ class Runtime(WorkerRuntime):
         self,
         layer: int,
         states: tuple[Tensor, Tensor, Tensor],
-        seen: tuple[Tensor, Tensor, Tensor],
+        seen: tuple[Tensor, Tensor, Tensor] | None,
         kv_cache: Tensor,
         step: StepPlan,
         scale: float,
     ) -> None:
+        """Code full blocks; those with a budget need what queries have ``seen``."""
         if self._codec is None:
             raise RuntimeError("no calibration was loaded or fitted")
         tokens = self.block.tokens
@@ -228,6 +236,7 @@ class Runtime(WorkerRuntime):
             pages = self.block.write(self._codec, layer, (keys, values), first)
         else:
             assert self.retention is not None
+            assert seen is not None
             chosen = [
                 self.retention.choose(layer, one, (keys[at], values[at]), seen, step, scale)
                 for at, one in enumerate(step.sealed)

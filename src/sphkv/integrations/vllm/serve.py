@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
-from sphkv.integrations.vllm.options import CONFIG_KEY, ServeOptions
+from sphkv.integrations.vllm.options import CONFIG_KEY, SCHEDULER_PATH, ServeOptions
 from sphkv.integrations.vllm.plugin import WORKER_PATH
 
 CODED_SERVER = "sphkv.integrations.vllm.serve"
@@ -34,6 +34,7 @@ _LOG_TAIL = 4000
 _SESSION, _CPU_TICKS = 3, (11, 12)
 _FLAG = "--sphkv"
 _OURS = ("--worker-cls", "--additional-config")
+_SCHEDULER = "--scheduler-cls"
 
 
 def require_vllm() -> str:
@@ -192,13 +193,28 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
     ]
 
 
+def scheduler_arguments(given: Sequence[str]) -> list[str]:
+    """What lets requests on a GPU have budgets of their own, where the server has one.
+
+    Args:
+        given: What ``server_arguments`` made.
+    """
+    options = json.loads(given[given.index(_OURS[1]) + 1])[CONFIG_KEY]
+    has_own = any(part.split("=")[0] == _SCHEDULER for part in given)
+    if options.get("budget_bytes") is None or has_own:
+        return []
+    from vllm.platforms import current_platform
+
+    return [_SCHEDULER, SCHEDULER_PATH] if current_platform.is_cuda() else []
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the server."""
     try:
         given = server_arguments(sys.argv[1:] if arguments is None else arguments)
     except ValueError as error:
         sys.exit(f"sphkv: {error}")
-    sys.argv = ["vllm-server", *given]
+    sys.argv = ["vllm-server", *given, *scheduler_arguments(given)]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 
 

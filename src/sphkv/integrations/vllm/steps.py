@@ -9,7 +9,8 @@ sequences may run are enough. The pool's bytes come off the memory that vLLM may
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -114,16 +115,17 @@ class TailPool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceStep:
-    """New tokens of one sequence and where its states lie.
+    """New tokens of one sequence, or some of them, and where its states lie.
 
     Attributes:
         first_row: First of its rows in the batch.
         num_queries: New tokens.
-        num_tokens: Tokens after this step.
-        blocks: Ids of the blocks that were full before it, first to last.
+        num_tokens: Tokens after them.
+        blocks: Ids of the blocks before them that are read, all full, first to last.
         stamp: Latest seal of these blocks; the same blocks and stamp mean the same bytes.
         tail_slot: Slot of the tokens after them; -1 if there is none.
         tail_tokens: Tokens of the slot to read: the old ones, and a single new one.
+        is_single: Whether there is one new token, and the slot has it already.
     """
 
     first_row: int
@@ -133,6 +135,7 @@ class SequenceStep:
     stamp: int
     tail_slot: int
     tail_tokens: int
+    is_single: bool
 
     @property
     def first_position(self) -> int:
@@ -187,7 +190,7 @@ class StepPlan:
 
     Attributes:
         sequences: The sequences of the batch.
-        sealed: Blocks that become full.
+        sealed: Blocks that become full, coded before any sequence reads.
         early: Single tokens, which their own queries read in the slot.
         late: Tokens of prompts; written after blocks are sealed, because a slot passes from the
             block that becomes full to the one after it.
@@ -212,6 +215,46 @@ class _Writes:
         self.sealed: list[SealedBlock] = []
         self.early: list[tuple[int, int, int]] = []
         self.late: list[tuple[int, int, int]] = []
+
+    def read_token(self, blocks: list[int], total: int, row: int, sequence: int) -> SequenceStep:
+        """A single new token, the last one of a sequence, which it sees in its slot."""
+        full = (total - 1) // self.block_tokens
+        self.add_token(blocks[full], total - 1, row, sequence)
+        tail = total - full * self.block_tokens
+        slot = self.pool.slot(blocks[full])
+        return SequenceStep(row, 1, total, tuple(blocks[:full]), 0, slot, tail, is_single=True)
+
+    def read_chunk(
+        self,
+        blocks: list[int],
+        total: int,
+        rows: tuple[int, int],
+        sequence: int,
+        *,
+        is_repeatable: bool,
+    ) -> list[SequenceStep]:
+        """New tokens of a prompt, which see each other before they are stored."""
+        first, end = rows
+        before, row, tokens = total - (end - first), first, self.block_tokens
+        tail = before % tokens
+        slot = self.pool.slot(blocks[before // tokens]) if tail else -1
+        starts = [first]
+        while row < end:
+            position = before + row - first
+            count = min(end - row, tokens - position % tokens)
+            self.add_chunk(blocks[position // tokens], position, (row, count), sequence)
+            row += count
+            if is_repeatable and row < end:
+                # they see their own block, and those before it as stored
+                starts.append(row)
+        parts = []
+        for start, stop in pairwise([*starts, end]):
+            old = tuple(blocks[: (before + start - first) // tokens])
+            # behind the first block of a chunk nothing is in a slot yet
+            held = (slot, tail) if start == first else (-1, 0)
+            length = before + stop - first
+            parts.append(SequenceStep(start, stop - start, length, old, 0, *held, is_single=False))
+        return parts
 
     def add_token(self, block: int, position: int, row: int, sequence: int) -> None:
         """A single new token."""
@@ -242,6 +285,8 @@ def plan_step(
     num_tokens: Sequence[int],
     block_table: Tensor,
     block_tokens: int,
+    *,
+    is_repeatable: bool = False,
 ) -> StepPlan:
     """Work out a step.
 
@@ -251,6 +296,7 @@ def plan_step(
         num_tokens: Tokens of each sequence after this step.
         block_table: ``[sequences, blocks]`` ids; entries past a sequence's end are anything.
         block_tokens: Tokens of a block.
+        is_repeatable: Whether tokens of a chunk read those of earlier blocks as stored, too.
     """
     pool.begin_step()
     writes = _Writes(pool, block_tokens)
@@ -261,25 +307,15 @@ def plan_step(
         if end == first:
             continue
         blocks = block_table[index, : -(-total // block_tokens)].tolist()
-        before, row = total - (end - first), first
-        position = before
-        positions[first:end] = torch.arange(before, total)
-        full = before // block_tokens
-        # new tokens of a prompt see each other before they are stored, a single one in its slot
-        is_single = end - first == 1
-        tail = before % block_tokens + is_single
-        if is_single:
-            writes.add_token(blocks[full], before, row, len(sequences))
-        slot = pool.slot(blocks[full]) if tail else -1
-        while not is_single and row < end:
-            count = min(end - row, block_tokens - position % block_tokens)
-            block = blocks[position // block_tokens]
-            writes.add_chunk(block, position, (row, count), len(sequences))
-            position, row = position + count, row + count
-        old = tuple(blocks[:full])
-        sequences.append(SequenceStep(first, end - first, total, old, pool.stamp(old), slot, tail))
+        positions[first:end] = torch.arange(total - (end - first), total)
+        if end - first == 1:
+            sequences.append(writes.read_token(blocks, total, first, len(sequences)))
+            continue
+        rows, number = (first, end), len(sequences)
+        sequences += writes.read_chunk(blocks, total, rows, number, is_repeatable=is_repeatable)
     return StepPlan(
-        tuple(sequences),
+        # any of them may have found what another fills in this step
+        tuple(replace(one, stamp=pool.stamp(one.blocks)) for one in sequences),
         tuple(writes.sealed),
         TailWrites.of(writes.early),
         TailWrites.of(writes.late),

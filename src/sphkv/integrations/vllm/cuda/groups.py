@@ -313,12 +313,21 @@ class LayerGroup:
         values: The same for values.
         ledger: Who has sinks.
         room: States of the workspace that chunks with context are gathered in.
+        request_shares: Part of the budget that requests asked for, where it is not all.
     """
 
     def __init__(
-        self, shape: GroupShape, device: torch.device, *, room: int, keeps_prefixes: bool
+        self,
+        shape: GroupShape,
+        device: torch.device,
+        *,
+        room: int,
+        keeps_prefixes: bool,
+        is_repeatable: bool = False,
     ) -> None:
         self.shape, self.room, self._device = shape, room, device
+        self._is_repeatable = is_repeatable
+        self.request_shares: dict[str, float] = {}
         layers, heads, rows = shape.num_layers, shape.num_kv_heads, shape.num_slots
         tail = (layers, rows + 1, heads, PAGE_TOKENS, shape.head_dim)
         self.keys = torch.zeros(tail, dtype=torch.bfloat16, device=device)
@@ -379,6 +388,7 @@ class LayerGroup:
         """A request is gone."""
         self.ledger.end(request)
         self._cuts.pop(request, None)
+        self.request_shares.pop(request, None)
 
     def sink_states(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[sinks + 1, heads, sink_tokens, head_dim]`` of the first tokens."""
@@ -425,7 +435,11 @@ class LayerGroup:
         early = self._plan_seals(rows, full[full >= decoded], num_batch, table)
         shape = self.shape
         groups = plan_chunks(
-            rows, room=self.room, sink_tokens=shape.sink_tokens, window=shape.window
+            rows,
+            room=self.room,
+            sink_tokens=shape.sink_tokens,
+            window=shape.window,
+            is_repeatable=self._is_repeatable,
         )
         chunks = tuple(self._chunks_to_device(group, table) for group in groups)
         tails = self._tails_to_device(rows)
@@ -450,7 +464,8 @@ class LayerGroup:
         cuts = []
         for row in np.flatnonzero((rows.before < prompts) & (rows.num_tokens >= prompts)).tolist():
             full = int(prompts[row]) // PAGE_TOKENS
-            kept = kept_blocks(full, self.shape.kept_share)
+            share = self.shape.kept_share * self.request_shares.get(requests[row], 1.0)
+            kept = kept_blocks(full, share)
             if requests[row] and kept < full:
                 self._cuts[requests[row]] = (kept, full - kept)
                 layers, heads = self.shape.num_layers, self.shape.num_kv_heads

@@ -15,6 +15,9 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from sphkv.integrations.vllm.cuda.retain import kept_blocks
 
+request_shares: dict[str, float] = {}
+"""Parts of the server's budget that requests of this process asked for, where it is not all."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CodedSpec(FullAttentionSpec):  # type: ignore[misc]
@@ -88,7 +91,8 @@ class CodedManager(_CodedBlocks, FullAttentionManager):  # type: ignore[misc]
         if num_prompt_tokens is None or processed_computed_tokens < num_prompt_tokens:
             return
         full = num_prompt_tokens // self.block_size
-        self._remove_blocks_in_range(request_id, kept_blocks(full, self._share), full)
+        share = self._share * request_shares.get(request_id, 1.0)
+        self._remove_blocks_in_range(request_id, kept_blocks(full, share), full)
 
 
 class CodedWindowManager(_CodedBlocks, SlidingWindowManager):  # type: ignore[misc]

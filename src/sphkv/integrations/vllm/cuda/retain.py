@@ -9,6 +9,7 @@ the other blocks back. A page says its own positions, so heads may keep differen
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,27 @@ _QUERIES = 16
 _MOST_KEYS = 1 << 18
 _LEAST_BLOCKS = 2
 _RECENCY = 1e-9
+
+REQUEST_BUDGET = "sphkv_budget_bytes"
+"""Name in ``extra_args`` of the budget that a request asks for."""
+
+
+def request_share(sampling: Any, budget_bytes: int) -> float:
+    """Part of the server's budget that a request asks for; all of it if it asks for more.
+
+    Args:
+        sampling: vLLM's ``SamplingParams``, or None.
+        budget_bytes: The server's budget.
+
+    Raises:
+        ValueError: It asks for something that is no number of bytes.
+    """
+    asked = (getattr(sampling, "extra_args", None) or {}).get(REQUEST_BUDGET)
+    if asked is None:
+        return 1.0
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise ValueError(f"{REQUEST_BUDGET} must be an integer of at least 1, got {asked!r}")
+    return min(1.0, asked / budget_bytes)
 
 
 def kept_blocks(num_blocks: int, share: float) -> int:

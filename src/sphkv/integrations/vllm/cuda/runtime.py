@@ -39,7 +39,7 @@ from sphkv.integrations.vllm.cuda.groups import (
     LayerGroup,
     reserve_pinned,
 )
-from sphkv.integrations.vllm.cuda.retain import Cut, compact
+from sphkv.integrations.vllm.cuda.retain import Cut, compact, request_share
 from sphkv.integrations.vllm.cuda.steps import Integers
 from sphkv.integrations.vllm.options import ServeOptions
 from sphkv.integrations.vllm.runtime import WorkerRuntime
@@ -120,6 +120,8 @@ class CudaRuntime(WorkerRuntime):
         kept_share: Part of a prompt's blocks that stays when it is complete.
         prompt_tokens: ``[slots]`` length of the prompt of every slot in use.
         requests: Id of the request of every slot in use.
+        heeds_requests: Whether requests may ask for a part of the budget: only where the scheduler
+            gives back what is cut for it.
         planned: The step of each group that was planned last.
     """
 
@@ -153,6 +155,7 @@ class CudaRuntime(WorkerRuntime):
         self.groups: dict[tuple[str, ...], LayerGroup] = {}
         self.num_sinks = 0
         self.requests: Mapping[int, str] = {}
+        self.heeds_requests = False
         self.prompt_tokens: Integers | None = None
         self.planned: dict[tuple[str, ...], CudaStep] = {}
         self._ordered: list[list[LayerGroup]] = []
@@ -166,7 +169,7 @@ class CudaRuntime(WorkerRuntime):
         self._page_shape = (PAGE_TOKENS, head_dim)
         self._no_flags = torch.zeros(0, PAGE_TOKENS, dtype=torch.bool, device=device)
         self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # nobody but its owner reads a block in the step that fills it
+        # nobody reads a block in the step that fills it
         self._is_quiet = False
         # what is being encoded beside the model
         self._beside: list[Tensor] = []
@@ -289,7 +292,11 @@ class CudaRuntime(WorkerRuntime):
         if key not in self.groups:
             shape = self._shape(len(key), window)
             group = LayerGroup(
-                shape, self.device, room=self.room, keeps_prefixes=self.keeps_prefixes
+                shape,
+                self.device,
+                room=self.room,
+                keeps_prefixes=self.keeps_prefixes,
+                is_repeatable=self.options.repeatable,
             )
             self.groups[key] = group
             for index, name in enumerate(key):
@@ -343,7 +350,8 @@ class CudaRuntime(WorkerRuntime):
             RuntimeError: A request begins in the middle of a block.
         """
         self.planned.clear()
-        self._is_quiet = not any(new.num_computed_tokens for new in scheduled.scheduled_new_reqs)
+        finds = any(new.num_computed_tokens for new in scheduled.scheduled_new_reqs)
+        self._is_quiet = not finds and not self.options.repeatable
         gone = {*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())}
         for number, groups in enumerate(self._ordered):
             for group in groups:
@@ -356,11 +364,25 @@ class CudaRuntime(WorkerRuntime):
                             f"request {new.req_id} begins at token {new.num_computed_tokens}, "
                             "inside a block"
                         )
+                    share = self._request_share(new)
+                    if share < 1.0:
+                        group.request_shares[new.req_id] = share
                     found = new.num_computed_tokens // PAGE_TOKENS
                     ledger.begin(new.req_id, new.block_ids[number], found)
                 for blocks in scheduled.scheduled_cached_reqs.new_block_ids:
                     if blocks is not None:
                         ledger.reuse(blocks[number])
+
+    def _request_share(self, new: Any) -> float:
+        """Part of the budget that a request asks for, as the scheduler has read it."""
+        budget = self.options.budget_bytes
+        if budget is None or not self.heeds_requests:
+            return 1.0
+        try:
+            return request_share(new.sampling_params, budget)
+        except ValueError:
+            # the scheduler has said so
+            return 1.0
 
     def finish_step(self) -> None:
         """Code the blocks that the step filled, where layers did not do it themselves."""

@@ -41,6 +41,7 @@ class BatchRows:
         sinks: ``[rows]`` where the dense first tokens of a row are; -1 if it has none.
         kept: ``[rows]`` blocks of a prompt that was cut to a budget; 0 if it was not.
         gap: ``[rows]`` blocks behind them that are gone.
+        table_rows: ``[rows]`` row of the block table.
     """
 
     query_starts: Integers
@@ -49,12 +50,14 @@ class BatchRows:
     sinks: Integers
     kept: Integers
     gap: Integers
+    table_rows: Integers
 
     @classmethod
     def of(cls, query_starts: Integers, num_tokens: Integers, slots: Integers) -> BatchRows:
         """Rows without sinks and cuts."""
         none = np.zeros_like(num_tokens)
-        return cls(query_starts, num_tokens, slots, none - 1, none, none.copy())
+        number = np.arange(len(num_tokens))
+        return cls(query_starts, num_tokens, slots, none - 1, none, none.copy(), number)
 
     @cached_property
     def num_new(self) -> Integers:
@@ -71,6 +74,27 @@ class BatchRows:
         """Leading rows with one new token."""
         is_chunk = self.num_new != 1
         return int(np.argmax(is_chunk)) if is_chunk.any() else len(is_chunk)
+
+    def cut_at_blocks(self, first: int) -> BatchRows:
+        """Rows from ``first`` on as if the tokens of each block came one after the other."""
+        number, ends = list(range(first)), self.num_tokens[:first].tolist()
+        for row in range(first, len(self.num_tokens)):
+            total = int(self.num_tokens[row])
+            block = int(self.before[row]) // PAGE_TOKENS + 1
+            own = [*range(block * PAGE_TOKENS, total, PAGE_TOKENS), total]
+            number += [row] * len(own)
+            ends += own
+        picked, lengths = _integers(number), _integers(ends)
+        starts = self.query_starts[picked + 1] - (self.num_tokens[picked] - lengths)
+        return BatchRows(
+            np.concatenate([self.query_starts[:1], starts]),
+            lengths,
+            self.slots[picked],
+            self.sinks[picked],
+            self.kept[picked],
+            self.gap[picked],
+            self.table_rows[picked],
+        )
 
     def seals_first_block(self) -> NDArray[np.bool_]:
         """``[rows]`` whether a row's first block becomes full."""
@@ -323,7 +347,12 @@ class ChunkPlan:
 
 
 def plan_chunks(
-    rows: BatchRows, *, room: int, sink_tokens: int, window: int | None = None
+    rows: BatchRows,
+    *,
+    room: int,
+    sink_tokens: int,
+    window: int | None = None,
+    is_repeatable: bool = False,
 ) -> list[ChunkPlan]:
     """Group the chunks of a step so that each group fits the workspace.
 
@@ -334,11 +363,15 @@ def plan_chunks(
         room: States of the workspace; at least as many as the longest row has.
         sink_tokens: Dense tokens of a row whose ``sinks`` is not -1.
         window: Positions a query sees; None for all.
+        is_repeatable: Whether tokens read all before their own block from codes, so that these
+            must be written first, and context is rebuilt for each block.
     """
     first = rows.num_decoded
-    count = len(rows.num_tokens)
-    if first == count:
+    if first == len(rows.num_tokens):
         return []
+    if is_repeatable:
+        rows = rows.cut_at_blocks(first)
+    count = len(rows.num_tokens)
     oldest = np.zeros_like(rows.before)
     if window is not None:
         oldest = np.maximum(rows.before + 1 - window, 0) // PAGE_TOKENS * PAGE_TOKENS
@@ -375,7 +408,7 @@ def _plan_group(
             offset = np.arange(sink_tokens)
             sinks.append(_columns(int(rows.sinks[row]), offset, start + offset))
             to[0] += sink_tokens
-        pages.append(_columns(row, column, to))
+        pages.append(_columns(int(rows.table_rows[row]), column, to))
         # where position 0 would lie, if all behind the full blocks lay as it does
         place = start - int(oldest[row]) - gap * PAGE_TOKENS
         position = np.arange(full * PAGE_TOKENS, int(before[row]))

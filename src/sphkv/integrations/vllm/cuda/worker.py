@@ -14,6 +14,7 @@ from sphkv.attention.cuda.geometry import PAGE_TOKENS
 from sphkv.integrations.vllm.coded_worker import CodedWorker, read_options, stop_on_nans
 from sphkv.integrations.vllm.cuda.backend import CudaSphericalImpl
 from sphkv.integrations.vllm.cuda.runtime import CudaRuntime
+from sphkv.integrations.vllm.options import SCHEDULER_PATH
 from sphkv.integrations.vllm.runtime import activate
 
 _log = init_logger("vllm.sphkv")
@@ -59,6 +60,7 @@ class CudaWorker(CodedWorker, Worker):  # type: ignore[misc]
         states = self.model_runner.req_states
         self._runtime.requests = states.index_to_req_id
         self._runtime.prompt_tokens = states.prompt_len.np
+        self._runtime.heeds_requests = config.scheduler_config.scheduler_cls == SCHEDULER_PATH
         activate(self._runtime)
 
     def load_model(self, **kwargs: Any) -> None:
