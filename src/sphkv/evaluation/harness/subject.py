@@ -29,6 +29,7 @@ from sphkv.evaluation.harness.states import PromptStates
 from sphkv.evaluation.schema import MethodDescription
 from sphkv.integrations.transformers.attached import MethodCache
 from sphkv.integrations.transformers.cache import SphericalCache
+from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.protection import SegmentSpans
 from sphkv.store.ledger import ByteLedger
 
@@ -292,8 +293,13 @@ class EngineSubject:
         return self.engine.ledger()
 
     def describe(self) -> MethodDescription:
-        """What was chosen under the budget."""
-        return _told(self.engine.describe(), self.name)
+        """What was chosen under the budget, and by which weights."""
+        record = self.engine.describe()
+        told = _told(record, self.name)
+        retention = self.engine.config.retention
+        if retention is not None and record.residency == "retention":
+            told["setting"] += f", {_told_policy(retention.policy)}"
+        return told
 
     def decision(self) -> Decision | None:
         """What the controller decided; None with one tier."""
@@ -484,6 +490,13 @@ class _Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._method, name)
+
+
+def _told_policy(policy: RetentionPolicy) -> str:
+    """Where the controller's weights come from."""
+    if policy.model_id:
+        return f"weights fitted on {policy.model_id}"
+    return "equal weights" if policy.surprise is None else "equal weights, copying heads expected"
 
 
 def _told(record: MethodRecord, name: str) -> MethodDescription:

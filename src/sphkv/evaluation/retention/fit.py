@@ -455,7 +455,7 @@ def fit_policy(
         [head_sensitivity(runner.session.model, ids, seed=at) for at, ids in enumerate(texts)]
     )
     model_id = runner.config.model
-    policy = replace(runner.session.policy, sensitivity=_rows(found.mean(0)), model_id=model_id)
+    policy = RetentionPolicy(sensitivity=_rows(found.mean(0)), model_id=model_id)
     report("sensitivities measured")
     shape = runner.session.shape
     measured = MeasureConfig(

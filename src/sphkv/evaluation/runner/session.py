@@ -31,8 +31,10 @@ from sphkv.evaluation.workloads.case import Case
 from sphkv.evaluation.workloads.texts import made_up_text
 from sphkv.integrations.models import load_model
 from sphkv.integrations.transformers.architecture import describe_model, model_geometry
+from sphkv.integrations.transformers.cache import COPY_CHANCE
 from sphkv.integrations.transformers.calibrate import calibrate_model
-from sphkv.retention.policy import RetentionPolicy, load_policy
+from sphkv.integrations.transformers.copying import copying_policy
+from sphkv.retention.policy import load_policy
 
 _GPU_TOKENS = 1024
 
@@ -247,7 +249,7 @@ class Session:
             calibration_file: Codebooks to load instead.
             keep: Folder that keeps the calibration for the next time; None keeps none.
             backend: Decode backend of our methods.
-            policy: File with the controller's weights; equal weights if None.
+            policy: File with the controller's weights; what the public cache takes if None.
             place: Where everything runs; in float32 on the CPU if None.
 
         Raises:
@@ -263,7 +265,7 @@ class Session:
         self.tokenizer: Any = tokenizer
         layout = describe_model(model)
         self.shape = ModelShape(layout.geometry, layout.ropes, layout.windows, layout.max_tokens)
-        self.policy = RetentionPolicy() if policy is None else load_policy(policy)
+        self.policy = copying_policy(model, COPY_CHANCE) if policy is None else load_policy(policy)
         self.policy_id = content_id(asdict(self.policy))
         self._backend = backend
         self._source = (calibration_text, calibration_tokens, calibration_file, keep)

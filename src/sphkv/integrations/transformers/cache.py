@@ -40,7 +40,7 @@ from sphkv.core.tiers import TierSpec, TierTable
 from sphkv.errors import UnsupportedModelError
 from sphkv.integrations.transformers.architecture import ModelLayout, describe_model
 from sphkv.integrations.transformers.attached import AttachedCache
-from sphkv.integrations.transformers.copying import copy_shares
+from sphkv.integrations.transformers.copying import copying_policy
 from sphkv.integrations.transformers.forward import CachePass, DecoderGraph, read_step
 from sphkv.retention.gate import GateOptions
 from sphkv.retention.policy import ControlOptions, RetentionPolicy, load_policy
@@ -447,10 +447,7 @@ def _expect_copies(
     plan = None if config.is_retention_forced else choose_residency(config, _LONG_TOKENS)
     if plan is not None and not plan.is_retention:
         return config
-    shares = (asked.copying * copy_shares(model)).tolist()
-    policy = RetentionPolicy(
-        surprise=tuple(map(tuple, shares)), surprise_even=0.5, surprise_coded=0.0
-    )
+    policy = copying_policy(model, asked.copying)
     return replace(config, retention=replace(config.retention, policy=policy))
 
 

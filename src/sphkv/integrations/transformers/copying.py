@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from sphkv.integrations.transformers.architecture import ModelLayout, describe_model
 from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
 from sphkv.integrations.transformers.listening import listening
+from sphkv.retention.policy import RetentionPolicy
 
 PROBE_TOKENS = 256
 """Tokens that the probe gives twice."""
@@ -35,6 +36,19 @@ def copy_shares(model: PreTrainedModel) -> Tensor:
     if model not in _KNOWN:
         _KNOWN[model] = _measure(model, describe_model(model))
     return _KNOWN[model]
+
+
+def copying_policy(model: PreTrainedModel, chance: float) -> RetentionPolicy:
+    """Equal weights that expect heads which copy to ask for what nobody asked for.
+
+    Args:
+        model: The model whose heads are meant.
+        chance: See ``RetentionOptions.copying``.
+    """
+    shares = (chance * copy_shares(model)).tolist()
+    return RetentionPolicy(
+        surprise=tuple(map(tuple, shares)), surprise_even=0.5, surprise_coded=0.0
+    )
 
 
 def _measure(model: PreTrainedModel, layout: ModelLayout) -> Tensor:
