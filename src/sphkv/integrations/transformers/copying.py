@@ -91,4 +91,5 @@ def _looked_back(call: AttentionCall) -> Tensor:
     weight = logits.softmax(-1)
     same = weight.diagonal(dim1=-2, dim2=-1)
     behind = weight[..., 1:].diagonal(dim1=-2, dim2=-1)[..., :count]
-    return (same + behind).square().mean((1, 2)).cpu()
+    share: Tensor = (same + behind).square().mean((1, 2))
+    return share.cpu()
