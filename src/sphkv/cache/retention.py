@@ -492,6 +492,7 @@ class RetentionResidency:
             # nothing may go now; when the pages seal, more may
             pass
         self._ahead = None
+        self._store.forget_page_list(self._sequence)
         return 0
 
     def _seal_first(self) -> None:
@@ -531,7 +532,7 @@ class RetentionResidency:
             is_at_once: Drop and move all pages together, else a bounded number at a time.
 
         Yields:
-            About how many such times are left, one at least.
+            About how many such times are left, or 1 where the next should wait for another step.
 
         Raises:
             BudgetError: Nothing is left that may be dropped.
@@ -542,7 +543,11 @@ class RetentionResidency:
         # once pages must change, as many do as the next pages to seal will ask for
         target, spare = limit, int(limit * self._retention.refresh_share)
         for _ in range(_REBALANCE_ROUNDS):
-            pages = self._changeable(self._store.page_list(self._sequence), before)
+            pages = self._store.page_list(self._sequence)
+            if not is_at_once:
+                # a device lists pages while the host goes on; deciding waits for it
+                yield 1
+            pages = self._changeable(pages, before)
             if pages.num_pages == 0:
                 break
             choices = self._choices(pages)
@@ -659,7 +664,9 @@ class RetentionResidency:
         gone = (tier_id == self._plan.tiers.drop_id).nonzero()[:, 0]
         parts = [gone] if is_at_once else _split_layers(gone, layer_ids)
         moves = None if is_at_once else _MOVES_AT_ONCE
-        for left, part in zip(range(len(parts), 0, -1), parts, strict=True):
+        # deciding is enough beside one step
+        lefts = [1, *range(len(parts) - 1, 0, -1)]
+        for left, part in zip(lefts, parts, strict=bool(parts)):
             yield left
             if len(part):
                 self._store.drop_listed(self._sequence, layer_ids[part], held.page_ids[part])
