@@ -6,7 +6,7 @@ import torch
 
 from sphkv.cli.main import main
 from sphkv.evaluation.demo.run import hidden_facts, make_document
-from sphkv.evaluation.key_methods import (
+from sphkv.evaluation.lm import (
     COORDINATES,
     CoordinateMethod,
     comparison_method,

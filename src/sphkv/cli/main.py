@@ -14,7 +14,6 @@ from sphkv.cli import (
     evaluate,
     generate,
     inspect,
-    report,
     suite,
     sweep,
 )
@@ -34,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sphkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # as they are listed: try it, use it, measure it, read what was measured
-    for module in (generate, inspect, evaluate, sweep, suite, report, ablate, bench):
+    for module in (generate, inspect, evaluate, sweep, suite, ablate, bench):
         module.add_parsers(commands)
     return parser
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sphkv.evaluation.suites import longbench, ruler
-from sphkv.evaluation.suites.gsm8k import make_gsm8k
+from sphkv.evaluation.suites import published, ruler
+from sphkv.evaluation.suites.published import make_gsm8k
 from sphkv.evaluation.suites.samples import PromptSet, Sample, SampleIds, in_chat, read_prompts
 
 
@@ -170,7 +170,7 @@ def test_longbench_finds_every_question(shared_data: Path) -> None:
     folder = shared_data / "minilongbench"
     if not folder.is_dir():
         pytest.skip("MiniLongBench is not among the data")
-    made = longbench.load_longbench(folder)
-    assert {s.task for s in made.samples} == set(longbench.TASKS)
+    made = published.load_longbench(folder)
+    assert {s.task for s in made.samples} == set(published.TASKS)
     assert all(len(s.question) < 10_000 for s in made.samples)
-    assert len(longbench.load_longbench(folder, tasks=["trec"], num_samples=2).samples) == 2
+    assert len(published.load_longbench(folder, tasks=["trec"], num_samples=2).samples) == 2

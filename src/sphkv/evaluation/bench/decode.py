@@ -22,7 +22,7 @@ from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import DENSE, DROP, TierSpec, TierTable
 from sphkv.evaluation.environment import describe_environment
-from sphkv.evaluation.key_methods import shared_bits, tier_for_bits
+from sphkv.evaluation.lm import shared_bits, tier_for_bits
 from sphkv.store.config import StoreConfig
 from sphkv.store.store import PageStore
 from sphkv.testing.cases import dense_oracle, random_calibration, random_states

@@ -27,8 +27,7 @@ from sphkv.evaluation.suites.config import (
     parse_shard,
 )
 from sphkv.evaluation.suites.crosscheck import Overlap, cross_check
-from sphkv.evaluation.suites.gsm8k import make_gsm8k
-from sphkv.evaluation.suites.longbench import load_longbench
+from sphkv.evaluation.suites.published import load_longbench, make_gsm8k
 from sphkv.evaluation.suites.records import AnswerIdentity, Mode, SuiteFile, SuiteSetup
 from sphkv.evaluation.suites.ruler import make_ruler
 from sphkv.evaluation.suites.samples import (
