@@ -177,9 +177,8 @@ def held_bytes(cache: SphericalCache) -> int:
     notes = [
         tensor.nbytes
         for row in engine.rows
-        if isinstance(row.residency, RetentionResidency)
-        for layer in row.residency.notes
-        for tensor in layer.state().values()
+        if isinstance(row.residency, RetentionResidency) and row.residency._notes is not None
+        for tensor in row.residency._notes.tensors()
     ]
     return sum(tensor.nbytes for tensor in engine.store.live_tensors()) + sum(notes)
 
