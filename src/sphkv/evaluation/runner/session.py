@@ -21,6 +21,7 @@ from torch import Tensor
 from sphkv.baselines.attention_scores import SharedAttention
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.calibration_file import load_calibration, save_calibration
+from sphkv.core.configs import check_name
 from sphkv.evaluation.environment import gpu_range
 from sphkv.evaluation.harness.states import DenseReference, LayerStates, PromptStates, read_prompt
 from sphkv.evaluation.harness.subject import MethodSubject
@@ -213,6 +214,10 @@ class Placement:
     device: str = "cpu"
     dtype: str = "float32"
     prefill_device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Reject a type that no model is measured in."""
+        check_name("dtype", self.dtype, ("float32", "bfloat16"))
 
 
 class Session:
