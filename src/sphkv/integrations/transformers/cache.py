@@ -55,8 +55,8 @@ Tiers = TierTable | TierSpec | str | Sequence[TierSpec | str]
 COPY_CHANCE = 0.1
 """How often a head that only copies asks for what nobody asked for, see ``RetentionOptions``."""
 
-# A budget that one tier holds at this length leaves the controller short prompts at most.
-_LONG_TOKENS = 1 << 17
+# A budget that one tier holds at this length leaves the controller the shortest prompts at most.
+_SHORT_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +444,7 @@ def _expect_copies(
     asked = retention if isinstance(retention, RetentionOptions) else RetentionOptions()
     if config.retention is None or asked.policy is not None or asked.copying == 0:
         return config
-    plan = None if config.is_retention_forced else choose_residency(config, _LONG_TOKENS)
+    plan = None if config.is_retention_forced else choose_residency(config, _SHORT_TOKENS)
     if plan is not None and not plan.is_retention:
         return config
     policy = copying_policy(model, asked.copying)
