@@ -615,8 +615,9 @@ def test_pages_listed_and_copied_at_once_decide_alike(monkeypatch):
     assert sum(other.dropped) == sum(graph.dropped) > 10
 
 
-def test_rows_of_a_gpu_seal_beside_different_steps(monkeypatch):
+def test_many_rows_of_a_gpu_seal_beside_different_steps(monkeypatch):
     monkeypatch.setattr(NoAttention, "page_codec", CopyingCodec())
+    monkeypatch.setattr(retention, "_ROWS_AT_ONCE", 1)
     tiers = retention_tiers(GEOMETRY.head_dim, 64)
     engine = make_engine("40%", tiers=tiers, refresh_share=1 / 32, demotes=False)
     run(engine, 1500, rows=4)

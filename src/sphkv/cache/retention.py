@@ -50,6 +50,8 @@ _REBALANCE_ROUNDS = 12
 # Beside one step, pages of so many layers are dropped, and so many pages moved.
 _LAYERS_AT_ONCE = 1
 _MOVES_AT_ONCE = 2048
+# So many rows seal beside one step at least: most of the host's work is the same for one or more.
+_ROWS_AT_ONCE = 8
 # Runs a prompt needs so that there is one to decide about between sinks and the newest.
 _LEAST_RUNS = 3
 _MODE_OF_SHAPE = {
@@ -243,12 +245,13 @@ class RetentionResidency:
     def _paged_tokens(self, tokens: int) -> int:
         """Tokens of a prompt that are stored in pages; the others open the tail.
 
-        Rows of a GPU begin with tails of different lengths, so that they seal beside different
-        steps: a tail takes the same bytes whatever is in it.
+        Many rows of a GPU begin with tails of different lengths, so that not all seal beside one
+        step: a tail takes the same bytes whatever is in it.
         """
         runs = max(0, tokens // RUN_TOKENS - 1)
         if self._store.allocator.has_copier and self._layer_notes:
-            spread = self._plan.spec.page_tokens // RUN_TOKENS - 1
+            most = self._plan.spec.page_tokens // RUN_TOKENS - 1
+            spread = min(most, -(-len(self._store.sequences) // _ROWS_AT_ONCE))
             runs = max(_LEAST_RUNS, runs - self._sequence % max(1, spread))
         return runs * RUN_TOKENS
 

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ class Slab:
         counts: ``[pages]`` int32 on the CPU: live states; 0 until the page is sealed.
         num_free: Pages with no owner.
         buffer: What ``data`` is cut from where pages are aligned; else ``data`` itself.
-        owners: Who may keep ids of its pages.
+        owners: Numbers of those who may keep ids of its pages.
     """
 
     key: PoolKey
@@ -58,7 +58,7 @@ class Slab:
     counts: Tensor
     num_free: int
     buffer: Tensor
-    owners: WeakSet[PageOwner] = field(default_factory=WeakSet)
+    owners: set[int] = field(default_factory=set)
 
     @property
     def num_pages(self) -> int:
@@ -198,6 +198,10 @@ class PageAllocator:
         self._pages_at = self._free_at = np.zeros(0, dtype=np.int64)
         self._pools: dict[PoolKey, dict[int, None]] = {}
         self._journals: WeakSet[PageJournal] = WeakSet()
+        # owners by number: slabs are many, and a number is all that each keeps
+        self._owners: WeakValueDictionary[int, PageOwner] = WeakValueDictionary()
+        self._owner_numbers: WeakKeyDictionary[PageOwner, int] = WeakKeyDictionary()
+        self._next_owner = 0
         # free pages and all pages of each pool
         self._totals: dict[PoolKey, tuple[int, int]] = {}
 
@@ -372,9 +376,14 @@ class PageAllocator:
             owner: Kept weakly.
             page_ids: ``[pages]`` int64 ids on the CPU.
         """
+        number = self._owner_numbers.get(owner)
+        if number is None:
+            number = self._owner_numbers[owner] = self._next_owner
+            self._owners[number] = owner
+            self._next_owner += 1
         slots = page_ids.numpy() // self._stride
         for slot in {*slots.tolist()} if len(slots) < 64 else np.unique(slots).tolist():
-            self._slab(slot).owners.add(owner)
+            self._slab(slot).owners.add(number)
 
     def journal(self) -> PageJournal:
         """Begin to tell what becomes of pages; as long as the journal is kept."""
@@ -508,13 +517,13 @@ class PageAllocator:
         """
         moves = [_no_moves()]
         released = 0
-        owners: set[PageOwner] = set()
+        numbers: set[int] = set()
         left = max_pages
         for key in list(self._pools):
             emptied = [] if left is not None and left <= 0 else self._dispensable(key, left)
             if not emptied:
                 continue
-            owners.update(owner for slot in emptied for owner in self._slab(slot).owners)
+            numbers.update(*(self._slab(slot).owners for slot in emptied))
             moves.append(self._empty(key, emptied))
             released += sum(self._release(slot) for slot in emptied)
             left = None if left is None else left - len(moves[-1][0])
@@ -522,8 +531,9 @@ class PageAllocator:
             return None, 0
         old_ids, new_ids = (np.concatenate(each) for each in zip(*moves, strict=True))
         found = PageMoves.of(old_ids, new_ids)
-        for owner in owners if len(old_ids) else ():
-            owner.remap(found)
+        for number in sorted(numbers) if len(old_ids) else ():
+            if (owner := self._owners.get(number)) is not None:
+                owner.remap(found)
         return found, released
 
     def _dispensable(self, key: PoolKey, max_pages: int | None) -> list[int]:

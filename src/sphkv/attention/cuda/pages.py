@@ -9,6 +9,7 @@ The decode kernel reads pools of coded pages through lists, which may grow in pl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -416,6 +417,7 @@ class FragmentCodec:
         return None if pages is None else self._order.to_slab(layout, pages)
 
 
+@functools.cache
 def _is_hopper(device: torch.device) -> bool:
     """Whether encoding kernels were checked on such a GPU: no self-test watches over them."""
     return torch.cuda.get_device_capability(device) == HOPPER
