@@ -447,6 +447,7 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("mode", choices=sorted(RUNS))
     parser.add_argument("--kv", default="auto,fp8,turboquant_k3v4_nc,sphkv")
     parser.add_argument("--model", default="llama8b", choices=sorted(MODELS))
+    parser.add_argument("--dtype", default="bfloat16", help="float32 where vLLM is that of a CPU")
     parser.add_argument("--points", default="", help="batch x prompt, such as 8x32000,1x4000")
     parser.add_argument("--out", default=None)
     parser.add_argument("--text", default="", help="file for what a job prints")

@@ -240,7 +240,7 @@ def engine_options(given: argparse.Namespace, kv: str) -> dict[str, Any]:
     options: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": not given.folder,
-        "dtype": "bfloat16",
+        "dtype": given.dtype,
         "max_model_len": given.max_model_len,
         "max_num_seqs": given.max_num_seqs or max(16, given.batch),
         "gpu_memory_utilization": given.gpu_mem,
