@@ -84,7 +84,11 @@ def test_the_readme_shows_its_records_and_nothing_else(tmp_path: Path):
     root = Path(__file__).parents[2]
     records = load_records([root / "results/decoding/smollm2-4096-test.jsonl"])
     table = readme_table(records)
-    assert f"{BEGIN}\n{table}\n{END}" in (root / "README.md").read_text(encoding="utf-8")
+    text = (root / "README.md").read_text(encoding="utf-8")
+    assert f"{BEGIN}\n{table}\n{END}" in text
+    begin, end = markers("qwen-32k-test")
+    qwen = load_records([root / "results/decoding/qwen-32k-test.jsonl"])
+    assert f"{begin}\n{record_table('qwen-32k-test', qwen)}\n{end}" in text
     mpl = pytest.importorskip("matplotlib", reason="the extra sphkv[plots] is not installed")
     shown = (root / "docs/images/decoding.svg").read_bytes()
     if f"Matplotlib v{mpl.__version__}".encode() not in shown:
