@@ -327,12 +327,15 @@ def _full_tails(
 ) -> list[tuple[list[SequenceState], int]]:
     """Sequences whose tail must seal as many tokens, by the same codec and at the same tier."""
     found: dict[tuple[int, int, int], list[SequenceState]] = {}
+    sealed: dict[int, int] = {}
     for state in states:
         tail = state.tails[layer]
         held = 0 if tail is None else tail.num_tokens
-        whole = held - held % config.seal_tokens
-        num_tokens = min(config.sealed_tokens(held + num_new), whole)
-        if num_tokens:
+        # tails of a batch are often of one length
+        if held not in sealed:
+            whole = held - held % config.seal_tokens
+            sealed[held] = min(config.sealed_tokens(held + num_new), whole)
+        if num_tokens := sealed[held]:
             key = (id(state.codec), state.seal_tier_of(layer), num_tokens)
             found.setdefault(key, []).append(state)
     return [(alike, num_tokens) for (_, _, num_tokens), alike in found.items()]

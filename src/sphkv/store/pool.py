@@ -139,10 +139,11 @@ class PagePool:
         self.allocator.free(freed)
         fresh = self.allocator.allocate(requests)
         self._write(changes, fresh)
+        placed = dict.fromkeys(fresh, 0)
         for change, per_head in zip(changes, added, strict=True):
             change.table.remove(change.removed)
             change.table.reserve(per_head)
-            self._place(change, fresh)
+            self._place(change, fresh, placed)
         self.meter.add(delta)
 
     def _per_head(self, change: LayerChange) -> NDArray[np.int64]:
@@ -166,13 +167,16 @@ class PagePool:
                 ids, page_ids = page_ids[: len(pages)], page_ids[len(pages) :]
                 self.allocator.write(ids, pages, counts)
 
-    def _place(self, change: LayerChange, fresh: dict[PoolKey, Tensor]) -> None:
-        """Enter pages from ``fresh``, which loses the ids that are used."""
+    def _place(
+        self, change: LayerChange, fresh: Mapping[PoolKey, Tensor], placed: dict[PoolKey, int]
+    ) -> None:
+        """Enter pages from ``fresh`` behind those ``placed`` already, and count them there."""
         for page_ids, pages, counts in change.truncated:
             self.allocator.truncate(page_ids, pages, counts)
             change.table.touch()
         for part in change.pending:
-            ids, num_pages = fresh[part.key], part.pages.shape[0]
-            change.table.extend(part.head_ids, ids[:num_pages], page_tag(part.key), part.per_head)
-            self.allocator.own(change.table, ids[:num_pages])
-            fresh[part.key] = ids[num_pages:]
+            begin, end = placed[part.key], placed[part.key] + part.pages.shape[0]
+            ids = fresh[part.key][begin:end]
+            change.table.extend(part.head_ids, ids, page_tag(part.key), part.per_head)
+            self.allocator.own(change.table, ids)
+            placed[part.key] = end
