@@ -633,3 +633,49 @@ def test_many_rows_of_a_gpu_seal_beside_different_steps(monkeypatch):
         sealed.append(sum(a > b for a, b in zip(after, before, strict=True)))
     assert [at for at, count in enumerate(sealed) if count] == [3, 19, 35, 67, 83, 99]
     assert max(sealed) == 2
+
+
+@pytest.mark.parametrize("short", [40, 48, 56, 63, 64])
+def test_a_short_row_beside_a_long_one(monkeypatch, short: int) -> None:
+    monkeypatch.setattr(NoAttention, "page_codec", CopyingCodec())
+    monkeypatch.setattr(retention, "_ROWS_AT_ONCE", 1)
+    engine = make_engine("60%", demotes=False)
+    long = 1500
+    is_real = torch.ones(2, long, dtype=torch.bool)
+    is_real[1, : long - short] = False
+    positions = (is_real.long().cumsum(1) - 1).clamp(min=0)
+    engine.begin(StepTokens(is_real, positions))
+    for layer in range(GEOMETRY.num_layers):
+        query, keys, values = (part.expand(2, -1, -1, -1) for part in make_states(layer, long))
+        engine.update(layer, keys, values)
+        engine.end_layer(layer, query)
+    engine.finish()
+    assert engine.plan is not None
+    assert engine.plan.is_retention
+    assert engine.num_tokens == [long, short]
+
+
+def test_pages_that_move_between_listing_and_deciding_are_listed_again(monkeypatch):
+    engine, graph = captured(2, "22%")
+    first, second = (row.residency for row in engine.rows)
+    assert isinstance(first, RetentionResidency)
+    assert isinstance(second, RetentionResidency)
+    assert engine.store is not None
+    for _ in range(140):
+        ahead = second._ahead
+        frame = None if ahead is None else ahead.gi_frame
+        is_listed = frame is not None and "pages" in frame.f_locals
+        if is_listed and ahead is not None and ahead.gi_yieldfrom is None:
+            break
+        graph.step()
+    else:
+        pytest.fail("no row was ever between listing and deciding")
+    before = engine.store.allocator.num_moved
+    first._ahead = None
+    limit = first._limit(engine.store.num_tokens(first._sequence)) - 40_000
+    sealed = engine.store.tail(first._sequence, 0).first_position
+    first._settle(limit, sealed, lambda: 0)
+    assert engine.store.allocator.num_moved > before
+    while second.work_ahead():
+        pass
+    assert second._ahead is None

@@ -25,13 +25,37 @@ def test_a_head_that_looks_at_the_copy_or_behind_it_copies():
     # only the first of two equal keys is looked at
     keys[:, count:] = 0
     query = torch.stack([torch.cat([each, part]) for part in (same, behind, other)])
-    call: Any = SimpleNamespace(query=query[None], key=keys[None], options={"scaling": 1.0})
+    call: Any = SimpleNamespace(
+        query=query[None], key=keys[None], options={"scaling": 1.0}, previous="eager"
+    )
     found = copying._looked_back(call)
     assert found.shape == (3,)
     assert float(found[0]) > 0.95
     # the last token of the first copy has the second copy behind it
     assert float(found[1]) > 0.9
     assert float(found[2]) < 0.1
+    # a sink as strong as the copy takes half of every query, a cap makes all tokens alike
+    call.options["s_aux"] = torch.full((3,), 40.0)
+    assert float(copying._looked_back(call)[0]) == pytest.approx(0.25, abs=0.01)
+    call.options["s_aux"] = None
+    call.options["softcap"] = 0.01
+    assert float(copying._looked_back(call)[0]) < 0.01
+
+
+def test_modules_keep_their_modes_and_broken_models_their_own_errors(tiny_model):
+    import copy
+
+    model = copy.deepcopy(tiny_model("llama3"))
+    model.train()
+    first, second = model.model.layers
+    first.eval()
+    copy_shares(model)
+    assert model.training
+    assert second.training
+    assert not first.training
+    broken = copy.deepcopy(tiny_model("llama3"))
+    broken.model.layers[1].self_attn.k_proj.weight.data.fill_(torch.inf)
+    assert bool(copy_shares(broken).isfinite().all())
 
 
 def test_windows_copy_nothing_and_the_model_is_as_before(tiny_model):
@@ -60,7 +84,11 @@ def test_a_controller_without_a_policy_expects_copies(tiny_model):
     assert policy("8%").surprise is not None
     # one tier holds this budget, and nobody will decide
     assert policy("60%").surprise is None
+    # a total of bytes is spent by long prompts
+    assert policy("2MiB").surprise is not None
     assert policy("60%", RetentionOptions(copying=0.0)).surprise is None
+    with pytest.raises(ValueError, match=r"copying must be in 0\.\.1, got 50\.0"):
+        RetentionOptions(copying=50.0)
     assert policy("60%", RetentionOptions(policy=RetentionPolicy())).surprise is None
 
 

@@ -624,6 +624,8 @@ class CacheEngine:
 
     def fork(self) -> CacheEngine:
         """A cache of its own with the same tokens; pages are shared."""
+        # the other one may move pages that captured steps have listed
+        self.end_graph()
         other = CacheEngine(self.config, backend=self.backend, model_id=self._model_id)
         other._codec = self._codec
         other.store, other.plan, other.ceiling = self.store, self.plan, self.ceiling

@@ -252,7 +252,7 @@ class RetentionResidency:
         if self._store.allocator.has_copier and self._layer_notes:
             most = self._plan.spec.page_tokens // RUN_TOKENS - 1
             spread = min(most, -(-len(self._store.sequences) // _ROWS_AT_ONCE))
-            runs = max(_LEAST_RUNS, runs - self._sequence % max(1, spread))
+            runs = max(min(runs, _LEAST_RUNS), runs - self._sequence % max(1, spread))
         return runs * RUN_TOKENS
 
     def _decide(self, tokens: int, paged: int) -> WriteContract:
@@ -546,10 +546,14 @@ class RetentionResidency:
         # once pages must change, as many do as the next pages to seal will ask for
         target, spare = limit, int(limit * self._retention.refresh_share)
         for _ in range(_REBALANCE_ROUNDS):
+            moved = self._store.allocator.num_moved
             pages = self._store.page_list(self._sequence)
             if not is_at_once:
                 # a device lists pages while the host goes on; deciding waits for it
                 yield 1
+                if self._store.allocator.num_moved != moved:
+                    # another sequence made room meanwhile
+                    pages = self._store.page_list(self._sequence)
             pages = self._changeable(pages, before)
             if pages.num_pages == 0:
                 break

@@ -202,6 +202,7 @@ class PageAllocator:
         self._owners: WeakValueDictionary[int, PageOwner] = WeakValueDictionary()
         self._owner_numbers: WeakKeyDictionary[PageOwner, int] = WeakKeyDictionary()
         self._next_owner = 0
+        self._num_moved = 0
         # free pages and all pages of each pool
         self._totals: dict[PoolKey, tuple[int, int]] = {}
 
@@ -209,6 +210,11 @@ class PageAllocator:
     def has_copier(self) -> bool:
         """Whether pages of many slabs are copied at once."""
         return self._copier is not None
+
+    @property
+    def num_moved(self) -> int:
+        """Pages that have got another id so far."""
+        return self._num_moved
 
     def slabs(self) -> Iterator[Slab]:
         """All live slabs."""
@@ -531,6 +537,7 @@ class PageAllocator:
             return None, 0
         old_ids, new_ids = (np.concatenate(each) for each in zip(*moves, strict=True))
         found = PageMoves.of(old_ids, new_ids)
+        self._num_moved += len(old_ids)
         for number in sorted(numbers) if len(old_ids) else ():
             if (owner := self._owners.get(number)) is not None:
                 owner.remap(found)

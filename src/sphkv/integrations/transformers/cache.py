@@ -120,6 +120,11 @@ class RetentionOptions:
     refresh_share: float | None = None
     demotes: bool | None = None
 
+    def __post_init__(self) -> None:
+        """Reject a chance that is none."""
+        if not 0 <= self.copying <= 1:
+            raise ValueError(f"copying must be in 0..1, got {self.copying!r}")
+
 
 class SphericalCache(AttachedCache):
     """A KV cache of packed angle codes, made by ``for_model`` and given to ``generate``.
@@ -444,9 +449,12 @@ def _expect_copies(
     asked = retention if isinstance(retention, RetentionOptions) else RetentionOptions()
     if config.retention is None or asked.policy is not None or asked.copying == 0:
         return config
-    plan = None if config.is_retention_forced else choose_residency(config, _SHORT_TOKENS)
-    if plan is not None and not plan.is_retention:
-        return config
+    assert config.budget is not None
+    # a total is spent by long prompts, which then fall to the controller
+    if not config.is_retention_forced and config.budget.kind != "total":
+        plan = choose_residency(config, _SHORT_TOKENS)
+        if plan is not None and not plan.is_retention:
+            return config
     policy = copying_policy(model, asked.copying)
     return replace(config, retention=replace(config.retention, policy=policy))
 

@@ -30,8 +30,9 @@ def copy_shares(model: PreTrainedModel) -> Tensor:
     """How much every head looks back at what it has seen before; measured once per model.
 
     Returns:
-        ``[layers, kv_heads]`` float32 in 0..1: mean squared weight that the head's queries give to
-        the earlier copy and the token behind it, over the second copy. 0 for layers with a window.
+        ``[layers, kv_heads]`` float32 in 0..1: mean square of the weight that the head's queries
+        give to the earlier copy and the token behind it together, over the second copy. 0 for
+        layers with a window.
     """
     if model not in _KNOWN:
         _KNOWN[model] = _measure(model, describe_model(model))
@@ -61,7 +62,7 @@ def _measure(model: PreTrainedModel, layout: ModelLayout) -> Tensor:
             found[call.layer] = _looked_back(call)
         return call.dense()
 
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]
     try:
         model.eval()
         with torch.no_grad(), listening(model, attend):
@@ -69,8 +70,10 @@ def _measure(model: PreTrainedModel, layout: ModelLayout) -> Tensor:
                 input_ids=torch.cat([once, once])[None].to(layout.device), use_cache=False
             )
     finally:
-        model.train(was_training)
-    return found
+        for module in training:
+            module.training = True
+    # a model whose numbers are broken says so itself, not by its heads
+    return found.nan_to_num_(0.0)
 
 
 def _probe_ids(vocab_size: int) -> Tensor:
@@ -87,8 +90,15 @@ def _looked_back(call: AttentionCall) -> Tensor:
     scale = call.options.get("scaling") or dim**-0.5
     logits = scale * query @ keys[:, None].transpose(-1, -2)  # [kv_heads, group, count, 2 * count]
     place = torch.arange(2 * count, device=keys.device)
+    if call.options.get("softcap") is not None and call.previous != "sdpa":
+        logits = call.options["softcap"] * (logits / call.options["softcap"]).tanh()
     logits.masked_fill_(place > place[count:, None], -torch.inf)
-    weight = logits.softmax(-1)
+    sinks = call.options.get("s_aux")
+    if sinks is not None:
+        # learned sinks take their part of every query
+        sinks = sinks.float().view(len(keys), -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sinks], -1)
+    weight = logits.softmax(-1)[..., : 2 * count]
     same = weight.diagonal(dim1=-2, dim2=-1)
     behind = weight[..., 1:].diagonal(dim1=-2, dim2=-1)[..., :count]
     share: Tensor = (same + behind).square().mean((1, 2))
