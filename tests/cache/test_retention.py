@@ -5,6 +5,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -662,7 +663,7 @@ def test_pages_that_move_between_listing_and_deciding_are_listed_again(monkeypat
     assert isinstance(second, RetentionResidency)
     assert engine.store is not None
     for _ in range(140):
-        ahead = second._ahead
+        ahead: Any = second._ahead
         frame = None if ahead is None else ahead.gi_frame
         is_listed = frame is not None and "pages" in frame.f_locals
         if is_listed and ahead is not None and ahead.gi_yieldfrom is None:
