@@ -38,13 +38,14 @@ from sphkv.cache.config import PROMPT_CALIBRATION
 from sphkv.codec.calibration import Calibrator
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import parse_tier
-from sphkv.evaluation.harness.states import PromptStates, read_prompt
+from sphkv.evaluation.harness.states import PromptStates, hidden_states, read_prompt
 from sphkv.evaluation.harness.subject import EngineSubject, ProductSubject
 from sphkv.evaluation.suites.columns import Bench
 from sphkv.evaluation.suites.config import SuiteConfig
 from sphkv.evaluation.suites.samples import is_settled, read_prompts, score_answer
 from sphkv.integrations.transformers import cache as product
 from sphkv.integrations.transformers.copying import copy_shares
+from sphkv.integrations.transformers.listening import transformed_states
 from sphkv.retention.policy import BlockShape, RetentionPolicy
 
 MOST_NEW = 64
@@ -266,6 +267,32 @@ def needles(bench, sample, num_tokens):
     return {"value": values, "key": keys}
 
 
+@torch.no_grad()
+def looked(bench, read, answer, spans, places):
+    """Which heads look at needles while the dense model tells them.
+
+    Returns:
+        Per KV head, layer by layer, the mean square of the weight on values of needles.
+    """
+    first = len(read.ids.prompt) - 1
+    at = [first + place for a, b in filter(None, spans) for place in range(a, b)]
+    found, heads = [], read.states.layers[0].keys.shape[0]
+
+    def watch(_, query, keys, values):
+        own = query[:, at].float().unflatten(0, (heads, -1))
+        logits = own @ keys.float()[:, None].transpose(-1, -2) / keys.shape[-1] ** 0.5
+        order = torch.arange(keys.shape[1], device=keys.device)
+        logits.masked_fill_(order > torch.tensor(at, device=keys.device)[:, None], -torch.inf)
+        weight = logits.softmax(-1)[..., places["value"]].sum(-1)
+        found.extend(weight.square().mean((1, 2)).tolist())
+        return keys, values
+
+    tokens = torch.tensor([[*read.ids.prompt, *answer[:-1]]], device=bench.model.device)
+    with transformed_states(bench.model, watch):
+        hidden_states(bench.model, tokens)
+    return [round(each, 4) for each in found]
+
+
 def kept_needles(bench, subject, places):
     """Share of the states of needles in the 16 heads that copy most, by tier."""
     decision = subject.decision()
@@ -325,12 +352,15 @@ def of_sample(bench, args, given, sample):
     score, spans = score_answer(sample, text), facts(bench, sample, answer)
     head = {"sample": sample.sample_id, "task": sample.task, "length": sample.length}
     states = read.stored("hidden")
-    yield {**head, "column": "dense", "facts": sum(s is not None for s in spans) / len(spans),
+    places = needles(bench, sample, states.num_tokens)
+    seen = looked(bench, read, answer, spans, places) if score >= args.least else []
+    yield {**head, "column": "dense", "looked": seen,
+           "facts": sum(s is not None for s in spans) / len(spans),
            "score": score, "answer": text, "tokens": states.num_tokens,
            "seconds": round(time.perf_counter() - began, 2)}  # fmt: skip
     if score < args.least:
         return
-    asked, places = [*read.ids.question, *answer[:-1]], needles(bench, sample, states.num_tokens)
+    asked = [*read.ids.question, *answer[:-1]]
     coded = {"coded": bench._given}
     if any(column.startswith("own:") for column in args.columns):
         coded["own"] = fit(bench, states)
