@@ -34,6 +34,7 @@ from sphkv.store.pages import (
     plan_write,
 )
 from sphkv.store.pool import PagePool
+from sphkv.store.recode import plan_recoding
 from sphkv.store.sequence import (
     OpenTail,
     PageGroup,
@@ -466,8 +467,11 @@ class PageStore:
         if tiers[tier_id].kind == "drop":
             self.drop(sequence, layer, page_ids)
             return
-        ids = torch.as_tensor(page_ids, dtype=torch.int64)
-        self._pool.commit([plan_demotion(self._pool, state, layer, ids, tier_id)])
+        ids = torch.as_tensor(page_ids, dtype=torch.int64).cpu()
+        changes = plan_recoding(self._pool, state, [(layer, ids)], tier_id)
+        if changes is None:
+            changes = [plan_demotion(self._pool, state, layer, ids, tier_id)]
+        self._pool.commit(changes)
 
     def drop(self, sequence: int, layer: int, page_ids: Sequence[int] | Tensor) -> None:
         """Give up pages of a layer.
@@ -495,12 +499,15 @@ class PageStore:
             BudgetError: The new pages do not fit beside those that stay.
         """
         state = self._get(sequence)
-        changes = [
-            plan_demotion(
-                self._pool, state, layer, page_ids[layer_ids == layer], tier_id, is_checked=True
-            )
-            for layer in sorted(set(layer_ids.tolist()))
+        parts = [
+            (layer, page_ids[layer_ids == layer].cpu()) for layer in sorted(set(layer_ids.tolist()))
         ]
+        changes = plan_recoding(self._pool, state, parts, tier_id, is_checked=True)
+        if changes is None:
+            changes = [
+                plan_demotion(self._pool, state, layer, ids, tier_id, is_checked=True)
+                for layer, ids in parts
+            ]
         self._pool.commit(changes)
 
     def drop_listed(self, sequence: int, layer_ids: Tensor, page_ids: Tensor) -> None:
