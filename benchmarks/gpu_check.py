@@ -19,8 +19,10 @@ import torch
 import triton
 
 from sphkv.attention.api import get_backend
+from sphkv.attention.cuda.pages import FragmentCodec, FragmentOrder
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, DecodeRequest
+from sphkv.attention.triton.encode import TritonEncoder
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.testing.attention_cases import CASES as TABLE
 from sphkv.testing.attention_cases import assert_attention, make_batch
@@ -146,18 +148,14 @@ def compare_demotion(name, case, backend_name):
     case = replace(case, mix="runs", num_tokens=3008, num_layers=2)
     stores, decoded = [], []
     for is_fused in (True, False):
-        backend = get_backend(backend_name)
-        kernels = backend.page_codec
+        order = FragmentOrder() if backend_name == "cuda" else None
+        kernels = TritonEncoder() if order is None else FragmentCodec(order)
+        # what is decoded by a kernel is noted, or there is nothing
         decode = kernels.decode_runs
-
-        def noted(*given, decode=decode):
-            decoded.append(given)
-            decode(*given)
-
-        kernels.decode_runs = noted
+        kernels.decode_runs = lambda *given, decode=decode: decoded.append(decode(*given))
         if not is_fused:
             kernels.decodes = lambda *_: False
-        store = build_store(case, device="cuda", order=backend.page_order, kernels=kernels)
+        store = build_store(case, device="cuda", order=order, kernels=kernels)
         for tier_id in (2, 1):
             listed = store.page_list(0)
             chosen = (listed.tier_ids > tier_id) & ~listed.is_protected
@@ -252,6 +250,9 @@ def compare_graph(model, name, *, prompt, tiers=None, budget=None, num_steps=180
     }
 
 
+CHECKS = {"graph": check_graph, "table": check_table, "demotion": check_demotion}
+
+
 def run_all(jobs, output, commit):
     def one(name, folder):
         target = Path(folder) / f"{name}.json"
@@ -279,7 +280,7 @@ def run_all(jobs, output, commit):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", choices=[*CASES, "graph", "table", "demotion"])
+    parser.add_argument("--only", choices=[*CASES, *CHECKS])
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit")
@@ -287,8 +288,7 @@ def main():
     if args.only is None:
         return run_all(args.jobs, args.output, args.commit)
     torch.set_num_threads(1)
-    checks = {"graph": check_graph, "table": check_table, "demotion": check_demotion}
-    records = checks[args.only]() if args.only in checks else check(args.only)
+    records = CHECKS[args.only]() if args.only in CHECKS else check(args.only)
     if args.output:
         args.output.write_text(json.dumps(records))
     return 0 if all(record["is_right"] for record in records) else 1
