@@ -78,6 +78,19 @@ class PageCodec(Protocol):
         """What copies pages on a device; None leaves it to torch, slab by slab."""
         ...
 
+    def prepare(
+        self, layout: PageLayout, layer: int, codec: StateCodec | None, device: torch.device
+    ) -> None:
+        """Make what encoding pages of a layer needs before the first of them comes.
+
+        Args:
+            layout: Their layout.
+            layer: The layer, whose codebooks are there.
+            codec: Encoder of the sequences.
+            device: Where pages live.
+        """
+        ...
+
     def encode(
         self,
         layout: PageLayout,

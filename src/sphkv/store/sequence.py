@@ -161,7 +161,36 @@ class PointerTable:
             ids[heads, num_pages[heads] + rank] = page_ids.numpy()
             tags[heads, num_pages[heads] + rank] = tag
         num_pages += added
+        self._count_more(tag, len(page_ids))
+
+    def push(self, page_ids: NDArray[np.int64], tag: int) -> None:
+        """Append a page to every head.
+
+        Args:
+            page_ids: ``[heads]``, one page of each.
+            tag: Their ``page_tag``.
+        """
+        if self._arrays[2].max() >= self.capacity:
+            self.reserve(np.ones(len(page_ids), dtype=np.int64))
+        ids, tags, num_pages = self._arrays
+        heads = np.arange(len(page_ids))
+        ids[heads, num_pages], tags[heads, num_pages] = page_ids, tag
+        num_pages += 1
+        self._count_more(tag, len(page_ids))
+
+    def _count_more(self, tag: int, num_pages: int) -> None:
+        """Raise the version for pages that came; what was counted before is counted on."""
+        version, counts = self._counted
+        if version == self.version:
+            counts = {**counts, tag: counts.get(tag, 0) + num_pages}
+            self._counted = (version + 1, dict(sorted(counts.items())))
         self.version += 1
+
+    def newest(self) -> NDArray[np.int64]:
+        """``[heads]`` ids of the last page of every head, each of which has one."""
+        ids, _, num_pages = self._arrays
+        found: NDArray[np.int64] = ids[np.arange(len(ids)), num_pages - 1]
+        return found
 
     def reserve(self, added: NDArray[np.int64] | Tensor) -> None:
         """Grow as ``growth_bytes`` says, once, before calls of ``extend``.

@@ -349,6 +349,14 @@ class PageStore:
             raise ValueError(f"num_new must be positive, got {num_new}")
         return self._writer.make_room([self._get(sequence) for sequence in sequences], num_new)
 
+    def prepare_seals(self, sequence: int, layer: int) -> None:
+        """Have the kernels make what sealing tails of a layer needs, before one is full."""
+        state = self._get(sequence, layer)
+        tier_id = state.seal_tier_of(layer)
+        layout = self._pool.layout((tier_id, self.config.span_mode(tier_id)))
+        if self._pool.kernels is not None and layout.tier.is_coded:
+            self._pool.kernels.prepare(layout, layer, state.codec, self._pool.device)
+
     def absorb(self, sequences: Sequence[int]) -> None:
         """Count one state per layer and head that a kernel wrote behind each tail's last one.
 

@@ -147,6 +147,23 @@ class CudaEncoder:
                 if is_served(layout):
                     self._table(codec, layer, layout, device)
 
+    def prepare_layout(
+        self, codec: SphericalCodec, layer: int, layout: PageLayout, device: torch.device
+    ) -> None:
+        """Make the tables of a layer at one layout; with the last layer, all that encoding needs.
+
+        Args:
+            codec: The codec that will be given to ``encode``.
+            layer: The layer; they come in order.
+            layout: A layout that the kernels serve.
+            device: The GPU.
+        """
+        self._table(codec, layer, layout, device)
+        if layer == codec.calibration.geometry.num_layers - 1:
+            self._joined_table(codec, layout, device)
+            self._encode_kernels(layout, device)
+            self._clip_weights(layout.tier.value_bits, device)
+
     def table_bytes(self, codec: SphericalCodec) -> int:
         """Bytes of the tables made of a codec's calibration; all caches with it share them."""
         held = _TABLES.get(codec.calibration, {}).values()

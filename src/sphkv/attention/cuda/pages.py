@@ -388,6 +388,17 @@ class FragmentCodec:
 
         return TritonCopier(device)
 
+    def prepare(
+        self, layout: PageLayout, layer: int, codec: StateCodec | None, device: torch.device
+    ) -> None:
+        """Make tables, and load kernels with the last layer's; see ``PageCodec.prepare``."""
+        if device.type != "cuda" or not isinstance(codec, SphericalCodec):
+            return
+        if is_served(layout) and layout.tier.has_value_codes and _is_hopper(device):
+            self._order.kernels().prepare_layout(codec, layer, layout, device)
+        else:
+            self._portable().prepare(layout, layer, codec, device)
+
     def encode(
         self,
         layout: PageLayout,

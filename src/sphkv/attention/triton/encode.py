@@ -32,6 +32,13 @@ class TritonEncoder:
         """Copies pages; see ``PageCodec.copier``."""
         return TritonCopier(device)
 
+    def prepare(
+        self, layout: PageLayout, layer: int, codec: StateCodec | None, device: torch.device
+    ) -> None:
+        """Make the search table of a layer; see ``PageCodec.prepare``."""
+        if isinstance(codec, SphericalCodec) and layout.tier.is_coded:
+            self._tables.get(codec, layer, layout.tier, device)
+
     def encode(
         self,
         layout: PageLayout,
