@@ -111,6 +111,9 @@ class OnlyCopies:
     def encode(self, *_):
         return None
 
+    def encode_layers(self, *_):
+        return None
+
 
 def test_pages_are_copied_listed_and_moved_by_address(monkeypatch):
     """One launch for all slabs does what torch does slab by slab."""
