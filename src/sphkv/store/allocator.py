@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,6 +138,7 @@ class PageJournal:
         return found
 
 
+@functools.lru_cache(maxsize=256)
 def held_page_bytes(layout: PageLayout) -> int:
     """Bytes of one page in a slab, its reference and state count included."""
     return layout.page_bytes + 2 * torch.int32.itemsize
@@ -384,7 +386,7 @@ class PageAllocator:
         """
         number = self._number_of(owner)
         slots = page_ids.numpy() // self._stride
-        for slot in {*slots.tolist()} if len(slots) < 64 else np.unique(slots).tolist():
+        for slot in {*slots.tolist()}:
             self._slab(slot).owners.add(number)
 
     def own_alike(self, owners: Sequence[PageOwner], page_ids: Tensor) -> None:
@@ -397,7 +399,7 @@ class PageAllocator:
         slots = (page_ids.numpy() // self._stride).reshape(len(owners), -1)
         numbers = np.repeat([self._number_of(owner) for owner in owners], slots.shape[1])
         flat = slots.ravel()
-        for slot in np.unique(flat).tolist():
+        for slot in {*flat.tolist()}:
             self._slab(slot).owners.update(numbers[flat == slot].tolist())
 
     def _number_of(self, owner: PageOwner) -> int:

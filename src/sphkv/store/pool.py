@@ -175,10 +175,9 @@ class PagePool:
         requests: dict[PoolKey, int] = {}
         for part in parts:
             requests[part.key] = requests.get(part.key, 0) + len(part.pages)
-        each = np.ones(self.config.geometry.num_kv_heads, dtype=np.int64)
-        tables = [table for part in parts for table in part.tables]
+        heads = self.config.geometry.num_kv_heads
         delta = self.allocator.plan_bytes(requests)
-        delta += sum(table.growth_bytes(each) for table in tables)
+        delta += sum(table.growth_alike(1) for part in parts for table in part.tables)
         self.meter.check(delta)
         fresh = self.allocator.allocate(requests)
         for part in parts:
@@ -188,7 +187,7 @@ class PagePool:
             self.allocator.write(ids, part.pages, torch.full_like(ids, part.count))
             self.allocator.own_alike(part.tables, ids)
             tag = page_tag(part.key)
-            for table, own in zip(part.tables, ids.numpy().reshape(-1, len(each)), strict=True):
+            for table, own in zip(part.tables, ids.numpy().reshape(-1, heads), strict=True):
                 table.push(own, tag)
         self.meter.add(delta)
 

@@ -130,7 +130,7 @@ def _find(
     tags = np.concatenate([tags.numpy() for _, tags in found])
     counts = pool.allocator.counts(every_id).numpy()
     sources = []
-    for tag in np.unique(tags).tolist():
+    for tag in sorted({*tags.tolist()}):
         at = np.flatnonzero(tags == tag)
         layout = pool.layout(pool_of_tag(tag))
         if layout.tier_id <= tier_id:
@@ -266,7 +266,7 @@ class _Recoding:
         own = on_device[: len(at)]
         pages = pool.kernels.encode_layers(layout, self._state.codec, states, rows, own)
         found = []
-        for layer in np.unique(heads // num_heads).tolist():
+        for layer in sorted({*(heads // num_heads).tolist()}):
             index = np.flatnonzero(heads // num_heads == layer)
             part = slice(int(index[0]), int(index[-1]) + 1)
             local = heads[part] - layer * num_heads
