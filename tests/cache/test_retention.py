@@ -35,6 +35,7 @@ from sphkv.retention.notes import RunNotes
 from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import ProtectionRule
 from sphkv.store.layout import write_pages
+from sphkv.testing.cases import CodecOnly
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)
 ROPE = RopeSpec.from_config({"rope_theta": 10_000.0}, GEOMETRY.head_dim)
@@ -592,26 +593,11 @@ class MemoryCopier:
             ctypes.memmove(target, data, num_bytes)
 
 
-class CopyingCodec:
+class CopyingCodec(CodecOnly):
     """Leaves encoding to the codec."""
 
     def copier(self, device: torch.device) -> MemoryCopier:
         return MemoryCopier()
-
-    def prepare(self, *_: object) -> None:
-        return None
-
-    def encode(self, *_: object) -> None:
-        return None
-
-    def encode_layers(self, *_: object) -> Tensor | None:
-        return None
-
-    def decodes(self, *_: object) -> bool:
-        return False
-
-    def decode_runs(self, *_: object) -> None:
-        raise AssertionError("nothing is decoded")
 
 
 class SealingCodec(CopyingCodec):
@@ -620,7 +606,7 @@ class SealingCodec(CopyingCodec):
     def __init__(self) -> None:
         self.sealed: list[int] = []
 
-    def encode_layers(self, layout, codec, states, rows, heads):  # type: ignore[override]
+    def encode_layers(self, layout, codec, states, rows, heads):
         self.sealed.append(len(heads))
         layers, pages = heads // GEOMETRY.num_kv_heads, []
         for layer in layers.unique().tolist():

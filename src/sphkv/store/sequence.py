@@ -204,8 +204,7 @@ class PointerTable:
     def newest(self) -> NDArray[np.int64]:
         """``[heads]`` ids of the last page of every head, each of which has one."""
         ids, _, num_pages = self._arrays
-        found: NDArray[np.int64] = ids[np.arange(len(ids)), num_pages - 1]
-        return found
+        return ids[np.arange(len(ids)), num_pages - 1].astype(np.int64, copy=False)
 
     def reserve(self, added: NDArray[np.int64] | Tensor) -> None:
         """Grow as ``growth_bytes`` says, once, before calls of ``extend``.

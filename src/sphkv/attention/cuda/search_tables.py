@@ -50,9 +50,13 @@ class EncodeTables:
         """Tables of the heads of all parts; grids get room for as many planes as any has."""
         most = max(part.grid.shape[1] for part in parts)
         grids = (pad(part.grid, (0, 0, 0, 0, 0, most - part.grid.shape[1])) for part in parts)
-        others = ("kinds", "planes", "slots", "places")
-        joined = (torch.cat([getattr(part, name) for part in parts]) for name in others)
-        return cls(*joined, torch.cat([*grids]))
+        return cls(
+            torch.cat([part.kinds for part in parts]),
+            torch.cat([part.planes for part in parts]),
+            torch.cat([part.slots for part in parts]),
+            torch.cat([part.places for part in parts]),
+            torch.cat([*grids]),
+        )
 
     def split(self, num_parts: int) -> list[EncodeTables]:
         """The heads in so many equal parts, which keep no memory of their own."""
