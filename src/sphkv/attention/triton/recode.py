@@ -31,13 +31,15 @@ from sphkv.codec.calibration import Calibration
 from sphkv.codec.codebook import SLOT_LEVELS, AngleCodebook
 from sphkv.codec.hadamard import rotation_matrix
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.tiers import RUN_TOKENS as _RUN_TOKENS
 from sphkv.store.layout import PageLayout
 from sphkv.store.order import PageRuns
 from sphkv.store.paging import PositionMode
 
 _LEVELS = tl.constexpr(SLOT_LEVELS)
 _MAX_HEAD_DIM = 128
-_TILE_TOKENS = 32
+# Packed codes of token-transposed pages are multiples of so many tokens.
+_LEAST_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +51,8 @@ class DecodeRunsTables:
             one group of tokens to the next.
         points: ``[heads, planes, terms, 16, 2]`` float32; zero for terms that a plane lacks.
         constants: ``[heads, planes, 2]`` float32.
-        turns: ``[heads, planes]`` int64, see ``turn_steps``.
+        turns: ``[layers, planes]`` int64, see ``turn_steps``.
+        offsets: ``[layers, 16, planes, 2]`` float32 cosine and sine of the first positions.
         channels: ``[planes, 2]`` int32.
         fields: See ``RebuildTables.value_bits``; empty if pages are token-transposed.
         strides: See ``RebuildTables.value_strides``.
@@ -60,6 +63,7 @@ class DecodeRunsTables:
     points: Tensor
     constants: Tensor
     turns: Tensor
+    offsets: Tensor
     channels: Tensor
     fields: Tensor
     strides: Tensor
@@ -89,13 +93,13 @@ def _build(
     else:
         terms = fragment_terms(slots, book.num_slots)
         value_bits, strides = value_fields(layout)
-    heads = calibration.geometry.num_kv_heads
-    turns = torch.stack([turn_steps(rope) for rope in calibration.ropes])
+    phases = torch.stack([rope.phases(torch.arange(_RUN_TOKENS)) for rope in calibration.ropes])
     parts = (
         terms.to(torch.int32),
         points,
         book.constant.float(),
-        turns.repeat_interleave(heads, 0),
+        torch.stack([turn_steps(rope) for rope in calibration.ropes]),
+        torch.stack([phases.double().cos(), phases.double().sin()], -1).float(),
         calibration.ropes[0].plane_channels().to(torch.int32),
         value_bits,
         strides,
@@ -109,12 +113,12 @@ def _fragment_values(
     page, token, fields_ptr, strides_ptr,
     HEAD_DIM: tl.constexpr, BITS: tl.constexpr, FIELDS: tl.constexpr, VALUE_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Values ``[TILE, HEAD_DIM]`` in fragment order: codes less their midpoint, or bfloat16."""
+    """Values ``[16, HEAD_DIM]`` in fragment order: codes less their midpoint, or bfloat16."""
     dim = tl.arange(0, HEAD_DIM)
     tile, upper = token // 16, token % 16 // 8
     lane, odd = token % 8 // 2, token % 2
     stream = page + VALUE_OFFSET + tile * (HEAD_DIM * BITS * 2)
-    code = tl.zeros([token.shape[0], HEAD_DIM], tl.int32)
+    code = tl.zeros([RUN_TOKENS, HEAD_DIM], tl.int32)
     for field in tl.static_range(FIELDS):
         at = (dim[None, :] * 2 + upper[:, None]) * FIELDS + field
         place = tl.load(fields_ptr + at * 2) + lane[:, None] * tl.load(strides_ptr + at)
@@ -138,7 +142,7 @@ def _coded_directions(
     PLANES: tl.constexpr, SLOTS: tl.constexpr, TERMS: tl.constexpr, PAGE: tl.constexpr,
     KEY_OFFSET: tl.constexpr, IS_PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Sums of points ``[TILE, PLANES]`` before rotation, x and y."""
+    """Sums of points ``[16, PLANES]`` before rotation, x and y."""
     if IS_PLAIN:
         group, nibble = token % (PAGE // 2), token // (PAGE // 2)
         codes = page + KEY_OFFSET + token * 0
@@ -146,7 +150,7 @@ def _coded_directions(
         group, nibble = token % 8, token % 16 // 8
         codes = page + KEY_OFFSET + token // 16 * (SLOTS * 8)
     table = head * PLANES + tl.arange(0, PLANES)
-    x = tl.zeros([token.shape[0], PLANES], tl.float32)
+    x = tl.zeros([RUN_TOKENS, PLANES], tl.float32)
     y = x + tl.load(constants_ptr + table * 2 + 1)[None, :]
     x += tl.load(constants_ptr + table * 2)[None, :]
     for term in tl.static_range(TERMS):
@@ -174,10 +178,12 @@ def _decode_runs_kernel(
     points_ptr,
     constants_ptr,
     turns_ptr,
+    offsets_ptr,
     channels_ptr,
     fields_ptr,
     strides_ptr,
     rotation_ptr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -189,18 +195,18 @@ def _decode_runs_kernel(
     SCALE_OFFSET: tl.constexpr,
     VALUE_OFFSET: tl.constexpr,
     IS_PLAIN: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     PLANES: tl.constexpr = HEAD_DIM // 2
-    page_id = tl.program_id(0)
-    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    page_id, part = tl.program_id(0), tl.program_id(1)
+    run = page_id * (PAGE // RUN_TOKENS) + part
+    place = tl.load(place_ptr + run)
+    if place < 0:
+        return
     page = tl.load(address_ptr + page_id).to(tl.pointer_type(tl.uint8))
     head = tl.load(head_ptr + page_id)
-    run = page_id * (PAGE // RUN_TOKENS) + token // RUN_TOKENS
-    place = tl.load(place_ptr + run)
-    live = (place >= 0)[:, None]
-    position = tl.load(start_ptr + run) + token % RUN_TOKENS
-    row = place * RUN_TOKENS + token % RUN_TOKENS
+    inside = tl.arange(0, RUN_TOKENS)
+    token = part * RUN_TOKENS + inside
+    row = place * RUN_TOKENS + inside
     if IS_PLAIN:
         radius_at, scale_at = RADIUS_OFFSET + token, SCALE_OFFSET + token
     else:
@@ -215,17 +221,21 @@ def _decode_runs_kernel(
         PLANES, SLOTS, TERMS, PAGE, KEY_OFFSET, IS_PLAIN,
     )  # fmt: skip
     plane = tl.arange(0, PLANES)
-    turns = tl.load(turns_ptr + head * PLANES + plane)
-    angle = turn_angle(turns[None, :], position[:, None])
-    cos, sin = tl.cos(angle) * radius[:, None], tl.sin(angle) * radius[:, None]
+    layer = head // HEADS * PLANES
+    # all states of a run are turned by its first position, and then by their places
+    angle = turn_angle(tl.load(turns_ptr + layer + plane), tl.load(start_ptr + run))
+    cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    offset = offsets_ptr + ((layer * RUN_TOKENS + plane)[None, :] + inside[:, None] * PLANES) * 2
+    more_cos, more_sin = tl.load(offset) * radius[:, None], tl.load(offset + 1) * radius[:, None]
+    x, y = x * cos - y * sin, x * sin + y * cos
     to = keys_ptr + row[:, None] * HEAD_DIM
     first = tl.load(channels_ptr + plane * 2)[None, :]
     second = tl.load(channels_ptr + plane * 2 + 1)[None, :]
-    tl.store(to + first, (x * cos - y * sin).to(tl.bfloat16), mask=live)
-    tl.store(to + second, (x * sin + y * cos).to(tl.bfloat16), mask=live)
+    tl.store(to + first, (x * more_cos - y * more_sin).to(tl.bfloat16))
+    tl.store(to + second, (x * more_sin + y * more_cos).to(tl.bfloat16))
     dim = tl.arange(0, HEAD_DIM)
     if IS_PLAIN:
-        value = centred_values(page, token, place >= 0, dim, HEAD_DIM, PAGE, VALUE_OFFSET, BITS)
+        value = centred_values(page, token, inside >= 0, dim, HEAD_DIM, PAGE, VALUE_OFFSET, BITS)
     else:
         value = _fragment_values(
             page, token, fields_ptr, strides_ptr, HEAD_DIM, BITS, FIELDS, VALUE_OFFSET
@@ -236,7 +246,7 @@ def _decode_runs_kernel(
         signs = tl.load(rotation_ptr + dim[:, None] * HEAD_DIM + dim[None, :])
         value = tl.dot(value.to(tl.float16), signs) * (scale * (HEAD_DIM**-0.5))[:, None]
     to = values_ptr + row[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(to, value.to(tl.bfloat16), mask=live)
+    tl.store(to, value.to(tl.bfloat16))
 
 
 class RunDecoder:
@@ -261,7 +271,7 @@ class RunDecoder:
             and layout.position_mode is not PositionMode.TOKENS
             and head_dim & (head_dim - 1) == 0
             and 32 <= head_dim <= _MAX_HEAD_DIM
-            and tokens % _TILE_TOKENS == 0
+            and tokens % _LEAST_TOKENS == 0
         )
 
     def table_bytes(self, codec: SphericalCodec) -> int:
@@ -287,7 +297,7 @@ class RunDecoder:
     ) -> None:
         """Write the states of runs to their places; see ``PageCodec.decode_runs``."""
         tables = self._table(codec, layout, states[0].device)
-        grid = (len(pages.addresses), layout.page_tokens // _TILE_TOKENS)
+        grid = (len(pages.addresses), layout.page_tokens // _RUN_TOKENS)
         _decode_runs_kernel[grid](
             pages.addresses,
             pages.heads,
@@ -295,6 +305,7 @@ class RunDecoder:
             pages.places,
             *states,
             *(getattr(tables, each.name) for each in fields(tables)),
+            HEADS=codec.calibration.geometry.num_kv_heads,
             HEAD_DIM=layout.head_dim,
             PAGE=layout.page_tokens,
             SLOTS=layout.num_nibbles,
@@ -306,6 +317,5 @@ class RunDecoder:
             SCALE_OFFSET=layout.scale_offset,
             VALUE_OFFSET=layout.value_offset,
             IS_PLAIN=self._is_plain,
-            TILE=_TILE_TOKENS,
             num_warps=4,
         )
