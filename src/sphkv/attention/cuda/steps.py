@@ -624,8 +624,7 @@ class CapturedSteps:
         ids = np.full((len(self._tables), len(ends), heads), -1)
         for layer, tables in enumerate(self._tables):
             for row in np.flatnonzero(is_grown):
-                pages, counts = tables[row].page_ids.numpy(), tables[row].num_pages.numpy()
-                ids[layer, row] = pages[np.arange(len(counts)), counts - 1]
+                ids[layer, row] = tables[row].newest()
         addresses = self._store.allocator.addresses(torch.from_numpy(ids)).transpose(1, 2)
         grown = torch.from_numpy(is_grown)
         # unused entries of other rows count from the base as well
