@@ -30,7 +30,7 @@ from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.dense import DenseDecode, DenseStates
 from sphkv.attention.cuda.geometry import PAGE_TOKENS, KernelShape
 from sphkv.attention.cuda.pages import PageLists, PagePool
-from sphkv.attention.cuda.steps import DENSE_PROCESSORS, LaunchWork, share_blocks
+from sphkv.attention.cuda.steps import DENSE_PROCESSORS, share_blocks
 from sphkv.attention.cuda.synthetic import (
     Oracle,
     random_pages,
@@ -133,15 +133,15 @@ class Layer:
                 kinds.append(build_kind(layout, tiers, tier, rope, turns, seed, batch))
         self.kinds = [kind for kind in kinds if kind is not None]
         work = [
-            LaunchWork.of(kind.decoder.shape, kind.lists.row_start[::batch].diff().tolist())
+            (kind.decoder.shape, kind.lists.row_start.diff().view(heads, batch).cpu().numpy())
             for kind in self.kinds
         ]
         room = torch.cuda.get_device_properties(DEVICE).multi_processor_count - DENSE_PROCESSORS
-        shares = share_blocks(work, room, heads=heads)
+        shares = share_blocks(work, room)
         for kind, share in zip(self.kinds, shares, strict=True):
             kind.lists = PageLists(kind.lists.entries, kind.lists.row_start, batch, share)
         self.kinds = [
-            self.kinds[i] for i in sorted(range(len(work)), key=lambda at: work[at].steps)
+            self.kinds[i] for i in sorted(range(len(work)), key=lambda at: work[at][1].sum())
         ]
         self._dense_pages(tiers, len(names) - 1)
         self.coded_bytes = sum(kind.pages.numel() for kind in self.kinds)

@@ -12,7 +12,7 @@ from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.errors import BackendUnavailableError
 from sphkv.store.layout import PageView, write_pages
-from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
+from sphkv.testing.cases import CacheCase, CodecOnly, build_store, random_states, rope_of
 
 TIERS = TierTable(
     (
@@ -46,13 +46,10 @@ def test_pages_read_back_as_they_were_written():
     assert different == len(kept)
 
 
-class OrderedCodec:
+class OrderedCodec(CodecOnly):
     """Encodes as kernels do: its pages are ordered already."""
 
     num_encoded = 0
-
-    def copier(self, device):
-        return None
 
     def encode(self, layout, layer, codec, states, rows, head_ids):
         keys, values = states

@@ -53,6 +53,44 @@ def test_bytes_are_those_of_the_codec(on_the_host, head_dim, key_bits, value_bit
     assert float((found != right).float().mean()) < MOST_UNLIKE
 
 
+def test_pages_of_several_layers_at_once_are_those_of_each(on_the_host):
+    """Tables of all layers lie in one, and those of a layer are a part of it."""
+    on_the_host()
+    rope = RopeSpec.from_config({"rope_theta": 500000.0}, 64)
+    geometry = KVGeometry(3, 2, 4, 64)
+    codec = SphericalCodec(random_calibration(geometry, rope))
+    layout = PageLayout(1, coded_tier(3.0, 4), 64, PositionMode.RUNS)
+    keys, values = (part.bfloat16() for part in random_states(geometry, rope, 128)[:2])
+    layers = (2, 0, 1)
+    rows = PageRows(
+        torch.arange(128).repeat(2, 1), torch.tensor([128, 32]), torch.zeros(2, 128).bool()
+    )
+    heads, alone = torch.arange(2), CudaEncoder()
+    right = [
+        alone.encode(layout, layer, codec, (keys, values), rows, heads).clone() for layer in layers
+    ]
+    size = alone.table_bytes(codec)
+    encoder, every = (
+        CudaEncoder(),
+        PageRows(
+            *(
+                part.repeat(3, *[1] * (part.dim() - 1))
+                for part in (rows.positions, rows.counts, rows.flags)
+            )
+        ),
+    )
+    for layer in range(3):
+        encoder.prepare_layout(codec, layer, layout, torch.device("cpu"))
+    at = (torch.tensor(layers)[:, None] * 2 + heads).flatten()
+    states = (keys.repeat(3, 1, 1), values.repeat(3, 1, 1))
+    found = encoder.encode(layout, None, codec, states, every, at)
+    assert torch.equal(found, torch.cat(right))
+    # of grids, a layer may have had fewer planes
+    assert size <= encoder.table_bytes(codec) < 2 * size
+    again = encoder.encode(layout, 1, codec, (keys, values), rows, heads)
+    assert torch.equal(again, right[2])
+
+
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 def test_a_value_that_is_no_number_counts_as_zero(on_the_host, wrong):
     """A kernel cannot raise; it must not write beside its page or spoil other states either."""

@@ -179,13 +179,13 @@ def _dot(word, q):
     return point[:, 0] * q.real + point[:, 1] * q.imag
 
 
-@pytest.mark.parametrize("step", [1, 4, 16])
-def test_turns_of_contiguous_tiles_are_neighbours(step):
+@pytest.mark.parametrize(("step", "row"), [(1, 3), (4, -7), (16, 9)])
+def test_turns_of_contiguous_tiles_are_neighbours(step, row):
     rope = _rope(64)
     table = turn_rows(rope, 100, step=step, device=torch.device("cpu"))
-    assert table.shape == (16 // step, 7 + 8, 32, 2)
-    position = 16 * 3 + (16 - step)
-    four = table[-1, 3].view(torch.float16).view(-1, 4).float()
+    assert table.shape == (16 // step, 7 + 7 + 8, 32, 2)
+    position = 16 * row + (16 - step)
+    four = table[-1, 7 + row].view(torch.float16).view(-1, 4).float()
     phase = rope.phases(torch.tensor(position)).float()
     right = torch.stack([phase.cos(), -phase.sin(), phase.sin(), phase.cos()], 1)
     torch.testing.assert_close(four, right, atol=1e-3, rtol=0)

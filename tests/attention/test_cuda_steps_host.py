@@ -3,6 +3,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from sphkv.attention.cuda.backend import CudaBackend
 from sphkv.attention.cuda.geometry import KernelShape
-from sphkv.attention.cuda.steps import LaunchWork, share_blocks
+from sphkv.attention.cuda.steps import head_blocks, launch_steps, share_blocks
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
@@ -216,46 +217,52 @@ def test_reasons_are_named(on_the_host, monkeypatch):
     assert "(9, 0)" in backend.why_not(store, [0, 1])
 
 
-def work_on(pages, *, teams=4):
-    """The work of a launch on so many pages of each head."""
-    return LaunchWork.of(KernelShape(128, 32, 0, 1, 4, columns=4, teams=teams), pages)
-
-
-def longest(work, shares, heads=8):
-    """When the busiest block of each launch ends, by the kernel's own division of blocks."""
-    ends = []
-    for (pages, own), blocks in zip(work, shares, strict=True):
-        before = [sum(pages[:head]) for head in range(heads + 1)]
-        total = max(1, before[-1])
-        first = [head + (blocks - heads) * b // total for head, b in enumerate(before)]
-        most = max(count / (first[h + 1] - first[h]) for h, count in enumerate(pages))
-        ends.append(most * own.steps / total)
-    return ends
+def shape_of(teams):
+    return KernelShape(128, 32, 0, 1, 4, columns=4, teams=teams)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_launches_side_by_side_fit_the_multiprocessors_and_end_together(seed):
     torch.manual_seed(seed)
-    lists = [(torch.rand(8) * size + 5).int().tolist() for size in (5000, 900, 400)]
-    own = [work_on(pages, teams=teams) for pages, teams in zip(lists, (4, 3, 1), strict=True)]
-    shares = share_blocks(own, 128, heads=8)
+    work = [
+        (shape_of(teams), (torch.rand(8, 3) * size + 1).long().numpy())
+        for size, teams in ((1600, 4), (300, 3), (140, 1))
+    ]
+    shares = share_blocks(work, 128)
     assert sum(shares) == 128
-    assert min(shares) >= 8
-    ends = longest(list(zip(lists, own, strict=True)), shares)
-    alone = sum(each.steps for each in own) / 128
-    # nothing ends much later than if all pages were shared evenly
-    assert max(ends) < 1.6 * alone
+    ends = [launch_steps(*own, blocks) for own, blocks in zip(work, shares, strict=True)]
+    last = max(range(3), key=lambda at: ends[at])
+    # what the others have, the last cannot have: they would end later than it does
+    for at in {0, 1, 2} - {last}:
+        assert launch_steps(*work[at], max(8, shares[at] // 2)) > ends[last] or shares[at] == 8
+
+
+@pytest.mark.parametrize("pages", [[5, 0, 0, 900], [1, 1, 1, 1], [0, 0, 0, 0], [70, 65, 3, 64]])
+def test_no_block_has_more_pages_than_it_must(pages):
+    pages = np.array(pages)
+    own = head_blocks(pages, 9)
+    assert own.sum() <= 9
+    assert (own[pages > 0] > 0).all()
+    most = (pages / own.clip(1)).max()
+    for head in pages.nonzero()[0]:
+        rest = np.delete(pages, head)
+        fewest = sum(-(-int(count) // max(1, int(np.ceil(most)) - 1)) for count in rest)
+        assert most <= 1 or fewest + -(-int(pages[head]) // max(1, int(np.ceil(most)) - 1)) > 9
 
 
 def test_launches_without_pages_take_no_multiprocessor_from_others():
-    busy, idle = work_on([900] * 8), work_on([0] * 8)
-    assert share_blocks([idle, busy, idle], 128, heads=8) == [8, 128, 8]
+    idle, busy = np.zeros((8, 2), int), np.full((8, 2), 900)
+    work = [(shape_of(4), pages) for pages in (idle, busy, idle)]
+    assert share_blocks(work, 128) == [1, 128, 1]
 
 
-def test_a_launch_of_few_pages_has_a_block_per_head():
-    assert share_blocks([work_on([1] * 8), work_on([900] * 8)], 128, heads=8) == [8, 120]
+def test_a_launch_of_few_pages_has_few_blocks():
+    work = [(shape_of(4), np.full((8, 2), count)) for count in (1, 900)]
+    shares = share_blocks(work, 128)
+    assert shares[0] == 8
+    assert shares[1] == 120
 
 
 def test_many_heads_run_launch_by_launch():
-    work = [work_on([900] * 32)] * 3
-    assert share_blocks(work, 128, heads=32) == [128] * 3
+    work = [(shape_of(4), np.full((60, 1), 900))] * 3
+    assert share_blocks(work, 128) == [128] * 3

@@ -15,7 +15,7 @@ from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout, PageView, write_pages
 from sphkv.store.paging import PageRows, PositionMode
 from sphkv.testing import cases
-from sphkv.testing.cases import CacheCase, build_store, random_calibration, random_states
+from sphkv.testing.cases import CacheCase, CodecOnly, build_store, random_calibration, random_states
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
@@ -102,14 +102,11 @@ def test_a_store_encodes_with_the_kernels_when_it_is_told_to():
     assert fused.ledger().total == sum(tensor.nbytes for tensor in fused.live_tensors())
 
 
-class OnlyCopies:
+class OnlyCopies(CodecOnly):
     """Leaves encoding to the codec and copies pages with the kernel."""
 
     def copier(self, device):
         return TritonCopier(device)
-
-    def encode(self, *_):
-        return None
 
 
 def test_pages_are_copied_listed_and_moved_by_address(monkeypatch):

@@ -34,6 +34,8 @@ from sphkv.retention.measure import PromptWork
 from sphkv.retention.notes import RunNotes
 from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import ProtectionRule
+from sphkv.store.layout import write_pages
+from sphkv.testing.cases import CodecOnly
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)
 ROPE = RopeSpec.from_config({"rope_theta": 10_000.0}, GEOMETRY.head_dim)
@@ -591,14 +593,56 @@ class MemoryCopier:
             ctypes.memmove(target, data, num_bytes)
 
 
-class CopyingCodec:
+class CopyingCodec(CodecOnly):
     """Leaves encoding to the codec."""
 
     def copier(self, device: torch.device) -> MemoryCopier:
         return MemoryCopier()
 
-    def encode(self, *_: object) -> None:
-        return None
+
+class SealingCodec(CopyingCodec):
+    """Encodes pages of several layers at once, as a Hopper GPU does."""
+
+    def __init__(self) -> None:
+        self.sealed: list[int] = []
+
+    def encode_layers(self, layout, codec, states, rows, heads):
+        self.sealed.append(len(heads))
+        layers, pages = heads // GEOMETRY.num_kv_heads, []
+        for layer in layers.unique().tolist():
+            at = (layers == layer).nonzero()[:, 0]
+            own = (states[0][at], states[1][at], rows.positions[at])
+            head_ids = heads[at] % GEOMETRY.num_kv_heads
+            given = {"head_ids": head_ids, "counts": rows.counts[at]}
+            encoded = codec.encode(layer, layout.tier, *own, **given)
+            pages.append(write_pages(layout, encoded, rows.select(at)))
+        return torch.cat(pages)
+
+
+def test_tails_of_all_layers_seal_together_as_they_do_one_by_one(monkeypatch):
+    usual, graph = captured(2)
+    codec = SealingCodec()
+    monkeypatch.setattr(NoAttention, "page_codec", codec)
+    together, other = captured(2)
+    for _ in range(150):
+        graph.step()
+        other.step()
+        assert usual.resident_bytes() == together.resident_bytes()
+    assert held_runs(usual) == held_runs(together)
+    assert usual.store is not None
+    assert together.store is not None
+    pages = 2 * GEOMETRY.num_layers * GEOMETRY.num_kv_heads
+    assert set(codec.sealed) == {pages}
+    for row in range(2):
+        for layer in range(GEOMETRY.num_layers):
+            groups = (store.pages(row, layer) for store in (usual.store, together.store))
+            for left, right in zip(*groups, strict=True):
+                a, b = usual.store.view(left).pages, together.store.view(right).pages
+                assert torch.equal(a, b)
+            table = together.store.table(row, layer)
+            counted = table.tag_counts()
+            table.touch()
+            assert counted == table.tag_counts()
 
 
 def test_pages_listed_and_copied_at_once_decide_alike(monkeypatch):

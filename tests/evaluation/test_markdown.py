@@ -8,6 +8,7 @@ import pytest
 
 from sphkv.evaluation.records import load_records
 from sphkv.evaluation.report.markdown import (
+    bytes_needed,
     certificate_tables,
     compared_points,
     draw_decoding,
@@ -59,7 +60,7 @@ def test_a_point_is_the_mean_of_prompts_and_the_worst_peak():
 def test_the_table_shows_both_verdicts_and_paired_differences():
     lines = readme_table(RECORDS).splitlines()
     assert "4 prompts of 4,096 tokens of the development split" in lines[0]
-    joint, snapkv = lines[-2:]
+    joint, snapkv = lines[4:6]
     assert joint.startswith("| `joint` | 5% | 4.60% + 0.80% | 0.035 [")
     assert joint.endswith("| 90.0% | yes | yes |")
     # every prompt differs by 0.1, so the interval of the difference is a point
@@ -67,6 +68,18 @@ def test_the_table_shows_both_verdicts_and_paired_differences():
     # worse by KL, better by loss: the two rules disagree
     assert snapkv.endswith("| no | yes |")
     assert not any("`dense`" in line for line in lines)
+    assert lines[-2:] == ["| `joint` | < 4.6% | < 4.6% |", "| `snapkv` | > 5% | < 5% |"]
+
+
+def test_bytes_that_a_bound_needs_lie_between_two_budgets():
+    # four times the bytes, a hundredth of the loss: a tenth is half-way in both logarithms
+    assert bytes_needed([(0.16, 0.001), (0.04, 0.1)], 0.01) == pytest.approx(0.08)
+    # a loss below zero has no logarithm
+    assert bytes_needed([(0.04, 0.03), (0.16, -0.01)], 0.01) == pytest.approx(0.08)
+    # passing, failing and passing again counts from the last failure on
+    assert bytes_needed([(0.01, 0.0), (0.04, 0.1), (0.16, 0.001)], 0.01) == pytest.approx(0.08)
+    assert bytes_needed([(0.04, 0.001), (0.16, 0.0001)], 0.01) == "< 4%"
+    assert bytes_needed([(0.04, 0.001), (0.16, 0.1)], 0.01) == "> 16%"
 
 
 def test_only_what_lies_between_the_markers_changes(tmp_path: Path):

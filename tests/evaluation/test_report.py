@@ -8,7 +8,12 @@ import pytest
 from sphkv.cli.main import main
 from sphkv.evaluation.records import RecordFile
 from sphkv.evaluation.report.charts import Mark, Series, number_text, scatter, stacked_bars
-from sphkv.evaluation.report.sections import ablation_part, behaviour_table, facet_table
+from sphkv.evaluation.report.sections import (
+    ablation_part,
+    behaviour_rows,
+    behaviour_table,
+    facet_table,
+)
 
 SETUP = {
     "substrate": {"pages": "paged"},
@@ -226,6 +231,11 @@ def test_scores_are_set_against_dense_prompt_by_prompt():
     text = facet_table(points, "qa", "num_distractors")
     assert "<th>distractors up to 8</th><th>distractors more than 16</th>" in text
     assert "<td class=number>75</td><td class=number>25</td>" in text
+    # without dense pages the exact model's answers stand for them: right on both prompts
+    alone = behaviour_rows(points[2:])
+    assert [row["method"] for row in alone] == ["exact model", "joint"]
+    assert alone[0]["score"] == 100.0
+    assert alone[1]["above dense"] == "-50 [-75, -25]"
 
 
 def test_tables_of_a_document_are_rebuilt_from_the_files_they_are_named_after(tmp_path, capsys):

@@ -426,6 +426,8 @@ class CacheEngine:
         """Hand a layer of the prompts to the rows, at once where they are alike."""
         assert self.plan is not None
         assert self.store is not None
+        # beside what the model computes of the layers before
+        self.store.prepare_seals(self.rows[0].sequence, layer)
         if not self.plan.is_retention and bool(is_real.all()):
             ids = [row.sequence for row in self.rows]
             write_uniform(self.config, self.plan, self.store, ids, layer, keys, values)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -386,13 +385,16 @@ class RetentionResidency:
         mode = config.span_mode(tiers.id_of(seal))
         request = {(tiers.id_of(seal), mode): config.max_slab_pages}
         tables = 0
-        for layer in range(geometry.num_layers):
-            tier = self._finer_tier if layer in finer else seal
+        layers = range(geometry.num_layers)
+        rest = [layer for layer in layers if layer not in finer] if finer else layers
+        for tier, own in ((seal, rest), (self._finer_tier, finer)):
+            if not own:
+                continue
             per_head = config.seal_tokens // tiers[tier].page_tokens
             key = (tiers.id_of(tier), config.span_mode(tiers.id_of(tier)))
-            request[key] = request.get(key, 0) + geometry.num_kv_heads * per_head
-            grown = np.full(geometry.num_kv_heads, per_head, dtype=np.int64)
-            tables += self._store.table(self._sequence, layer).growth_bytes(grown)
+            request[key] = request.get(key, 0) + len(own) * geometry.num_kv_heads * per_head
+            for layer in own:
+                tables += self._store.table(self._sequence, layer).growth_alike(per_head)
         return self._store.allocator.forecast([request]) + tables
 
     @property

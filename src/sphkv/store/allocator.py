@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,6 +138,7 @@ class PageJournal:
         return found
 
 
+@functools.lru_cache(maxsize=256)
 def held_page_bytes(layout: PageLayout) -> int:
     """Bytes of one page in a slab, its reference and state count included."""
     return layout.page_bytes + 2 * torch.int32.itemsize
@@ -382,14 +384,32 @@ class PageAllocator:
             owner: Kept weakly.
             page_ids: ``[pages]`` int64 ids on the CPU.
         """
+        number = self._number_of(owner)
+        slots = page_ids.numpy() // self._stride
+        for slot in {*slots.tolist()}:
+            self._slab(slot).owners.add(number)
+
+    def own_alike(self, owners: Sequence[PageOwner], page_ids: Tensor) -> None:
+        """Note who keeps ids where every owner has as many.
+
+        Args:
+            owners: Kept weakly.
+            page_ids: ``[pages]`` int64 ids on the CPU, owner by owner.
+        """
+        slots = (page_ids.numpy() // self._stride).reshape(len(owners), -1)
+        numbers = np.repeat([self._number_of(owner) for owner in owners], slots.shape[1])
+        flat = slots.ravel()
+        for slot in {*flat.tolist()}:
+            self._slab(slot).owners.update(numbers[flat == slot].tolist())
+
+    def _number_of(self, owner: PageOwner) -> int:
+        """Number of an owner, a new one the first time."""
         number = self._owner_numbers.get(owner)
         if number is None:
             number = self._owner_numbers[owner] = self._next_owner
             self._owners[number] = owner
             self._next_owner += 1
-        slots = page_ids.numpy() // self._stride
-        for slot in {*slots.tolist()} if len(slots) < 64 else np.unique(slots).tolist():
-            self._slab(slot).owners.add(number)
+        return number
 
     def journal(self) -> PageJournal:
         """Begin to tell what becomes of pages; as long as the journal is kept."""
@@ -422,6 +442,11 @@ class PageAllocator:
         every = counts.cpu().numpy().astype(np.int32)
         for slot, index, rows in groups:
             self._slab(slot).counts.numpy()[index.numpy()] = every[rows.numpy()]
+
+    def copy(self, sources: _Ids, targets: _Ids, num_bytes: int) -> None:
+        """Copy bytes between places of the device, where ``has_copier``; see ``PageCopier``."""
+        assert self._copier is not None
+        self._copier.copy(sources, targets, num_bytes)
 
     def truncate(self, page_ids: Tensor, pages: Tensor, counts: Tensor) -> None:
         """Replace sealed pages of a single owner by shorter ones.

@@ -18,8 +18,12 @@ from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout, blank_pages, put_dense
 from sphkv.store.pages import PageEncoder, check_finite, check_shapes, extreme_elements
 from sphkv.store.paging import MAX_POSITION, PageRows, live_mask
-from sphkv.store.pool import EncodedPages, LayerChange, PagePool
+from sphkv.store.pool import EncodedPages, LayerChange, PagePool, SealedPages
 from sphkv.store.sequence import OpenTail, SequenceState
+from sphkv.store.upload import upload
+
+# Pages that seal together: bounds the copy of their states.
+_TOGETHER = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +199,32 @@ def _encode_coded(
     return torch.cat(parts)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FullTails:
+    """Tails of one layer that seal as many states, by the same codec and at the same tier.
+
+    Attributes:
+        states: Their sequences.
+        layer: The layer.
+        num_tokens: Oldest states that seal.
+    """
+
+    states: list[SequenceState]
+    layer: int
+    num_tokens: int
+
+    @property
+    def tails(self) -> list[OpenTail]:
+        """The tails."""
+        found = (state.tails[self.layer] for state in self.states)
+        return [tail for tail in found if tail is not None]
+
+    @property
+    def tier_id(self) -> int:
+        """Tier of the pages that they become."""
+        return self.states[0].seal_tier_of(self.layer)
+
+
 class SpanWriter:
     """Writes spans of tokens: prompts, and the oldest states of tails.
 
@@ -280,25 +310,33 @@ class SpanWriter:
 
     def make_room(self, states: Sequence[SequenceState], num_new: int) -> bool:
         """See ``PageStore.make_room``."""
-        changes: list[LayerChange] = []
-        sealed: list[tuple[OpenTail, int]] = []
-        for layer in range(self._pool.config.geometry.num_layers):
-            for alike, num_tokens in _full_tails(self._pool.config, states, layer, num_new):
-                tails = [tail for state in alike if (tail := state.tails[layer]) is not None]
-                oldest = torch.stack([tail.states[:, :, :num_tokens] for tail in tails], 1)
-                first = [tail.first_position for tail in tails]
-                plans = [self._plan(Span(alike[0].seal_tier_of(layer), 0, num_tokens))]
-                changes += plan_spans(
-                    self._pool, alike, layer, plans, (oldest[0], oldest[1]), first
-                )
-                sealed += [(tail, num_tokens) for tail in tails]
-        self._plans.clear()
-        if not changes:
+        layers = range(self._pool.config.geometry.num_layers)
+        full = [
+            FullTails(alike, layer, num_tokens)
+            for layer in layers
+            for alike, num_tokens in _full_tails(self._pool.config, states, layer, num_new)
+        ]
+        if not full:
             return False
-        self._pool.commit(changes)
-        for tail, num_tokens in sealed:
-            tail.forget_oldest(num_tokens)
+        sealed = seal_together(self._pool, full)
+        if sealed is not None:
+            self._pool.append(sealed)
+        else:
+            self._pool.commit([change for part in full for change in self._seal(part)])
+        self._plans.clear()
+        for part in full:
+            for tail in part.tails:
+                tail.forget_oldest(part.num_tokens)
         return True
+
+    def _seal(self, full: FullTails) -> list[LayerChange]:
+        """Encode the oldest states of tails of one layer."""
+        tails = full.tails
+        oldest = torch.stack([tail.states[:, :, : full.num_tokens] for tail in tails], 1)
+        first = [tail.first_position for tail in tails]
+        plans = [self._plan(Span(full.tier_id, 0, full.num_tokens))]
+        dense = (oldest[0], oldest[1])
+        return plan_spans(self._pool, full.states, full.layer, plans, dense, first)
 
     def _plan(self, span: Span) -> SpanPages:
         """Pages of a span, made once for all layers."""
@@ -310,6 +348,74 @@ class SpanWriter:
         """After the last layer of a pass, forget what its layers had in common."""
         if layer == self._pool.config.geometry.num_layers - 1:
             self._plans.clear()
+
+
+def seal_together(pool: PagePool, full: Sequence[FullTails]) -> list[SealedPages] | None:
+    """Encode a page of every head of tails of many layers, in a few launches.
+
+    Args:
+        pool: Owner of the layouts.
+        full: The tails, layer by layer.
+
+    Returns:
+        The pages; None where kernels cannot, or tails differ in what they become.
+    """
+    kernels, config = pool.kernels, pool.config
+    tier_id, codec = full[0].tier_id, full[0].states[0].codec
+    layout = pool.layout((tier_id, config.span_mode(tier_id)))
+    tokens = layout.page_tokens
+    is_alike = all(
+        part.tier_id == tier_id and part.states[0].codec is codec and part.num_tokens == tokens
+        for part in full
+    )
+    if kernels is None or not pool.allocator.has_copier or not layout.tier.is_coded or not is_alike:
+        return None
+    tails = [(part.layer, tail) for part in full for tail in part.tails]
+    tables = [state.tables[part.layer] for part in full for state in part.states]
+    heads, sealed = config.geometry.num_kv_heads, []
+    most = max(1, _TOGETHER // heads)
+    for at in range(0, len(tails), most):
+        some = tails[at : at + most]
+        dense = _collect(pool, [tail for _, tail in some], tokens)
+        rows, head_ids = _rows_of(pool, some, tokens)
+        pages = kernels.encode_layers(layout, codec, dense, rows, head_ids)
+        if pages is None:
+            return None
+        own = tables[at : at + most]
+        sealed.append(SealedPages((tier_id, layout.position_mode), own, pages, tokens))
+    return sealed
+
+
+def _collect(pool: PagePool, tails: Sequence[OpenTail], tokens: int) -> tuple[Tensor, Tensor]:
+    """The oldest states of tails, ``[tails * heads, tokens, head_dim]`` keys and values."""
+    _, heads, capacity, head_dim = tails[0].states.shape
+    shape = (2, len(tails) * heads, tokens, head_dim)
+    dense = torch.empty(shape, dtype=tails[0].states.dtype, device=pool.device)
+    width = head_dim * dense.element_size()
+    base = np.array([tail.states.data_ptr() for tail in tails])
+    # keys of a tail, then its values, head by head
+    inside = np.arange(2 * heads).reshape(2, 1, heads) * (capacity * width)
+    sources = (base[:, None] + inside).ravel()
+    targets = dense.data_ptr() + np.arange(len(sources)) * (tokens * width)
+    pool.allocator.copy(sources, targets, tokens * width)
+    return dense[0], dense[1]
+
+
+def _rows_of(
+    pool: PagePool, tails: Sequence[tuple[int, OpenTail]], tokens: int
+) -> tuple[PageRows, Tensor]:
+    """Positions of the pages of layers' tails, and their heads among those of all layers."""
+    heads = pool.config.geometry.num_kv_heads
+    first = np.array([tail.first_position for _, tail in tails])
+    layers = np.array([layer for layer, _ in tails])
+    every = upload(np.concatenate([first, layers * heads]), pool.device)
+    first_position, first_head = every.view(2, -1, 1)
+    positions = first_position + torch.arange(tokens, device=pool.device)
+    positions = positions[:, None].expand(-1, heads, -1).reshape(-1, tokens)
+    counts = positions.new_full((len(positions),), tokens)
+    flags = torch.zeros(positions.shape, dtype=torch.bool, device=pool.device)
+    head_ids = first_head + torch.arange(heads, device=pool.device)
+    return PageRows(positions, counts, flags), head_ids.flatten()
 
 
 def _check_spans(spans: Sequence[Span], num_tokens: int) -> int:

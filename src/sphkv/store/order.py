@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a device keeps the bytes of a page, and how its kernels make them."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -53,11 +54,41 @@ class PageCopier(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PageRuns:
+    """Where runs of 16 states of some pages are, and where they go; all on the pages' device.
+
+    Attributes:
+        addresses: ``[pages]`` int64.
+        heads: ``[pages]`` int64 head of each page among those of all layers, layer by layer.
+        starts: ``[pages, runs]`` int64 position of each run's first state.
+        places: ``[pages, runs]`` int64 run of the states that a run becomes, below 0 for none.
+    """
+
+    addresses: Tensor
+    heads: Tensor
+    starts: Tensor
+    places: Tensor
+
+
 class PageCodec(Protocol):
-    """Kernels that turn dense states into whole pages."""
+    """Kernels that turn dense states into whole pages, and coded runs into dense states."""
 
     def copier(self, device: torch.device) -> PageCopier | None:
         """What copies pages on a device; None leaves it to torch, slab by slab."""
+        ...
+
+    def prepare(
+        self, layout: PageLayout, layer: int, codec: StateCodec | None, device: torch.device
+    ) -> None:
+        """Make what encoding pages of a layer needs before the first of them comes.
+
+        Args:
+            layout: Their layout.
+            layer: The layer, whose codebooks are there.
+            codec: Encoder of the sequences.
+            device: Where pages live.
+        """
         ...
 
     def encode(
@@ -81,5 +112,48 @@ class PageCodec(Protocol):
 
         Returns:
             ``[rows, page_bytes]`` uint8 as slabs keep them; None leaves it to the codec.
+        """
+        ...
+
+    def encode_layers(
+        self,
+        layout: PageLayout,
+        codec: StateCodec | None,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        heads: Tensor,
+    ) -> Tensor | None:
+        """Pages of several layers at once.
+
+        Args:
+            layout: Their layout.
+            codec: Encoder of the sequences.
+            states: As for ``encode``.
+            rows: As for ``encode``.
+            heads: ``[rows]`` int64 head of each page among those of all layers, layer by layer.
+
+        Returns:
+            As for ``encode``; None leaves it to a call for every layer.
+        """
+        ...
+
+    def decodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
+        """Whether ``decode_runs`` takes such pages, as slabs keep them."""
+        ...
+
+    def decode_runs(
+        self,
+        layout: PageLayout,
+        codec: StateCodec | None,
+        pages: PageRuns,
+        states: tuple[Tensor, Tensor],
+    ) -> None:
+        """Decode runs of pages that lie in slabs; for pages that are coded again, nothing else.
+
+        Args:
+            layout: Layout of the pages, which ``decodes`` takes.
+            codec: Their encoder.
+            pages: The runs.
+            states: Keys and values ``[states, head_dim]`` bfloat16 that are written.
         """
         ...

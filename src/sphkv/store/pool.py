@@ -52,6 +52,23 @@ class EncodedPages:
         return cls(key, heads, counts.cpu(), pages, per_head)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SealedPages:
+    """Full pages of one pool, one for every head of some tables, that own no memory yet.
+
+    Attributes:
+        key: Their tier id and position mode.
+        tables: Pointer tables of layers of sequences.
+        pages: ``[tables * heads, page_bytes]`` uint8, as slabs keep them, table by table.
+        count: States of each page.
+    """
+
+    key: PoolKey
+    tables: Sequence[PointerTable]
+    pages: Tensor
+    count: int
+
+
 @dataclass(slots=True, eq=False)
 class LayerChange:
     """Pages that one layer of a sequence loses and gains in one step.
@@ -144,6 +161,34 @@ class PagePool:
             change.table.remove(change.removed)
             change.table.reserve(per_head)
             self._place(change, fresh, placed)
+        self.meter.add(delta)
+
+    def append(self, parts: Sequence[SealedPages]) -> None:
+        """Give every head of some tables a page, all or none.
+
+        Args:
+            parts: Pages of tables that do not repeat.
+
+        Raises:
+            BudgetError: The result would pass the limit; nothing was changed.
+        """
+        requests: dict[PoolKey, int] = {}
+        for part in parts:
+            requests[part.key] = requests.get(part.key, 0) + len(part.pages)
+        heads = self.config.geometry.num_kv_heads
+        delta = self.allocator.plan_bytes(requests)
+        delta += sum(table.growth_alike(1) for part in parts for table in part.tables)
+        self.meter.check(delta)
+        fresh = self.allocator.allocate(requests)
+        for part in parts:
+            ids, fresh[part.key] = fresh[part.key].split(
+                [len(part.pages), len(fresh[part.key]) - len(part.pages)]
+            )
+            self.allocator.write(ids, part.pages, torch.full_like(ids, part.count))
+            self.allocator.own_alike(part.tables, ids)
+            tag = page_tag(part.key)
+            for table, own in zip(part.tables, ids.numpy().reshape(-1, heads), strict=True):
+                table.push(own, tag)
         self.meter.add(delta)
 
     def _per_head(self, change: LayerChange) -> NDArray[np.int64]:

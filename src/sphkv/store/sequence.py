@@ -64,6 +64,7 @@ class PointerTable:
         self.version = 0
         self._marks: NDArray[np.int64] | None = None
         self._counted: tuple[int, dict[int, int]] = (0, {})
+        self._fullest = (0, 0)
 
     def _hold(self, page_ids: _Integers, tags: _Integers, num_pages: _Integers) -> None:
         """Keep arrays, and tensors of the same memory: small steps are quicker on arrays."""
@@ -129,6 +130,18 @@ class PointerTable:
         capacity = self.grown_capacity(self.capacity, int(needed.max()))
         return self.page_ids.shape[0] * (capacity - self.capacity) * self.entry_bytes
 
+    @property
+    def fullest(self) -> int:
+        """Pages of the head that has most, found once per version."""
+        if self._fullest[0] != self.version:
+            self._fullest = (self.version, int(self._arrays[2].max()))
+        return self._fullest[1]
+
+    def growth_alike(self, num_pages: int) -> int:
+        """Bytes the table grows by if every head gets so many pages."""
+        capacity = self.grown_capacity(self.capacity, self.fullest + num_pages)
+        return len(self._arrays[0]) * (capacity - self.capacity) * self.entry_bytes
+
     def _holds(self, page_ids: Tensor) -> Tensor:
         return torch.isin(self.page_ids, page_ids.cpu()) & self.used()
 
@@ -161,7 +174,37 @@ class PointerTable:
             ids[heads, num_pages[heads] + rank] = page_ids.numpy()
             tags[heads, num_pages[heads] + rank] = tag
         num_pages += added
+        self._count_more(tag, len(page_ids))
+
+    def push(self, page_ids: NDArray[np.int64], tag: int) -> None:
+        """Append a page to every head.
+
+        Args:
+            page_ids: ``[heads]``, one page of each.
+            tag: Their ``page_tag``.
+        """
+        most = self.fullest
+        if most >= self.capacity:
+            self.reserve(np.ones(len(page_ids), dtype=np.int64))
+        ids, tags, num_pages = self._arrays
+        heads = np.arange(len(page_ids))
+        ids[heads, num_pages], tags[heads, num_pages] = page_ids, tag
+        num_pages += 1
+        self._count_more(tag, len(page_ids))
+        self._fullest = (self.version, most + 1)
+
+    def _count_more(self, tag: int, num_pages: int) -> None:
+        """Raise the version for pages that came; what was counted before is counted on."""
+        version, counts = self._counted
+        if version == self.version:
+            counts = {**counts, tag: counts.get(tag, 0) + num_pages}
+            self._counted = (version + 1, dict(sorted(counts.items())))
         self.version += 1
+
+    def newest(self) -> NDArray[np.int64]:
+        """``[heads]`` ids of the last page of every head, each of which has one."""
+        ids, _, num_pages = self._arrays
+        return ids[np.arange(len(ids)), num_pages - 1].astype(np.int64, copy=False)
 
     def reserve(self, added: NDArray[np.int64] | Tensor) -> None:
         """Grow as ``growth_bytes`` says, once, before calls of ``extend``.
@@ -304,7 +347,7 @@ class PointerTable:
         """A table of the same pages and capacity."""
         other = PointerTable(0)
         other._hold(*(array.copy() for array in self._arrays))
-        other._counted = (0, self.tag_counts())
+        other._counted, other._fullest = (0, self.tag_counts()), (0, self.fullest)
         return other
 
 

@@ -34,6 +34,7 @@ from sphkv.store.pages import (
     plan_write,
 )
 from sphkv.store.pool import PagePool
+from sphkv.store.recode import plan_recoding
 from sphkv.store.sequence import (
     OpenTail,
     PageGroup,
@@ -348,6 +349,14 @@ class PageStore:
             raise ValueError(f"num_new must be positive, got {num_new}")
         return self._writer.make_room([self._get(sequence) for sequence in sequences], num_new)
 
+    def prepare_seals(self, sequence: int, layer: int) -> None:
+        """Have the kernels make what sealing tails of a layer needs, before one is full."""
+        state = self._get(sequence, layer)
+        tier_id = state.seal_tier_of(layer)
+        layout = self._pool.layout((tier_id, self.config.span_mode(tier_id)))
+        if self._pool.kernels is not None and layout.tier.is_coded:
+            self._pool.kernels.prepare(layout, layer, state.codec, self._pool.device)
+
     def absorb(self, sequences: Sequence[int]) -> None:
         """Count one state per layer and head that a kernel wrote behind each tail's last one.
 
@@ -466,8 +475,11 @@ class PageStore:
         if tiers[tier_id].kind == "drop":
             self.drop(sequence, layer, page_ids)
             return
-        ids = torch.as_tensor(page_ids, dtype=torch.int64)
-        self._pool.commit([plan_demotion(self._pool, state, layer, ids, tier_id)])
+        ids = torch.as_tensor(page_ids, dtype=torch.int64).cpu()
+        changes = plan_recoding(self._pool, state, [(layer, ids)], tier_id)
+        if changes is None:
+            changes = [plan_demotion(self._pool, state, layer, ids, tier_id)]
+        self._pool.commit(changes)
 
     def drop(self, sequence: int, layer: int, page_ids: Sequence[int] | Tensor) -> None:
         """Give up pages of a layer.
@@ -495,12 +507,15 @@ class PageStore:
             BudgetError: The new pages do not fit beside those that stay.
         """
         state = self._get(sequence)
-        changes = [
-            plan_demotion(
-                self._pool, state, layer, page_ids[layer_ids == layer], tier_id, is_checked=True
-            )
-            for layer in sorted(set(layer_ids.tolist()))
+        parts = [
+            (layer, page_ids[layer_ids == layer].cpu()) for layer in sorted(set(layer_ids.tolist()))
         ]
+        changes = plan_recoding(self._pool, state, parts, tier_id, is_checked=True)
+        if changes is None:
+            changes = [
+                plan_demotion(self._pool, state, layer, ids, tier_id, is_checked=True)
+                for layer, ids in parts
+            ]
         self._pool.commit(changes)
 
     def drop_listed(self, sequence: int, layer_ids: Tensor, page_ids: Tensor) -> None:

@@ -16,12 +16,14 @@ from sphkv.attention.request import DecodeRequest
 from sphkv.codec.calibration import Calibration, CalibrationOptions, Calibrator
 from sphkv.codec.codebook import CodebookFit
 from sphkv.codec.states import SphericalCodec
-from sphkv.core.contract import LayerContract
+from sphkv.core.contract import LayerContract, StateCodec
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, TierTable, ladder
 from sphkv.store.config import StoreConfig
-from sphkv.store.order import PageCodec, PageOrder
+from sphkv.store.layout import PageLayout
+from sphkv.store.order import PageCodec, PageCopier, PageOrder, PageRuns
+from sphkv.store.paging import PageRows
 from sphkv.store.store import PageStore
 
 USUAL_TIERS = ("k1v2", "k1.5v2", "k2v3", "k3v4", "k4v4")
@@ -62,6 +64,56 @@ class CacheCase:
         return KVGeometry(
             self.num_layers, self.num_kv_heads, self.num_kv_heads * self.group_size, self.head_dim
         )
+
+
+class CodecOnly:
+    """A ``PageCodec`` that leaves everything to the codec of a sequence."""
+
+    def copier(self, device: torch.device) -> PageCopier | None:
+        """Nothing is copied."""
+        return None
+
+    def prepare(
+        self, layout: PageLayout, layer: int, codec: StateCodec | None, device: torch.device
+    ) -> None:
+        """Nothing is needed."""
+
+    def encode(
+        self,
+        layout: PageLayout,
+        layer: int,
+        codec: StateCodec | None,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        head_ids: Tensor,
+    ) -> Tensor | None:
+        """Left to the codec."""
+        return None
+
+    def encode_layers(
+        self,
+        layout: PageLayout,
+        codec: StateCodec | None,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        heads: Tensor,
+    ) -> Tensor | None:
+        """Left to the codec."""
+        return None
+
+    def decodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
+        """Left to the codec."""
+        return False
+
+    def decode_runs(
+        self,
+        layout: PageLayout,
+        codec: StateCodec | None,
+        pages: PageRuns,
+        states: tuple[Tensor, Tensor],
+    ) -> None:
+        """Nobody may ask."""
+        raise AssertionError(f"pages of {layout} are not decoded")
 
 
 def random_states(

@@ -76,6 +76,14 @@ CASES = {
         counts=((1, 0, 30), (2, 1, 0)), mode=PositionMode.RUNS, partial=True, blocks=11, merge=True
     ),
     "heads of unequal lengths, group 16": Case(counts=((0, 1), (21, 9)), group=16, blocks=7),
+    "a block per head": Case(
+        counts=((2, 0, 9), (0, 6, 1)), mode=PositionMode.RUNS, partial=True, blocks=2, merge=True
+    ),
+    "one head without pages": Case(
+        counts=((0, 0, 0), (3, 0, 19)), mode=PositionMode.RUNS, blocks=5, group=8, head_dim=64,
+        nibbles=32,
+    ),
+    "no pages at all": Case(counts=((0, 0), (0, 0)), mode=PositionMode.RUNS, blocks=3, merge=True),
     "a position per token": Case(mode=PositionMode.TOKENS, partial=True),
     "tokens, ragged, window, d=64, group 8": Case(
         counts=RAGGED, mode=PositionMode.TOKENS, options=LIMITS, partial=True,
@@ -126,17 +134,22 @@ def random_bases(mode: PositionMode, num_pages: int) -> Tensor:
     if mode is PositionMode.CONTIGUOUS:
         return torch.arange(num_pages) * PAGE_TOKENS + 4
     words = 8 if mode is PositionMode.RUNS else PAGE_TOKENS
-    gaps = torch.randint(1, 4, (num_pages * words,))
-    if mode is PositionMode.RUNS:
-        gaps = 16 * gaps
-    return (gaps.cumsum(0) + 3).view(num_pages, words)
+    gaps = torch.randint(1, 4, (num_pages, words))
+    if mode is not PositionMode.RUNS:
+        return (gaps.flatten().cumsum(0) + 3).view(num_pages, words)
+    # pages whose runs are apart, follow each other, stand in any order
+    kind = (torch.arange(num_pages) + torch.randint(3, ())) % 3
+    gaps[kind == 1] = 1
+    bases = 16 * (gaps.flatten().cumsum(0).view(num_pages, words) - 1) + 3
+    mixed = bases.gather(1, torch.rand(num_pages, words).argsort(1))
+    return torch.where((kind == 2)[:, None], mixed, bases)
 
 
 def build_pages(
     case: Case, layout: PageLayout, num: Tensor, device: torch.device
 ) -> tuple[Tensor, Tensor, int]:
     """Pages, block table and largest position."""
-    total, batch = int(num.sum()), num.shape[1]
+    total, batch = max(1, int(num.sum())), num.shape[1]
     pages = random_pages(layout, total, device=device)
     table = torch.zeros(HEADS, batch, int(num.max()), dtype=torch.int64)
     order, at = torch.randperm(total), 0

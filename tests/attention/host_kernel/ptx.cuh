@@ -128,6 +128,14 @@ T __reduce_min_sync(uint32_t, T x) {
   for (int lane = 0; lane < 32; lane++) x = std::min(x, host::cast<T>(all[lane][0]));
   return x;
 }
+INLINE int __reduce_max_sync(uint32_t mask, int x) { return -__reduce_min_sync(mask, -x); }
+INLINE int __reduce_add_sync(uint32_t, int x) {
+  const uint32_t mine[1] = {(uint32_t)x};
+  const auto all = host::exchange(mine);
+  uint32_t sum = 0;
+  for (int lane = 0; lane < 32; lane++) sum += all[lane][0];
+  return (int)sum;
+}
 template <class T>
 T __shfl_sync(uint32_t, T x, int lane) {
   const uint32_t mine[1] = {host::cast<uint32_t>(x)};
@@ -136,6 +144,11 @@ T __shfl_sync(uint32_t, T x, int lane) {
 template <class T>
 T __shfl_xor_sync(uint32_t mask, T x, int k) {
   return __shfl_sync(mask, x, host::block.current % 32 ^ k);
+}
+template <class T>
+T __shfl_up_sync(uint32_t mask, T x, int k) {
+  const int lane = host::block.current % 32;
+  return __shfl_sync(mask, x, lane < k ? lane : lane - k);
 }
 
 // ---- shared memory ----

@@ -64,7 +64,7 @@ class CudaBackend:
             ImportError: Triton is not installed.
         """
         self.page_order = self._order = FragmentOrder()
-        self.page_codec = FragmentCodec(self._order)
+        self.page_codec = self._codec = FragmentCodec(self._order)
         self._device = device or _current_gpu()
         # captured steps have workspaces of their own, and look up the same
         self._tables = DecodeTables(self._device)
@@ -188,7 +188,7 @@ class CudaBackend:
 
     def table_bytes(self, codec: SphericalCodec) -> int:
         """Bytes of the look-up tables of a codec: of decoding, encoding and captured steps."""
-        encoding = self._order.table_bytes(codec)
+        encoding = self._order.table_bytes(codec) + self._codec.table_bytes(codec)
         return self._rest.table_bytes(codec) + encoding + self._tables.num_bytes(codec)
 
 

@@ -40,6 +40,9 @@ _POINTERS = (
 # Caches with the same codebooks share tables: they are made once in a process.
 _TABLES: WeakKeyDictionary[Calibration, dict[tuple[int, int, str], EncodeTables]]
 _TABLES = WeakKeyDictionary()
+# The same of all layers in one, which those of single layers are parts of.
+_JOINED: WeakKeyDictionary[Calibration, dict[tuple[int, str], EncodeTables]]
+_JOINED = WeakKeyDictionary()
 
 
 class _EncodeParams(ctypes.Structure):
@@ -111,6 +114,21 @@ class CudaEncoder:
             held[key] = build_encode_tables(self._search.get(codec, layer, layout.tier, device))
         return held[key]
 
+    def _joined_table(
+        self, codec: SphericalCodec, layout: PageLayout, device: torch.device
+    ) -> EncodeTables:
+        """Tables of all layers, one behind the other; each is held once."""
+        joined = _JOINED.setdefault(codec.calibration, {})
+        key = (layout.num_nibbles, str(device))
+        if key not in joined:
+            layers = range(codec.calibration.geometry.num_layers)
+            parts = [self._table(codec, layer, layout, device) for layer in layers]
+            joined[key] = EncodeTables.join(parts)
+            held = _TABLES[codec.calibration]
+            for layer, part in enumerate(joined[key].split(len(layers))):
+                held[layer, *key] = part
+        return joined[key]
+
     def prepare(
         self, codec: SphericalCodec, layer: int, tiers: TierTable, device: torch.device
     ) -> None:
@@ -129,6 +147,23 @@ class CudaEncoder:
                 if is_served(layout):
                     self._table(codec, layer, layout, device)
 
+    def prepare_layout(
+        self, codec: SphericalCodec, layer: int, layout: PageLayout, device: torch.device
+    ) -> None:
+        """Make the tables of a layer at one layout; with the last layer, all that encoding needs.
+
+        Args:
+            codec: The codec that will be given to ``encode``.
+            layer: The layer; they come in order.
+            layout: A layout that the kernels serve.
+            device: The GPU.
+        """
+        self._table(codec, layer, layout, device)
+        if layer == codec.calibration.geometry.num_layers - 1:
+            self._joined_table(codec, layout, device)
+            self._encode_kernels(layout, device)
+            self._clip_weights(layout.tier.value_bits, device)
+
     def table_bytes(self, codec: SphericalCodec) -> int:
         """Bytes of the tables made of a codec's calibration; all caches with it share them."""
         held = _TABLES.get(codec.calibration, {}).values()
@@ -142,17 +177,23 @@ class CudaEncoder:
     def encode(
         self,
         layout: PageLayout,
-        layer: int,
+        layer: int | None,
         codec: SphericalCodec,
         states: tuple[Tensor, Tensor],
         rows: PageRows,
         head_ids: Tensor,
     ) -> Tensor:
-        """Pages in fragment order; see ``PageCodec.encode``."""
+        """Pages in fragment order; see ``PageCodec.encode``.
+
+        Without a layer, heads count through those of all layers; see ``PageCodec.encode_layers``.
+        """
         keys, values = (part.contiguous() for part in states)
         device, bits = keys.device, layout.tier.value_bits
         key_kernel, value_kernel = self._encode_kernels(layout, device)
-        tables = self._table(codec, layer, layout, device)
+        if layer is None:
+            tables = self._joined_table(codec, layout, device)
+        else:
+            tables = self._table(codec, layer, layout, device)
         positions, counts, flags = (
             part.to(device).contiguous() for part in (rows.positions, rows.counts, rows.flags)
         )

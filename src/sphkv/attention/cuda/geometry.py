@@ -19,6 +19,8 @@ TILE_KEYS = 16
 LANES = 32
 LEVELS = 16
 MAX_COLUMNS = 8
+ROWS_BEFORE = PAGE_TOKENS // TILE_KEYS - 1
+"""Rows of turns before position zero, see ``kernels/layout.cuh``."""
 MAX_TEAMS = 4
 MAX_SLOTS = 128
 SLOT_MULTIPLE = 16
@@ -218,13 +220,14 @@ class KernelShape:
 
     @property
     def _query_bytes(self) -> int:
-        """Queries in shared memory, turned to every tile of a contiguous page."""
+        """Queries in shared memory, turned to every tile of a page."""
         is_contiguous = self.positions is PositionMode.CONTIGUOUS
         if is_contiguous and self.columns == MAX_COLUMNS and self.head_dim == 64:
             row = 2 * self.entries + 4
         else:
             row = self.entries + (0 if self.entries // 16 % 2 else 16)
-        turned = (4 if self.columns == MAX_COLUMNS else 8) if is_contiguous else 1
+        is_turned = self.positions is not PositionMode.TOKENS
+        turned = (4 if self.columns == MAX_COLUMNS else 8) if is_turned else 1
         return 4 * turned * self.columns * row
 
     @property

@@ -32,13 +32,14 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import StateCodec
 from sphkv.store.allocator import PageAllocator
 from sphkv.store.layout import PageLayout, PageView, first_positions
-from sphkv.store.order import PageCopier
+from sphkv.store.order import PageCopier, PageRuns
 from sphkv.store.paging import PageRows, PositionMode
 from sphkv.store.upload import upload
 
 if TYPE_CHECKING:
     from sphkv.attention.cuda.encode import CudaEncoder
     from sphkv.attention.triton.encode import TritonEncoder
+    from sphkv.attention.triton.recode import RunDecoder
 
 _Integers = NDArray[np.int64]
 _LOWER_HALF = (1 << 32) - 1
@@ -376,6 +377,7 @@ class FragmentCodec:
         """Encode pages as ``order`` keeps them."""
         self._order = order
         self._triton: TritonEncoder | None = None
+        self._decoder: RunDecoder | None = None
 
     def copier(self, device: torch.device) -> PageCopier | None:
         """Copies pages on a GPU; see ``PageCodec.copier``."""
@@ -385,6 +387,17 @@ class FragmentCodec:
         from sphkv.attention.triton.copy import TritonCopier
 
         return TritonCopier(device)
+
+    def prepare(
+        self, layout: PageLayout, layer: int, codec: StateCodec | None, device: torch.device
+    ) -> None:
+        """Make tables, and load kernels with the last layer's; see ``PageCodec.prepare``."""
+        if device.type != "cuda" or not isinstance(codec, SphericalCodec):
+            return
+        if is_served(layout) and layout.tier.has_value_codes and _is_hopper(device):
+            self._order.kernels().prepare_layout(codec, layer, layout, device)
+        else:
+            self._portable().prepare(layout, layer, codec, device)
 
     def encode(
         self,
@@ -408,13 +421,66 @@ class FragmentCodec:
             and self._order.kernels().takes(layout, states)
         ):
             return self._order.kernels().encode(layout, layer, codec, states, rows, head_ids)
+        pages = self._portable().encode(layout, layer, codec, states, rows, head_ids)
+        return None if pages is None else self._order.to_slab(layout, pages)
+
+    def _portable(self) -> TritonEncoder:
+        """Kernels for pages that are kept token-transposed, and other GPUs."""
         if self._triton is None:
             # Triton is needed on GPUs only
             from sphkv.attention.triton.encode import TritonEncoder
 
             self._triton = TritonEncoder()
-        pages = self._triton.encode(layout, layer, codec, states, rows, head_ids)
-        return None if pages is None else self._order.to_slab(layout, pages)
+        return self._triton
+
+    def encode_layers(
+        self,
+        layout: PageLayout,
+        codec: StateCodec | None,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        heads: Tensor,
+    ) -> Tensor | None:
+        """Pages of several layers on a Hopper GPU; see ``PageCodec.encode_layers``."""
+        if not states[0].is_cuda or not _is_hopper(states[0].device) or not len(heads):
+            return None
+        kernels = self._order.kernels()
+        if not isinstance(codec, SphericalCodec) or not kernels.takes(layout, states):
+            return None
+        return kernels.encode(layout, None, codec, states, rows, heads)
+
+    def decodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
+        """Whether runs of such pages are decoded; see ``PageCodec.decodes``."""
+        if not is_served(layout):
+            return self._portable().decodes(layout, codec)
+        return isinstance(codec, SphericalCodec) and self._runs().takes(layout)
+
+    def decode_runs(
+        self,
+        layout: PageLayout,
+        codec: StateCodec | None,
+        pages: PageRuns,
+        states: tuple[Tensor, Tensor],
+    ) -> None:
+        """Decode runs of pages; see ``PageCodec.decode_runs``."""
+        assert isinstance(codec, SphericalCodec)
+        if is_served(layout):
+            self._runs().decode(layout, codec, pages, states)
+        else:
+            self._portable().decode_runs(layout, codec, pages, states)
+
+    def table_bytes(self, codec: SphericalCodec) -> int:
+        """Bytes of the tables that decode runs with a codec."""
+        made = (self._decoder, self._triton)
+        return sum(0 if each is None else each.table_bytes(codec) for each in made)
+
+    def _runs(self) -> RunDecoder:
+        if self._decoder is None:
+            # Triton is needed on GPUs only
+            from sphkv.attention.triton.recode import RunDecoder
+
+            self._decoder = RunDecoder(is_plain=False)
+        return self._decoder
 
 
 @functools.cache

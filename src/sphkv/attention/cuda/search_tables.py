@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sphkv.attention.cuda.geometry import LANES
 from sphkv.attention.cuda.search_grid import build_search_grid, joint_planes
@@ -42,6 +44,25 @@ class EncodeTables:
     def num_bytes(self) -> int:
         """Bytes of all tensors but ``kinds``, which belong to the search table."""
         return sum(each.nbytes for each in (self.planes, self.slots, self.places, self.grid))
+
+    @classmethod
+    def join(cls, parts: Sequence[EncodeTables]) -> EncodeTables:
+        """Tables of the heads of all parts; grids get room for as many planes as any has."""
+        most = max(part.grid.shape[1] for part in parts)
+        grids = (pad(part.grid, (0, 0, 0, 0, 0, most - part.grid.shape[1])) for part in parts)
+        return cls(
+            torch.cat([part.kinds for part in parts]),
+            torch.cat([part.planes for part in parts]),
+            torch.cat([part.slots for part in parts]),
+            torch.cat([part.places for part in parts]),
+            torch.cat([*grids]),
+        )
+
+    def split(self, num_parts: int) -> list[EncodeTables]:
+        """The heads in so many equal parts, which keep no memory of their own."""
+        names = ("kinds", "planes", "slots", "places", "grid")
+        each = (getattr(self, name).chunk(num_parts) for name in names)
+        return [EncodeTables(*part) for part in zip(*each, strict=True)]
 
 
 def build_encode_tables(table: SearchTable) -> EncodeTables:
@@ -172,7 +193,7 @@ def _slot_words(table: SearchTable, slots: _SlotKinds, first: Tensor, singles: T
         stored[..., at : at + 2 * PAIR_LEVELS] = table.points[:, :, half, level].flatten(2)
         # behind two slots the first of them knows the centre; others write past the last slot
         target = torch.where(slots.is_pair & (own == 2), first.gather(1, plane), num_slots)
-        padded = torch.nn.functional.pad(bias[..., :2], (0, 0, 0, 1))
+        padded = pad(bias[..., :2], (0, 0, 0, 1))
         padded.scatter_(1, target[..., None].expand(-1, -1, 2), centre)
         bias[..., :2] = padded[:, :-1]
     is_pair = slots.is_pair[..., None]

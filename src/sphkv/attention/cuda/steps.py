@@ -58,14 +58,16 @@ DENSE_PROCESSORS = 4
 
 # Bits of a list's entry that are a page's number.
 _NUMBER_MASK = (1 << 32) - 1
-# What a page costs beside its product steps, in such steps.
+# What a page costs beside its product steps, in such steps; what a row costs beside its pages: its
+# queries are turned, the warps' sums merged.
 _PAGE_STEPS = 10
+_ROW_STEPS = 33
 # Pages of a list that are not full: of the prompt, of what was demoted, and the newest.
 _SPARE_PAGES = 4
+# Part of the multiprocessors that are shared by pages alone.
+_PART_AT_ONCE = 0.8
 # A team has the multiprocessor to itself, but waits for every page it asks for.
-_ALONE = 0.75
-# Part of the multiprocessors that must be left to share for launches to run side by side.
-_LEAST_SHARED = 1 / 3
+_ALONE = 0.5
 # Pages that lists have room for beyond those of now, in parts of a layer's.
 _ROOM_PART = 4
 
@@ -199,61 +201,77 @@ def _joined(events: Sequence[PageEvent]) -> list[PageEvent]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchWork:
-    """What a launch over coded pages is to do.
-
-    Attributes:
-        steps: Product steps of one team.
-        even_heads: How many heads as busy as the busiest would make that much.
-    """
-
-    steps: float
-    even_heads: float
-
-    @classmethod
-    def of(cls, shape: KernelShape, pages: Sequence[int]) -> LaunchWork:
-        """The work on so many pages of each head."""
-        alone = _ALONE if shape.teams == 1 else 1
-        page = alone * (shape.steps + _PAGE_STEPS) / shape.teams
-        return cls(sum(pages) * page, sum(pages) / max(1, *pages))
-
-
-def share_blocks(work: Sequence[LaunchWork], blocks: int, *, heads: int) -> list[int]:
-    """Thread blocks of launches that run side by side, so that they end together.
-
-    A block fills a multiprocessor: one too many would begin when others are done, and take as long
-    again. Every head has a block in every launch, others are shared by pages; so ``n`` blocks do
-    the work of ``n - heads + even_heads`` that are shared without a rest.
+def head_blocks(pages: _Integers, blocks: int) -> _Integers:
+    """How many of a launch's blocks every head has; the kernel shares them in the same way.
 
     Args:
-        work: Of each launch; what has none yet is done at once and does not count.
+        pages: Of each head.
+        blocks: At least as many as there are heads with pages.
+    """
+    low, high = max(1, -(-int(pages.sum()) // blocks)), max(1, int(pages.max()))
+    while low < high:
+        middle = (low + high) // 2
+        if (-(-pages // middle)).sum() <= blocks:
+            high = middle
+        else:
+            low = middle + 1
+    return -(-pages // low)
+
+
+def launch_steps(shape: KernelShape, pages: _Integers, blocks: int) -> float:
+    """When a launch's last block is done, in product steps of one team.
+
+    Args:
+        shape: The kernel.
+        pages: ``[heads, rows]`` coded pages.
+        blocks: Thread blocks.
+    """
+    heads = pages.sum(1)
+    own = head_blocks(heads, blocks).clip(1)
+    rows = (pages > 0).sum(1)
+    return float((_page_steps(shape) * heads / own + _ROW_STEPS * (rows / own + (heads > 0))).max())
+
+
+def _page_steps(shape: KernelShape) -> float:
+    alone = _ALONE if shape.teams == 1 else 1
+    return alone * (shape.steps + _PAGE_STEPS) / shape.teams
+
+
+def share_blocks(work: Sequence[tuple[KernelShape, _Integers]], blocks: int) -> list[int]:
+    """Thread blocks of launches that run side by side, so that the last ends as early as can be.
+
+    A block fills a multiprocessor: one too many would begin when others are done, and take as long
+    again.
+
+    Args:
+        work: Kernel and pages ``[heads, rows]`` of each launch; what has none yet is done at once
+            and does not count.
         blocks: Multiprocessors.
-        heads: KV heads.
 
     Returns:
         Blocks of each launch; all of them for every launch, one after the other, where heads leave
         too few to share.
     """
-    busy = [at for at, own in enumerate(work) if own.steps]
-    shares = [heads] * len(work)
-    if blocks - len(busy) * heads < blocks * _LEAST_SHARED:
-        return [max(heads, blocks) if own.steps else heads for own in work]
-    free = blocks
-    # launches that one block per head is more than enough for take no part
-    while busy:
-        total = sum(work[at].steps for at in busy)
-        wholes = free - sum(heads - work[at].even_heads for at in busy)
-        wanted = {at: wholes * work[at].steps / total + heads - work[at].even_heads for at in busy}
-        small = [at for at in busy if wanted[at] < heads]
-        if not small:
-            for at in busy:
-                shares[at] = int(wanted[at])
-            longest = max(busy, key=lambda at: work[at].steps)
-            shares[longest] += free - sum(shares[at] for at in busy)
-            break
-        free -= heads * len(small)
-        busy = [at for at in busy if at not in small]
+    shares = [max(1, int((pages.sum(1) > 0).sum())) for _, pages in work]
+    busy = [at for at, (_, pages) in enumerate(work) if pages.any()]
+    if sum(shares[at] for at in busy) > blocks:
+        return [max(blocks, least) for least in shares]
+    # most of them by the number of pages, which is not far from right; the rest one by one
+    free = blocks - sum(shares[at] for at in busy)
+    costs = [_page_steps(shape) * float(pages.sum()) for shape, pages in work]
+    for at in busy:
+        shares[at] += int(_PART_AT_ONCE * free * costs[at] / sum(costs))
+    ends = {at: launch_steps(*work[at], shares[at]) for at in busy}
+    free = blocks - sum(shares[at] for at in busy)
+    while busy and free:
+        last = max(busy, key=lambda at: ends[at])
+        # heads have whole blocks: one more may change nothing
+        for more in range(1, free + 1):
+            end = launch_steps(*work[last], shares[last] + more)
+            if end < ends[last]:
+                break
+        shares[last] += more
+        ends[last], free = end, free - more
     return shares
 
 
@@ -437,7 +455,7 @@ class CapturedSteps:
         self, layer: int, tags: Sequence[int], found: dict[int, _FoundPages]
     ) -> list[_Launch]:
         launches: list[_Launch] = []
-        work: list[LaunchWork] = []
+        work: list[tuple[KernelShape, _Integers]] = []
         for tag in tags:
             layout = _layout_of_tag(self._store, tag)
             kernel = self.kernels.get(self._codec, layer, layout.tier, layout.position_mode)
@@ -449,17 +467,16 @@ class CapturedSteps:
             blank = torch.empty(1, layout.page_bytes, dtype=torch.uint8, device="meta")
             pool = PagePool(blank, layout.position_mode, self._bases[tag])
             launches.append(_Launch(kernel, pool, lists))
-            pages = found[tag].counts[layer].sum(1).tolist() if tag in found else [0]
-            work.append(LaunchWork.of(kernel.shape, pages))
-        if len(launches) == 1:
+            pages = found[tag].counts[layer] if tag in found else np.zeros((1, 1), np.int64)
+            work.append((kernel.shape, pages))
+        if len(launches) == 1 and launches[0].pool.mode is PositionMode.CONTIGUOUS:
             # heads have as many pages each
             return launches
         properties = torch.cuda.get_device_properties(self._device)
         room = properties.multi_processor_count - DENSE_PROCESSORS
-        heads = self._store.config.geometry.num_kv_heads
-        shares = share_blocks(work, room // launches[0].kernel.passes, heads=heads)
+        shares = share_blocks(work, room // launches[0].kernel.passes)
         # the last launch is the longest, so that the others are merged while it runs
-        order = sorted(range(len(work)), key=lambda at: work[at].steps)
+        order = sorted(range(len(work)), key=lambda at: int(work[at][1].sum()))
         return [
             replace(launches[at], lists=replace(launches[at].lists, blocks=shares[at]))
             for at in order
@@ -607,8 +624,7 @@ class CapturedSteps:
         ids = np.full((len(self._tables), len(ends), heads), -1)
         for layer, tables in enumerate(self._tables):
             for row in np.flatnonzero(is_grown):
-                pages, counts = tables[row].page_ids.numpy(), tables[row].num_pages.numpy()
-                ids[layer, row] = pages[np.arange(len(counts)), counts - 1]
+                ids[layer, row] = tables[row].newest()
         addresses = self._store.allocator.addresses(torch.from_numpy(ids)).transpose(1, 2)
         grown = torch.from_numpy(is_grown)
         # unused entries of other rows count from the base as well

@@ -12,6 +12,7 @@ from sphkv.attention.cuda.geometry import (
     LANES,
     LEVELS,
     PAGE_TOKENS,
+    ROWS_BEFORE,
     TILE_KEYS,
     KernelShape,
     ceil_div,
@@ -102,15 +103,15 @@ def turn_rows(rope: RopeSpec, num_positions: int, *, step: int, device: torch.de
 
     Returns:
         ``[16 / step, rows, planes, 2]`` int32, two halves each: cosine and minus sine, sine and
-        cosine. Entry ``[phase, row]`` belongs to position ``16 * row + step * phase``.
+        cosine. Entry ``[phase, row]`` belongs to position ``16 * (row - ROWS_BEFORE) + step *
+        phase``.
     """
     if step not in (1, 2, 4, 8, 16):
         raise ValueError(f"step must be a power of two up to 16, got {step}")
     # eight rows more than asked for: a page that begins at the last position reads past it
     rows = ceil_div(num_positions, TILE_KEYS) + PAGE_TOKENS // TILE_KEYS
-    positions = torch.arange(0, TILE_KEYS, step, device=device)[:, None] + TILE_KEYS * torch.arange(
-        rows, device=device
-    )
+    row = torch.arange(-ROWS_BEFORE, rows, device=device)
+    positions = torch.arange(0, TILE_KEYS, step, device=device)[:, None] + TILE_KEYS * row
     phase = rope.phases(positions)
     cos, sin = phase.cos(), phase.sin()
     return _half2(torch.stack([cos, -sin, sin, cos], -1).unflatten(-1, (2, 2)))

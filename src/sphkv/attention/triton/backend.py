@@ -97,7 +97,7 @@ class TritonBackend(EagerBackend):
             raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
         self._precision = precision
         self.page_order = None
-        self.page_codec = TritonEncoder()
+        self.page_codec = self._codec = TritonEncoder()
         self._tables = EntryTables()
         self._listed = PlanCache(_list_sequence)
         self._plans = PlanCache(self._build_plan)
@@ -219,8 +219,8 @@ class TritonBackend(EagerBackend):
         return combine_parts(parts, rows, num_rotated)
 
     def table_bytes(self, codec: SphericalCodec) -> int:
-        """Bytes of the entry tables of a codec."""
-        return self._tables.nbytes(codec)
+        """Bytes of the tables of a codec, of attention and of demotion."""
+        return self._tables.nbytes(codec) + self._codec.table_bytes(codec)
 
 
 def _list_sequence(

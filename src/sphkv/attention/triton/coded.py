@@ -88,7 +88,7 @@ def _value_stream(
 
 
 @triton.jit
-def _centred_values(
+def centred_values(
     page, token, live, dim,
     DIM: tl.constexpr, PAGE: tl.constexpr, VALUE_OFFSET: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +167,7 @@ def _coded_kernel(
                 gain = tl.load(page + SCALE_OFFSET + token).to(tl.float32)
                 gain = read_float(page, SCALE_LO) + read_float(page, SCALE_STEP) * gain
                 weight = weight * gain[None, :]
-            value = _centred_values(page, token, live, dim, DIM, PAGE, VALUE_OFFSET, BITS)
+            value = centred_values(page, token, live, dim, DIM, PAGE, VALUE_OFFSET, BITS)
             acc = tl.dot(weight, value, acc * shrink[:, None], input_precision=PRECISION)
     place = ((first_slot + split) * tl.num_programs(0).to(tl.int64) + lane) * rows + row
     write_part(part_ptr, lse_ptr, place, acc, most, mass, live_row, dim, DIM)

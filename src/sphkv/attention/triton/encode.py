@@ -9,10 +9,12 @@ from torch import Tensor
 from sphkv.attention.triton.copy import TritonCopier
 from sphkv.attention.triton.encode_keys import encode_keys_into
 from sphkv.attention.triton.encode_values import encode_values_into
+from sphkv.attention.triton.recode import RunDecoder
 from sphkv.attention.triton.search import SearchTables
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import StateCodec
 from sphkv.store.layout import PageLayout, blank_pages
+from sphkv.store.order import PageRuns
 from sphkv.store.paging import PageRows
 
 # The rotation of wider heads does not fit beside a tile of values.
@@ -24,10 +26,18 @@ class TritonEncoder:
 
     def __init__(self) -> None:
         self._tables = SearchTables()
+        self._decoder = RunDecoder(is_plain=True)
 
     def copier(self, device: torch.device) -> TritonCopier:
         """Copies pages; see ``PageCodec.copier``."""
         return TritonCopier(device)
+
+    def prepare(
+        self, layout: PageLayout, layer: int, codec: StateCodec | None, device: torch.device
+    ) -> None:
+        """Make the search table of a layer; see ``PageCodec.prepare``."""
+        if isinstance(codec, SphericalCodec) and layout.tier.is_coded:
+            self._tables.get(codec, layer, layout.tier, device)
 
     def encode(
         self,
@@ -54,3 +64,33 @@ class TritonEncoder:
             dense = values.to(torch.bfloat16).contiguous().view(torch.uint8).flatten(1)
             pages[:, layout.value_offset : layout.position_offset] = dense
         return pages
+
+    def encode_layers(
+        self,
+        layout: PageLayout,
+        codec: StateCodec | None,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        heads: Tensor,
+    ) -> Tensor | None:
+        """Left to a call for every layer; see ``PageCodec.encode_layers``."""
+        return None
+
+    def decodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
+        """Whether runs of such pages are decoded; see ``PageCodec.decodes``."""
+        return isinstance(codec, SphericalCodec) and self._decoder.takes(layout)
+
+    def decode_runs(
+        self,
+        layout: PageLayout,
+        codec: StateCodec | None,
+        pages: PageRuns,
+        states: tuple[Tensor, Tensor],
+    ) -> None:
+        """Decode runs of token-transposed pages; see ``PageCodec.decode_runs``."""
+        assert isinstance(codec, SphericalCodec)
+        self._decoder.decode(layout, codec, pages, states)
+
+    def table_bytes(self, codec: SphericalCodec) -> int:
+        """Bytes of the tables that decode runs with a codec."""
+        return self._decoder.table_bytes(codec)

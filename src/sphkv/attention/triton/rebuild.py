@@ -90,8 +90,9 @@ def build_rebuild_tables(
     if not layout.tier.has_value_codes or head_dim & (head_dim - 1):
         raise ValueError(f"pages of {layout.tier} with {head_dim} channels cannot be rebuilt")
     book = book.to("cpu")
-    terms, points = _slot_terms(book)
-    bits, strides = _value_fields(layout)
+    slots, points = plane_slots(book)
+    terms = fragment_terms(slots, book.num_slots)
+    bits, strides = value_fields(layout)
     signs = rotation_matrix(head_dim).sign().to(torch.float16)
     parts = (
         terms,
@@ -106,8 +107,13 @@ def build_rebuild_tables(
     return RebuildTables(*(part.contiguous().to(device) for part in parts))
 
 
-def _slot_terms(book: AngleCodebook) -> tuple[Tensor, Tensor]:
-    """Slots of every plane, most of them one or two, and their points."""
+def plane_slots(book: AngleCodebook) -> tuple[Tensor, Tensor]:
+    """Slots of every plane, most of them one or two, and their points.
+
+    Returns:
+        ``[heads, planes, most]`` int64, and ``[heads, planes, most, 16, 2]`` float32, which is zero
+        where a plane has fewer.
+    """
     heads, planes = book.plane_bits.shape
     slots = torch.arange(book.num_slots)
     is_pair = slots >= book.num_slots - book.num_pairs[:, None]  # [heads, slots]
@@ -126,18 +132,30 @@ def _slot_terms(book: AngleCodebook) -> tuple[Tensor, Tensor]:
     head = torch.arange(heads)[:, None].expand_as(ordered)[live]
     at = (head, ordered[live], rank[live])
     slot, half = order[live] // 2, order[live] % 2
-    places, strides = _word_places(book.num_slots // 16)
-    word, byte, t = slot // 16, slot % 16 // 4, slot % 4
-    stride = torch.tensor(strides, dtype=torch.int64)[word]
-    terms = torch.zeros(heads, planes, most, 2, dtype=torch.int32)
-    terms[..., 0][at] = (torch.tensor(places)[word] + byte + t * stride).to(torch.int32)
-    terms[..., 1][at] = (4 * stride).to(torch.int32)
+    found = torch.zeros(heads, planes, most, dtype=torch.int64)
+    found[at] = slot
     points = torch.zeros(heads, planes, most, SLOT_LEVELS, 2)
     points[at] = book.points[head, slot, half].float()
-    return terms, points
+    return found, points
 
 
-def _value_fields(layout: PageLayout) -> tuple[Tensor, Tensor]:
+def fragment_terms(slots: Tensor, num_slots: int) -> Tensor:
+    """Where the codes of slots begin in a tile, and bytes from one group of lanes to the next.
+
+    Args:
+        slots: Int64 of any shape.
+        num_slots: Slots of a key.
+
+    Returns:
+        ``[..., 2]`` int32.
+    """
+    places, strides = (torch.tensor(each) for each in _word_places(num_slots // 16))
+    word, byte, t = slots // 16, slots % 16 // 4, slots % 4
+    first = places[word] + byte + t * strides[word]
+    return torch.stack([first, 4 * strides[word]], -1).to(torch.int32)
+
+
+def value_fields(layout: PageLayout) -> tuple[Tensor, Tensor]:
     """Where the codes of every dimension lie."""
     bits, head_dim = layout.tier.value_bits, layout.head_dim
     num_words = head_dim * bits // 64
@@ -151,6 +169,8 @@ def _value_fields(layout: PageLayout) -> tuple[Tensor, Tensor]:
         for upper in range(2):
             if bits == 3:
                 where = [(w, bit // 8, bit % 8) for w, bit in three[2 * feature + upper]]
+            elif bits == 16:
+                where = [(feature // 2 * 4 + upper * 2 + feature % 2, 0, 0)]
             else:
                 per_byte = 8 // bits
                 where = [(feature // per_byte, upper, feature % per_byte * bits)]

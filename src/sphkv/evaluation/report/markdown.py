@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -196,7 +197,62 @@ def readme_table(records: Sequence[Mapping[str, Any]]) -> str:
             f"{100 * point.same_top1:.1f}% | {_passes(point.kl.mean, KL_TOLERANCE)} | "
             f"{_passes(point.nll_delta.mean, NLL_TOLERANCE)} |"
         )
-    return "\n".join([_caption(records, points), "", *lines])
+    return "\n".join([_caption(records, points), "", *lines, "", *_needed_lines(points)])
+
+
+def _needed_lines(points: Sequence[ComparedPoint]) -> list[str]:
+    """How many bytes every method needs to pass, and how many times ours that is."""
+    methods = [m for m in dict.fromkeys(point.method for point in points) if m != DENSE]
+    rows = {}
+    for method in methods:
+        own = [point for point in points if point.method == method]
+        rows[method] = (
+            bytes_needed([(p.peak, p.kl.mean) for p in own], KL_TOLERANCE),
+            bytes_needed([(p.peak, p.nll_delta.mean) for p in own], NLL_TOLERANCE),
+        )
+    lines = [
+        f"Bytes at the peak with which a method has a KL of {KL_TOLERANCE} and a loss of "
+        f"+{NLL_TOLERANCE}, between two budgets interpolated, and times those of `{JOINT}`:",
+        "",
+        f"| method | KL {KL_TOLERANCE} | NLL +{NLL_TOLERANCE} |",
+        "| --- | --- | --- |",
+    ]
+    ours = rows.get(JOINT, ("", ""))
+    for method, needed in rows.items():
+        cells = " | ".join(_needed(*pair) for pair in zip(needed, ours, strict=True))
+        lines.append(f"| `{method}` | {cells} |")
+    return lines
+
+
+def bytes_needed(curve: Sequence[tuple[float, float]], bound: float) -> float | str:
+    """Share of dense bytes from which a loss stays within a bound.
+
+    Args:
+        curve: Share of dense bytes and loss of every budget.
+        bound: Most loss; positive.
+
+    Returns:
+        The share, between two budgets linear in the logarithms (in the loss itself where it is not
+        positive); a text with the sign where all budgets lie on one side.
+    """
+    rising = sorted(curve)
+    if rising[-1][1] > bound:
+        return f"> {100 * rising[-1][0]:.3g}%"
+    above = [at for at, (_, loss) in enumerate(rising) if loss > bound]
+    if not above:
+        return f"< {100 * rising[0][0]:.3g}%"
+    (less, worse), (more, better) = rising[above[-1]], rising[above[-1] + 1]
+    part = (worse - bound) / (worse - better)
+    if better > 0:
+        part = math.log(worse / bound) / math.log(worse / better)
+    return less * (more / less) ** part
+
+
+def _needed(value: float | str, ours: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    times = "" if isinstance(ours, str) or value == ours else f", {value / ours:.2g} times"
+    return f"{100 * value:.3g}%{times}"
 
 
 def _bytes(point: ComparedPoint) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sphkv.evaluation.frontier import (
+    QUALITY_FIELD,
     OperatingPoint,
     PanelFrontier,
     frontier_rows,
@@ -26,6 +27,7 @@ from sphkv.evaluation.metrics.statistics import mean_interval, paired_interval
 from sphkv.evaluation.report.charts import Mark, Series, number_text, scatter, stacked_bars
 from sphkv.evaluation.retention.study import ablation_rows
 from sphkv.evaluation.runner.methods import DENSE, JOINT, UNIFORM
+from sphkv.evaluation.sweep.config import DENSE_BUDGET
 
 Record = Mapping[str, Any]
 
@@ -212,7 +214,31 @@ def behaviour_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
         for record in group
         if method == DENSE
     }
-    return [_behaviour(*key, group, dense) for key, group in groups.items()]
+    if dense or not groups:
+        return [_behaviour(*key, group, dense) for key, group in groups.items()]
+    # dense pages were not measured: the exact model's own answers stand for them
+    measured = [record for group in groups.values() for record in group]
+    exact = {workload: _exact_scores(measured, workload) for workload, _, _ in groups}
+    dense = {case: score for scores in exact.values() for case, score in scores.items()}
+    rows = [_behaviour(*key, group, dense) for key, group in groups.items()]
+    told = [
+        {
+            **dict.fromkeys(rows[0]),
+            "workload": workload,
+            "method": "exact model",
+            "budget": DENSE_BUDGET,
+            "prompts": len(scores),
+            "score": statistics.fmean(scores.values()),
+        }
+        for workload, scores in exact.items()
+    ]
+    return [*told, *rows]
+
+
+def _exact_scores(records: Sequence[Record], workload: str) -> dict[str, float]:
+    """What the exact model scores, in points of 100, by prompt of a workload."""
+    name = f"{QUALITY_FIELD[workload]}_reference"
+    return {r["case"]: 100.0 * r["quality"][name] for r in records if r["workload"] == workload}
 
 
 def _behaviour(

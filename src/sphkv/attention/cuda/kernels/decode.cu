@@ -79,10 +79,13 @@ INLINE void limit_logits(const Params& p, int row, uint32_t page, int count, int
 INLINE KeyPlaces key_places(uint32_t page, const WarpPlace& place) {
   const int lane = place.lane, quarter = place.quarter;
   KeyPlaces places = {};
+  const bool has_row_per_tile =
+      IS_RUNS && !runs_follow(key_position(page, lane % PAGE_TILES, 0), lane);
 #pragma unroll
   for (int u = 0; u < 2; u++) {
     if (u < TURN_SETS) {
-      const int row = IS_RUNS ? 2 * quarter + (SHARED_COLUMNS ? lane / 16 : u) : u;
+      const int own = 2 * quarter + (SHARED_COLUMNS ? lane / 16 : u);
+      const int row = has_row_per_tile ? own : u;
       places.turns[u % TURN_SETS] = turn_address(page + PAGE_BYTES + row * TURN_BYTES, lane);
     }
     if (IS_TOKENS) {
@@ -174,8 +177,9 @@ INLINE void attend_page(const Params& p, int row, const QueryLane& query, Runnin
 }
 
 // Rows without pages have no block: the head's first one writes them.
-INLINE void write_empty_rows(const Params& p, const int* rows, Row row, int tid) {
+INLINE void write_empty_rows(const Params& p, Row row, int tid) {
   const int lane = tid & 31;
+  const int* rows = p.row_start + row.head * p.batch;
   for (int b = tid / 32; b < p.batch; b += WARPS) {
     if (rows[b] != rows[b + 1]) continue;
     row.index = b;
@@ -196,7 +200,8 @@ struct BlockPlace {
   int head, cta, ctas, parts;
 
   // Blocks of all heads one after the other, last one first: a block waits for blocks of its head with
-  // later pages, so they must begin before it.
+  // later pages, so they must begin before it. Heads share the blocks so that none has more pages than
+  // it must; blocks that no head has a use for, and heads without pages, are left over.
   INLINE BlockPlace(const Params& p, int lane) {
     const int heads = p.kv_heads, at = p.ctas - 1 - blockIdx.x;
     if (!p.uneven) {
@@ -205,20 +210,62 @@ struct BlockPlace {
       parts = head * (p.batch + ctas);
       return;
     }
-    const int total = p.row_start[heads * p.batch] - p.row_start[0];
-    int index = 0;
-    for (int h = lane; h < round_up(heads, 32); h += 32)
-      index += __popc(__ballot_sync(ALL_LANES, h < heads && first_of(p, h, total) <= at));
-    head = index - 1;
-    const int first = first_of(p, head, total);
-    cta = at - first, ctas = first_of(p, head + 1, total) - first;
-    parts = head * p.batch + first;
+    const int most = most_pages(p, lane);
+    head = heads - 1, cta = at, ctas = 0;
+    int before = 0;
+    for (int h = lane; h < round_up(heads, 32); h += 32) {
+      const int own = blocks_of(p, h, most), end = before + sum_up_to(own, lane);
+      const uint32_t behind = __ballot_sync(ALL_LANES, end > at);
+      if (behind) {
+        const int owner = __ffs(behind) - 1;
+        head = h - lane + owner;
+        ctas = __shfl_sync(ALL_LANES, own, owner);
+        cta = at - __shfl_sync(ALL_LANES, end, owner) + ctas;
+        break;
+      }
+      before = __shfl_sync(ALL_LANES, end, 31);
+    }
+    parts = head * p.batch + at - cta;
   }
 
-  // Every head has one block, and of the others as its pages demand.
-  static INLINE int first_of(const Params& p, int head, int total) {
-    const int before = p.row_start[head * p.batch] - p.row_start[0];
-    return head + (int)((uint32_t)(p.ctas - p.kv_heads) * (uint32_t)before / (uint32_t)max(total, 1));
+  // Pages of a head, and blocks if none has more than `most` of them.
+  static INLINE int pages_of(const Params& p, int head) {
+    if (head >= p.kv_heads) return 0;
+    return __ldg(p.row_start + (head + 1) * p.batch) - __ldg(p.row_start + head * p.batch);
+  }
+  static INLINE int blocks_of(const Params& p, int head, int most) {
+    return (uint32_t)(pages_of(p, head) + most - 1) / (uint32_t)most;
+  }
+
+  // Fewest pages a block can have at most. If it were only for the sum, that would be all pages by
+  // blocks; but a head's last block may have fewer than others, so that somewhat more is needed.
+  static INLINE int most_pages(const Params& p, int lane) {
+    int longest = 1, total = 0;
+    for (int h = lane; h < round_up(p.kv_heads, 32); h += 32) {
+      longest = max(longest, __reduce_max_sync(ALL_LANES, pages_of(p, h)));
+      total += __reduce_add_sync(ALL_LANES, pages_of(p, h));
+    }
+    const int rest = p.ctas - p.kv_heads;
+    int low = max((uint32_t)(total + p.ctas - 1) / (uint32_t)p.ctas, 1u);
+    int high = rest > 0 ? min(longest, (int)((uint32_t)(total + rest - 1) / (uint32_t)rest)) : longest;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      int blocks = 0;
+      for (int h = lane; h < round_up(p.kv_heads, 32); h += 32)
+        blocks += __reduce_add_sync(ALL_LANES, blocks_of(p, h, middle));
+      if (blocks <= p.ctas) high = middle;
+      else low = middle + 1;
+    }
+    return max(low, 1);
+  }
+
+  static INLINE int sum_up_to(int own, int lane) {
+#pragma unroll
+    for (int k = 1; k < 32; k *= 2) {
+      const int other = __shfl_up_sync(ALL_LANES, own, k);
+      if (lane >= k) own += other;
+    }
+    return own;
   }
 
   INLINE void keep() const {
@@ -316,7 +363,19 @@ INLINE void attend_rows(const Params& p, int first, int end, Row& row, RowStart&
     finish_row(p, row, run, acc, unknown(tid));
     at = stop, is_next = true;
   }
-  if (kept_cta() == 0) write_empty_rows(p, head_rows(p), row, tid);
+}
+
+// What is left of a head when its pages are done: rows without any. The launch's last block has those
+// of heads that have no block.
+INLINE void write_rest(const Params& p, Row row, int tid) {
+  row.block = unknown(blockIdx.y);
+  if (kept_cta() == 0 && kept_ctas() > 0) {
+    row.head = kept_head();
+    write_empty_rows(p, row, tid);
+  }
+  if (!p.uneven || blockIdx.x != 0) return;
+  for (row.head = 0; row.head < p.kv_heads; row.head++)
+    if (BlockPlace::pages_of(p, row.head) == 0) write_empty_rows(p, row, tid);
 }
 
 // A launch ends after the one before it, so that who waits for the last of several waits for all.
@@ -350,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   __syncthreads();
   if (place.cta >= head.ctas) {
     barrier_wait(table_barrier(), 0);  // shared memory must outlive the copy
-    if (place.cta == 0 && tid < THREADS) write_empty_rows(p, rows, row, tid);
+    if (tid < THREADS) write_rest(p, row, tid);
     end_after_previous(tid);
     return;
   }
@@ -366,5 +425,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   } else {
     attend_rows(p, first, end, row, start, table, tid);
   }
+  if (tid < THREADS) write_rest(p, row, tid);
   end_after_previous(tid);
 }

@@ -69,8 +69,9 @@ constexpr int POSITION_OFFSET = IS_CONTIGUOUS ? POSITION_BASE_OFFSET : PAYLOAD_E
 constexpr int PAGE_BYTES = round_up(PAYLOAD_END + 4 * POSITION_WORDS, 64);
 
 // Turns: (cos, -sin) and (sin, cos) of each plane in device memory, of each entry in shared memory.
-// On contiguous pages a warp's queries are turned to its quarter beforehand, so that a page needs
-// one row. With eight columns each tile has its own turned queries: from a query set of its own
+// A warp's queries are turned to its quarter beforehand, so that a contiguous page needs one row. A
+// page of runs has a row per tile, less what the queries are turned already; where its runs follow
+// each other these rows are all alike, and one does as well. With eight columns each tile has its own turned queries: from a query set of its own
 // where registers allow it, else from a row of turns of its own; the tensor cores turn them.
 constexpr int QUERY_SETS = IS_CONTIGUOUS && !SHARED_COLUMNS && HEAD_DIM == 64 ? 2 : 1;
 constexpr int TURN_SETS = IS_TOKENS || SHARED_COLUMNS || QUERY_SETS == 2 ? 1 : 2;
@@ -79,6 +80,8 @@ constexpr bool TURNED_BY_PRODUCT = !SHARED_COLUMNS && !IS_TOKENS;
 // A page of runs has eight rows: with four columns they hold (sin, cos) alone, and a lane finds the
 // other word itself, so that more pages fit beside the table.
 constexpr bool HALF_TURNS = IS_RUNS && !TURNED_BY_PRODUCT;
+// Rows of positions before the first: the queries of a page's last tile are turned that far ahead.
+constexpr int ROWS_BEFORE = PAGE_TILES - 1;
 constexpr int TURN_PLANE_BYTES = HALF_TURNS ? 4 : 8;  // in device memory
 constexpr int TURN_ROW_BYTES = TURN_PLANE_BYTES * PLANES;
 constexpr int TURN_PAIR_BYTES = HALF_TURNS ? 64 : 128;  // of two steps
@@ -101,13 +104,12 @@ static_assert(!SPREAD || 2 * LOOKUP_STEPS * SLOT_BYTES <= SPREAD_STRIDE, "too ma
 
 // Shared memory: table | ring of pages with their turns | zeros | scratch | barriers.
 constexpr int STAGE_BYTES = PAGE_BYTES + TURN_ROWS * TURN_BYTES;
-// Scratch at a row's start: the queries as products take them, on contiguous pages turned to every
-// tile of a page. At its end: a pass of every warp's sums, and the results. Rows are padded so that
+// Scratch at a row's start: the queries as products take them, turned to every tile of a page. At its end: a pass of every warp's sums, and the results. Rows are padded so that
 // lanes fall on different banks; a row has all entries of a column, words of both sets side by side.
 constexpr int QUERY_ROW =
     QUERY_SETS == 2 ? 2 * ENTRIES + 4 : ENTRIES + (STEP_PAIRS % 2 ? 0 : 16);
 constexpr int QUARTER_ROWS = SHARED_COLUMNS ? 2 : 1;  // of a column: one per warp, or one per tile
-constexpr int TURNED = IS_CONTIGUOUS ? TEAM_WARPS * QUARTER_ROWS : 1;
+constexpr int TURNED = IS_TOKENS ? 1 : TEAM_WARPS * QUARTER_ROWS;
 constexpr int TURNED_BYTES = COLUMNS * QUERY_ROW * 4;
 constexpr int PASS_DIMS = 32;
 constexpr int PASS_ROW = PASS_DIMS + 8;
@@ -124,11 +126,13 @@ constexpr int FITTING_STAGES =
 constexpr int STAGES = smaller(MAX_STAGES, FITTING_STAGES / TEAMS * TEAMS);
 constexpr int AHEAD = STAGES - TEAMS;  // pages asked for ahead of the one a team begins
 // A team's warp asks for the next page after this word of the codes. The later it does, the surer
-// the stage is free, but with few stages and quick pages the next one must set out in time. The many
-// turns of runs are asked for before the first word.
+// the stage is free, but with few stages and quick pages the next one must set out in time. What eight
+// columns need of a page of runs is asked for before the first word.
 constexpr int CODE_WORDS = CODE_STEPS / 2;
 constexpr bool IS_SENT_LATE = !SHARED_COLUMNS || STAGES >= 3 * TEAMS;
-constexpr int SEND_WORD = IS_RUNS ? -1 : IS_SENT_LATE ? CODE_WORDS - 1 : (CODE_WORDS - 1) / 2;
+constexpr int SEND_WORD = IS_RUNS ? (SHARED_COLUMNS ? smaller(3, CODE_WORDS - 1) : -1)
+                        : IS_SENT_LATE ? CODE_WORDS - 1
+                                       : (CODE_WORDS - 1) / 2;
 static_assert(AHEAD > 0, "shared memory holds too few pages");
 
 constexpr int RING_OFFSET = TABLE_BYTES;

@@ -49,8 +49,10 @@ INLINE const uint8_t* page_pointer(const Params& p, int id) {
   return p.pages + (uint64_t)(uint32_t)id * PAGE_BYTES;
 }
 
-// Row of the turns of a position. Rows 16 positions apart are neighbours.
-INLINE uint32_t turn_row(const Params& p, uint32_t position) {
+// Row of the turns of a position, which may lie as far below zero as queries are turned beforehand.
+// Rows 16 positions apart are neighbours.
+INLINE uint32_t turn_row(const Params& p, int base) {
+  const uint32_t position = base + ROWS_BEFORE * TILE_KEYS;
   const uint32_t phase = position % TILE_KEYS >> p.turn_shift;
   return phase * p.turn_rows + min(position / TILE_KEYS, (uint32_t)(p.turn_rows - PAGE_TILES));
 }
@@ -90,14 +92,28 @@ INLINE void request_page(const Params& p, int id, uint32_t stage, int lane) {
   copy_bulk(stage_address(stage), page_pointer(p, id), PAGE_BYTES, full_barrier(stage));
 }
 
+// How far the queries of tile `lane % PAGE_TILES` are turned beforehand, beyond those of the first.
+INLINE int turned_before(int lane) {
+  const int tile = lane % PAGE_TILES;
+  return TILE_KEYS * (SHARED_COLUMNS ? tile : tile & ~1);
+}
+
+// Whether a page's runs follow each other; `base` is that of run `lane % PAGE_TILES`.
+INLINE bool runs_follow(int base, int lane) {
+  const int start = base - TILE_KEYS * (lane % PAGE_TILES);
+  return __all_sync(ALL_LANES, start == __shfl_sync(ALL_LANES, start, 0));
+}
+
 // Copy the turns of a page's bases, out of plane order into the head's entry order. `base` is lane
 // r's own base in a page of runs, the page's in a contiguous one.
 INLINE void request_turns(const Params& p, const TurnOrder& order, int base, uint32_t stage,
                           int lane) {
   if constexpr (TURN_ROWS > 0) {
-    const uint32_t first = turn_row(p, base), to = stage_address(stage) + PAGE_BYTES;
+    const uint32_t first = turn_row(p, IS_RUNS ? base - turned_before(lane) : base);
+    const uint32_t to = stage_address(stage) + PAGE_BYTES;
+    const int rows = IS_RUNS && runs_follow(base, lane) ? TURN_SETS : TURN_ROWS;
 #pragma unroll 1
-    for (int r = 0; r < TURN_ROWS; r++) {
+    for (int r = 0; r < rows; r++) {
       const uint32_t row = IS_RUNS ? __shfl_sync(ALL_LANES, first, r) : first + r;
       const uint8_t* from = p.turns + (uint64_t)row * TURN_ROW_BYTES;
       if (TURNED_BY_PRODUCT) from += 4 - (lane & 4);

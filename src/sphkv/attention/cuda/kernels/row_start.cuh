@@ -61,10 +61,13 @@ struct RowStart {
         a[k] = __ldg((const uint32_t*)p.query + at_a);
         b[k] = __ldg((const uint32_t*)p.query + at_b);
       }
-      const uint2* turns = (const uint2*)p.turns + (word & 255);
+      // the second word of a turn, or the only one
+      constexpr int WORDS = TURN_PLANE_BYTES / 4;
+      const uint32_t* turns = (const uint32_t*)p.turns + (word & 255) * WORDS + WORDS - 1;
 #pragma unroll
       for (int j = 0; j < TILES; j++)
-        if (IS_CONTIGUOUS) turn[k][j] = __ldg(&turns[j * (PAGE_TILES / TILES) * PLANES].y);
+        if (!IS_TOKENS)
+          turn[k][j] = __ldg(turns + (ROWS_BEFORE + j * (PAGE_TILES / TILES)) * PLANES * WORDS);
     }
   }
 
@@ -93,7 +96,7 @@ struct RowStart {
 
   static INLINE uint32_t turned(float x, float y, uint32_t turn) {
     float u = x, v = y;
-    if constexpr (IS_CONTIGUOUS) {
+    if constexpr (!IS_TOKENS) {
       const float s = low_half(turn), c = high_half(turn);
       u = x * c + y * s;
       v = y * c - x * s;
@@ -107,13 +110,13 @@ struct RowStart {
   }
 };
 
-// This lane's queries. On contiguous pages they are turned to the warp's quarter, so that a page's
-// own turn does for all its tiles.
+// This lane's queries, turned to the warp's quarter, so that a page's own turn does for all tiles that
+// follow each other.
 INLINE void take_query(QueryLane& query, const WarpPlace& place) {
   constexpr int WORDS = 4 * STEP_PAIRS * QUERY_SETS;
   const int lane = place.lane, t = lane & 3, column = SHARED_COLUMNS ? lane / 4 & 3 : lane / 4;
   const int turned = place.quarter * QUARTER_ROWS + (SHARED_COLUMNS ? lane / 16 : 0);
-  const uint32_t from = RowStart::query_at(IS_CONTIGUOUS ? turned : 0, column);
+  const uint32_t from = RowStart::query_at(IS_TOKENS ? 0 : turned, column);
 #pragma unroll
   for (int w = 0; w < WORDS; w += 4) {
     // four entries of a lane are neighbours; those of the next pair of steps follow all lanes'
