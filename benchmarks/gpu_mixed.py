@@ -246,7 +246,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--allocation", type=Path, required=True)
     parser.add_argument("--budgets", default="20,10,5")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit")
     parser.add_argument("--dram", type=Path, help="output of the profiler on --profile")
@@ -295,7 +295,9 @@ def main():
                 **beside, **common(args.commit, copy),
             }  # fmt: skip
             row |= {name.replace("_us", "_ratio"): value / us for name, value in beside.items()}
-            row["command"] = "PYTHONPATH=src python3 benchmarks/gpu_mixed.py"
+            row["command"] = (
+                f"PYTHONPATH=src python3 benchmarks/gpu_mixed.py --allocation {args.allocation}"
+            )
             rows.append(row)
             ratios = " ".join(f"{k[:-3]} {v:.0f} us x{v / us:.2f}" for k, v in beside.items())
             dense, kept, speed = (row[k] for k in ("share_of_dense", "kept", "share_of_copy"))
