@@ -119,6 +119,7 @@ class RetentionResidency:
         self._layer_notes: list[RunNotes] = []
         self._notes: RunNotes | None = None
         self._ahead: Generator[int, None, None] | None = None
+        self._work_left = 0
         self.drift = 0.0
         self.num_rebalances = 0
         self.num_escalated = 0
@@ -480,25 +481,40 @@ class RetentionResidency:
         self._ahead = self._meet(
             limit, before, lambda: notes + self._seal_bytes(), is_at_once=False
         )
+        self._work_left = self._usual_parts
 
     def _run_note_bytes(self) -> int:
         """Bytes that notes grow by with a run."""
         return 0 if self._notes is None else self._notes.born.itemsize + 4 * len(self._notes.bound)
 
-    def work_ahead(self) -> int:
+    @property
+    def _usual_parts(self) -> int:
+        """Parts of making room: to list pages, to decide, and to drop those of every layer."""
+        return 2 + -(-len(self._config.full_layers) // _LAYERS_AT_ONCE)
+
+    @property
+    def work_left(self) -> int:
+        """About how many parts are left of what ``plan_ahead`` began; see ``Residency``."""
+        return 0 if self._ahead is None else self._work_left
+
+    def work_ahead(self) -> bool:
         """Do a bounded part of what ``plan_ahead`` began; see ``Residency``."""
         if self._ahead is None:
-            return 0
+            return False
+        before = self.num_rebalances
+        has_begun = self._work_left != self._usual_parts
         try:
-            return next(self._ahead)
+            self._work_left = next(self._ahead)
+            return True
         except StopIteration:
-            pass
+            # where there is room already, nothing was done
+            has_begun |= self.num_rebalances > before
         except BudgetError:
             # nothing may go now; when the pages seal, more may
             pass
         self._ahead = None
         self._store.forget_page_list(self._sequence)
-        return 0
+        return has_begun
 
     def _seal_first(self) -> None:
         """Seal a tail that begins with the sequence itself: its sinks stay dense."""
@@ -537,7 +553,7 @@ class RetentionResidency:
             is_at_once: Drop and move all pages together, else a bounded number at a time.
 
         Yields:
-            About how many such times are left, or 1 where the next should wait for another step.
+            About how many such times are left; the next should wait for another step.
 
         Raises:
             BudgetError: Nothing is left that may be dropped.
@@ -552,7 +568,7 @@ class RetentionResidency:
             pages = self._store.page_list(self._sequence)
             if not is_at_once:
                 # a device lists pages while the host goes on; deciding waits for it
-                yield 1
+                yield self._usual_parts - 1
                 if self._store.allocator.num_moved != moved:
                     # another sequence made room meanwhile
                     pages = self._store.page_list(self._sequence)
@@ -674,8 +690,7 @@ class RetentionResidency:
         parts = [gone] if is_at_once else _split_layers(gone, layer_ids)
         moves = None if is_at_once else _MOVES_AT_ONCE
         # deciding is enough beside one step
-        lefts = [1, *range(len(parts) - 1, 0, -1)]
-        for left, part in zip(lefts, parts, strict=bool(parts)):
+        for left, part in zip(range(len(parts), 0, -1), parts, strict=True):
             yield left
             if len(part):
                 self._store.drop_listed(self._sequence, layer_ids[part], held.page_ids[part])

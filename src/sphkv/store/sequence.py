@@ -197,8 +197,8 @@ class PointerTable:
         """Raise the version for pages that came; what was counted before is counted on."""
         version, counts = self._counted
         if version == self.version:
-            counts = {**counts, tag: counts.get(tag, 0) + num_pages}
-            self._counted = (version + 1, dict(sorted(counts.items())))
+            counts[tag] = counts.get(tag, 0) + num_pages
+            self._counted = (version + 1, counts)
         self.version += 1
 
     def newest(self) -> NDArray[np.int64]:
@@ -347,7 +347,7 @@ class PointerTable:
         """A table of the same pages and capacity."""
         other = PointerTable(0)
         other._hold(*(array.copy() for array in self._arrays))
-        other._counted, other._fullest = (0, self.tag_counts()), (0, self.fullest)
+        other._counted, other._fullest = (0, {**self.tag_counts()}), (0, self.fullest)
         return other
 
 
