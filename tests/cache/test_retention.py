@@ -606,6 +606,9 @@ class SealingCodec(CopyingCodec):
     def __init__(self) -> None:
         self.sealed: list[int] = []
 
+    def joins_layers(self, *_: object) -> bool:
+        return True
+
     def encode_layers(self, layout, codec, states, rows, heads):
         self.sealed.append(len(heads))
         layers, pages = heads // GEOMETRY.num_kv_heads, []

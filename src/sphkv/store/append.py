@@ -368,7 +368,9 @@ def seal_together(pool: PagePool, full: Sequence[FullTails]) -> list[SealedPages
         part.tier_id == tier_id and part.states[0].codec is codec and part.num_tokens == tokens
         for part in full
     )
-    if kernels is None or not pool.allocator.has_copier or not layout.tier.is_coded or not is_alike:
+    if kernels is None or not pool.allocator.has_copier or not is_alike:
+        return None
+    if not kernels.joins_layers(layout, codec, pool.device):
         return None
     tails = [(part.layer, tail) for part in full for tail in part.tails]
     tables = [state.tables[part.layer] for part in full for state in part.states]
@@ -379,8 +381,6 @@ def seal_together(pool: PagePool, full: Sequence[FullTails]) -> list[SealedPages
         dense = _collect(pool, [tail for _, tail in some], tokens)
         rows, head_ids = _rows_of(pool, some, tokens)
         pages = kernels.encode_layers(layout, codec, dense, rows, head_ids)
-        if pages is None:
-            return None
         own = tables[at : at + most]
         sealed.append(SealedPages((tier_id, layout.position_mode), own, pages, tokens))
     return sealed

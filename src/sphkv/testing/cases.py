@@ -90,6 +90,12 @@ class CodecOnly:
         """Left to the codec."""
         return None
 
+    def joins_layers(
+        self, layout: PageLayout, codec: StateCodec | None, device: torch.device
+    ) -> bool:
+        """Left to the codec."""
+        return False
+
     def encode_layers(
         self,
         layout: PageLayout,
@@ -97,9 +103,9 @@ class CodecOnly:
         states: tuple[Tensor, Tensor],
         rows: PageRows,
         heads: Tensor,
-    ) -> Tensor | None:
-        """Left to the codec."""
-        return None
+    ) -> Tensor:
+        """Nobody may ask."""
+        raise AssertionError(f"pages of {layout} are encoded layer by layer")
 
     def decodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
         """Left to the codec."""

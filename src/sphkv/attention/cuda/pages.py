@@ -394,7 +394,7 @@ class FragmentCodec:
         """Make tables, and load kernels with the last layer's; see ``PageCodec.prepare``."""
         if device.type != "cuda" or not isinstance(codec, SphericalCodec):
             return
-        if is_served(layout) and layout.tier.has_value_codes and _is_hopper(device):
+        if self.joins_layers(layout, codec, device):
             self._order.kernels().prepare_layout(codec, layer, layout, device)
         else:
             self._portable().prepare(layout, layer, codec, device)
@@ -433,6 +433,14 @@ class FragmentCodec:
             self._triton = TritonEncoder()
         return self._triton
 
+    def joins_layers(
+        self, layout: PageLayout, codec: StateCodec | None, device: torch.device
+    ) -> bool:
+        """On a Hopper GPU, if values are coded; see ``PageCodec.joins_layers``."""
+        is_served_here = is_served(layout) and layout.tier.has_value_codes
+        is_gpu = device.type == "cuda" and _is_hopper(device)
+        return is_served_here and is_gpu and isinstance(codec, SphericalCodec)
+
     def encode_layers(
         self,
         layout: PageLayout,
@@ -440,14 +448,10 @@ class FragmentCodec:
         states: tuple[Tensor, Tensor],
         rows: PageRows,
         heads: Tensor,
-    ) -> Tensor | None:
+    ) -> Tensor:
         """Pages of several layers on a Hopper GPU; see ``PageCodec.encode_layers``."""
-        if not states[0].is_cuda or not _is_hopper(states[0].device) or not len(heads):
-            return None
-        kernels = self._order.kernels()
-        if not isinstance(codec, SphericalCodec) or not kernels.takes(layout, states):
-            return None
-        return kernels.encode(layout, None, codec, states, rows, heads)
+        assert isinstance(codec, SphericalCodec)
+        return self._order.kernels().encode(layout, None, codec, states, rows, heads)
 
     def decodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
         """Whether runs of such pages are decoded; see ``PageCodec.decodes``."""
