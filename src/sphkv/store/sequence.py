@@ -126,7 +126,7 @@ class PointerTable:
             return 0
         needed = self._arrays[2] + added
         if removed is not None and removed.numel():
-            needed -= self._holds(removed).sum(dim=1).numpy()
+            needed -= self._is_among(removed).sum(axis=1)
         capacity = self.grown_capacity(self.capacity, int(needed.max()))
         return self.page_ids.shape[0] * (capacity - self.capacity) * self.entry_bytes
 
@@ -141,9 +141,6 @@ class PointerTable:
         """Bytes the table grows by if every head gets so many pages."""
         capacity = self.grown_capacity(self.capacity, self.fullest + num_pages)
         return len(self._arrays[0]) * (capacity - self.capacity) * self.entry_bytes
-
-    def _holds(self, page_ids: Tensor) -> Tensor:
-        return torch.isin(self.page_ids, page_ids.cpu()) & self.used()
 
     def check_holds(self, page_ids: Tensor) -> None:
         """Raise unless all pages ``[pages]``, each named once, are in the table."""
@@ -259,17 +256,20 @@ class PointerTable:
         Raises:
             ValueError: A page is not in the table, or is named twice.
         """
-        wanted = page_ids.cpu().contiguous()
-        head, column = self._holds(wanted).nonzero(as_tuple=True)
-        ids, order = self.page_ids[head, column].sort()
-        place = torch.searchsorted(ids, wanted)
-        found = place < ids.numel()
-        if not bool(found.all()) or not torch.equal(ids[place], wanted):
-            raise ValueError(f"pages {page_ids.tolist()} are not all of this layer")
-        if bool((wanted.sort().values.diff() == 0).any()):
+        wanted = page_ids.cpu().numpy()
+        order = wanted.argsort(kind="stable")
+        ranked = wanted[order]
+        if (ranked[1:] == ranked[:-1]).any():
             raise ValueError(f"pages {page_ids.tolist()} name one page twice")
-        head, column = head[order[place]], column[order[place]]
-        return head, self.tags[head, column].to(torch.int64)
+        ids, tags, _ = self._arrays
+        head, column = self._is_among(page_ids).nonzero() if len(wanted) else ids[:0].nonzero()
+        if len(head) != len(wanted):
+            raise ValueError(f"pages {page_ids.tolist()} are not all of this layer")
+        # as many as are wanted, each once: their ranks are a permutation
+        at = order[np.searchsorted(ranked, ids[head, column])]
+        heads, found = np.empty_like(wanted), np.empty_like(wanted)
+        heads[at], found[at] = head, tags[head, column]
+        return torch.from_numpy(heads), torch.from_numpy(found)
 
     def listed(self) -> tuple[Tensor, Tensor, Tensor]:
         """Ids, tags and whether they came since the last ``mark``, head by head.
