@@ -92,15 +92,25 @@ class PageMoves:
         is_near[old_ids >> _NEAR_BITS] = True
         return cls(torch.from_numpy(old_ids[order]), torch.from_numpy(new_ids[order]), is_near)
 
+    def find(self, page_ids: _Ids) -> tuple[_Ids, _Ids]:
+        """Places in ``page_ids [n]`` of pages that moved, and their new ids; -1 never does."""
+        old, new = self.old_ids.numpy(), self.new_ids.numpy()
+        # most ids are far from all that moved, and searching for each would take longer
+        near = np.flatnonzero(
+            self._is_near[np.minimum(page_ids >> _NEAR_BITS, len(self._is_near) - 1)]
+        )
+        if not len(near):
+            return near, near
+        place = np.minimum(np.searchsorted(old, page_ids[near]), len(old) - 1)
+        is_moved = old[place] == page_ids[near]
+        return near[is_moved], new[place[is_moved]]
+
     def apply(self, page_ids: Tensor) -> Tensor:
         """Ids after the move, of any shape; those of pages that stayed and -1 are kept."""
         found = page_ids.clone()
-        ids, old, new = found.numpy().reshape(-1), self.old_ids.numpy(), self.new_ids.numpy()
-        # most ids are far from all that moved, and searching for each would take longer
-        at = np.flatnonzero(self._is_near[np.minimum(ids >> _NEAR_BITS, len(self._is_near) - 1)])
-        place = np.minimum(np.searchsorted(old, ids[at]), max(0, len(old) - 1))
-        if len(at):
-            ids[at] = np.where(old[place] == ids[at], new[place], ids[at])
+        ids = found.numpy().reshape(-1)
+        at, new = self.find(ids)
+        ids[at] = new
         return found
 
 

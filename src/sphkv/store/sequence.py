@@ -313,9 +313,10 @@ class PointerTable:
 
     def remap(self, moves: PageMoves) -> None:
         """Follow pages that changed their ids; the version rises if one of them is here."""
-        page_ids = moves.apply(self.page_ids)
-        if not np.array_equal(page_ids.numpy(), self._arrays[0]):
-            self._hold(page_ids.numpy(), *self._arrays[1:])
+        ids: NDArray[np.int64] = self._arrays[0].reshape(-1).view(np.int64)
+        at, new = moves.find(ids)
+        if len(at):
+            ids[at] = new
             self.version += 1
 
     def touch(self) -> None:
