@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller's residency: bytes to the byte, the ceiling at every step, what it keeps."""
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.attention.partial import PartialAttention
@@ -34,8 +31,7 @@ from sphkv.retention.measure import PromptWork
 from sphkv.retention.notes import RunNotes
 from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import ProtectionRule
-from sphkv.store.layout import write_pages
-from sphkv.testing.cases import CodecOnly
+from sphkv.testing.cases import CodecOnly, JoiningCodec, MemoryCopier
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)
 ROPE = RopeSpec.from_config({"rope_theta": 10_000.0}, GEOMETRY.head_dim)
@@ -583,16 +579,6 @@ def test_the_ceiling_of_a_batch_holds_at_every_captured_step():
     assert sum(count > 0 for count in graph.dropped) > 3
 
 
-class MemoryCopier:
-    """Copies bytes as a kernel of a GPU does."""
-
-    def copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64], num_bytes: int) -> None:
-        # all is read before anything is written
-        read = [ctypes.string_at(int(source), num_bytes) for source in sources]
-        for target, data in zip(targets.tolist(), read, strict=True):
-            ctypes.memmove(target, data, num_bytes)
-
-
 class CopyingCodec(CodecOnly):
     """Leaves encoding to the codec."""
 
@@ -600,31 +586,9 @@ class CopyingCodec(CodecOnly):
         return MemoryCopier()
 
 
-class SealingCodec(CopyingCodec):
-    """Encodes pages of several layers at once, as a Hopper GPU does."""
-
-    def __init__(self) -> None:
-        self.sealed: list[int] = []
-
-    def joins_layers(self, *_: object) -> bool:
-        return True
-
-    def encode_layers(self, layout, codec, states, rows, heads):
-        self.sealed.append(len(heads))
-        layers, pages = heads // GEOMETRY.num_kv_heads, []
-        for layer in layers.unique().tolist():
-            at = (layers == layer).nonzero()[:, 0]
-            own = (states[0][at], states[1][at], rows.positions[at])
-            head_ids = heads[at] % GEOMETRY.num_kv_heads
-            given = {"head_ids": head_ids, "counts": rows.counts[at]}
-            encoded = codec.encode(layer, layout.tier, *own, **given)
-            pages.append(write_pages(layout, encoded, rows.select(at)))
-        return torch.cat(pages)
-
-
 def test_tails_of_all_layers_seal_together_as_they_do_one_by_one(monkeypatch):
     usual, graph = captured(2)
-    codec = SealingCodec()
+    codec = JoiningCodec(GEOMETRY.num_kv_heads)
     monkeypatch.setattr(NoAttention, "page_codec", codec)
     together, other = captured(2)
     for _ in range(150):
@@ -635,7 +599,7 @@ def test_tails_of_all_layers_seal_together_as_they_do_one_by_one(monkeypatch):
     assert usual.store is not None
     assert together.store is not None
     pages = 2 * GEOMETRY.num_layers * GEOMETRY.num_kv_heads
-    assert set(codec.sealed) == {pages}
+    assert set(codec.joined) == {pages}
     for row in range(2):
         for layer in range(GEOMETRY.num_layers):
             groups = (store.pages(row, layer) for store in (usual.store, together.store))

@@ -205,13 +205,14 @@ class LayerLists:
         """Add a page to every list of some sequences.
 
         Args:
-            new: ``[layers, heads, batch]`` int64, see ``list_entries``; of any value for others.
+            new: ``[layers, heads, batch]`` int64 on the CPU, see ``list_entries``; of any value for
+                others.
             is_grown: ``[batch]`` bool: the sequences that get one.
         """
         device = self._entries.device
-        new = new.to(device, non_blocking=True).reshape(*self._counts.shape, 1)
+        told = upload(new.contiguous().numpy().reshape(-1), device)
         # behind the end of lists that do not grow, where nobody looks
-        self._entries.scatter_(2, self._counts[..., None], new)
+        self._entries.scatter_(2, self._counts[..., None], told.view(*self._counts.shape, 1))
         grown = is_grown.to(device, non_blocking=True).to(torch.int64)
         self._counts += grown.repeat(self._counts.shape[1] // self._batch)
         self._flatten()
