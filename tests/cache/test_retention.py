@@ -396,7 +396,8 @@ def test_the_drift_of_a_contract_is_that_of_its_pages():
     residency = residency_of(engine)
     assert engine.store is not None
     pages = engine.store.page_list(engine.rows[0].sequence)
-    notes, tier_id = RunNotes.join(residency.notes), residency._run_tiers(pages)
+    notes = RunNotes.join(residency.notes)
+    tier_id = residency._run_tiers(pages, notes.num_runs)
     assert residency._drift_of(notes, tier_id, 640) == pytest.approx(residency.drift)
 
 

@@ -69,6 +69,7 @@ class PointerTable:
     def _hold(self, page_ids: _Integers, tags: _Integers, num_pages: _Integers) -> None:
         """Keep arrays, and tensors of the same memory: small steps are quicker on arrays."""
         self._arrays = (page_ids, tags, num_pages)
+        self._row_starts = np.arange(len(page_ids)) * page_ids.shape[1]
         self.page_ids, self.tags, self.num_pages = map(torch.from_numpy, self._arrays)
 
     @classmethod
@@ -91,7 +92,7 @@ class PointerTable:
     @property
     def nbytes(self) -> int:
         """Bytes of the three tensors."""
-        return self.pointer_bytes + self.tag_bytes
+        return self.bytes_for(len(self._row_starts), self.capacity)
 
     @property
     def pointer_bytes(self) -> int:
@@ -184,8 +185,9 @@ class PointerTable:
         if most >= self.capacity:
             self.reserve(np.ones(len(page_ids), dtype=np.int64))
         ids, tags, num_pages = self._arrays
-        heads = np.arange(len(page_ids))
-        ids[heads, num_pages], tags[heads, num_pages] = page_ids, tag
+        at = self._row_starts + num_pages
+        ids.put(at, page_ids)
+        tags.put(at, tag)
         num_pages += 1
         self._count_more(tag, len(page_ids))
         self._fullest = (self.version, most + 1)
@@ -201,7 +203,7 @@ class PointerTable:
     def newest(self) -> NDArray[np.int64]:
         """``[heads]`` ids of the last page of every head, each of which has one."""
         ids, _, num_pages = self._arrays
-        return ids[np.arange(len(ids)), num_pages - 1].astype(np.int64, copy=False)
+        return ids.take(self._row_starts + num_pages - 1).astype(np.int64, copy=False)
 
     def reserve(self, added: NDArray[np.int64] | Tensor) -> None:
         """Grow as ``growth_bytes`` says, once, before calls of ``extend``.
