@@ -203,7 +203,8 @@ class PointerTable:
     def newest(self) -> NDArray[np.int64]:
         """``[heads]`` ids of the last page of every head, each of which has one."""
         ids, _, num_pages = self._arrays
-        return ids.take(self._row_starts + num_pages - 1).astype(np.int64, copy=False)
+        found: NDArray[np.int64] = ids.take(self._row_starts + num_pages - 1)
+        return found
 
     def reserve(self, added: NDArray[np.int64] | Tensor) -> None:
         """Grow as ``growth_bytes`` says, once, before calls of ``extend``.
