@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller's residency: bytes to the byte, the ceiling at every step, what it keeps."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -569,6 +571,41 @@ def test_room_is_made_beside_the_steps_as_it_would_be_at_once(monkeypatch):
     assert sum(count > 0 for count in graph.dropped) >= begun * GEOMETRY.num_layers
     # a slab more at most
     assert 0 < max(graph.moved) < 4 + 4
+
+
+class CountedWork:
+    """Parts of making room for a row, all alike."""
+
+    num_changes = 0
+
+    def __init__(self, parts: int) -> None:
+        self.work_left = parts
+
+    def work_ahead(self) -> bool:
+        has_some = self.work_left > 0
+        self.work_left -= has_some
+        return has_some
+
+
+@pytest.mark.parametrize("rooms", [[128] * 8, [128, 112, 96, 80], [16, 128]])
+def test_room_is_made_at_an_even_pace_and_in_time(rooms: list[int]) -> None:
+    engine, parts = make_engine("60%", demotes=False), 34
+    works, left = [CountedWork(parts) for _ in rooms], list(rooms)
+    engine.rows = [  # type: ignore[assignment]
+        SimpleNamespace(residency=work, room=functools.partial(left.__getitem__, at))
+        for at, work in enumerate(works)
+    ]
+    most = max(-(-parts * (at + 1) // room) for at, room in enumerate(sorted(rooms)))
+    for step in range(min(rooms) - 1):
+        before = sum(work.work_left for work in works)
+        assert engine._work_ahead()
+        assert before - sum(work.work_left for work in works) <= most
+        left[:] = [room - step - 1 for room in rooms]
+    # what is due first is done, or is so beside the last step before it
+    first = works[rooms.index(min(rooms))]
+    assert first.work_left <= most
+    engine._work_ahead()
+    assert first.work_left == 0
 
 
 def test_the_ceiling_of_a_batch_holds_at_every_captured_step():
