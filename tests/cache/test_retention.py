@@ -591,10 +591,11 @@ class CountedWork:
 def test_room_is_made_at_an_even_pace_and_in_time(rooms: list[int]) -> None:
     engine, parts = make_engine("60%", demotes=False), 34
     works, left = [CountedWork(parts) for _ in rooms], list(rooms)
-    engine.rows = [  # type: ignore[assignment]
+    rows: list[Any] = [
         SimpleNamespace(residency=work, room=functools.partial(left.__getitem__, at))
         for at, work in enumerate(works)
     ]
+    engine.rows = rows
     most = max(-(-parts * (at + 1) // room) for at, room in enumerate(sorted(rooms)))
     for step in range(min(rooms) - 1):
         before = sum(work.work_left for work in works)
