@@ -381,6 +381,7 @@ def of_sample(bench, args, given, sample):
                 try:
                     found, about = by_product(*given_all)
                 except (RuntimeError, NotImplementedError):
+                    bench.check_device()
                     if PartSubject.is_single:
                         raise
                     # a backend that takes single queries only
@@ -392,6 +393,7 @@ def of_sample(bench, args, given, sample):
             told, about = {"error": f"{type(error).__name__}: {error}"[:300]}, {}
             if not isinstance(error, ValueError):
                 traceback.print_exc()
+                bench.check_device()
         yield {**head, "column": column, **told, **about,
                "seconds": round(time.perf_counter() - began, 2)}  # fmt: skip
 
@@ -424,6 +426,7 @@ def of_text(bench, args, path):
             record["error"] = f"{type(error).__name__}: {error}"[:300]
             if not isinstance(error, ValueError):
                 traceback.print_exc()
+                bench.check_device()
         yield {**record, "seconds": round(time.perf_counter() - began, 2)}
 
 
@@ -481,10 +484,16 @@ def main():
     # in rounds over tasks and lengths, so that a run that is cut has all alike
     chosen.sort(key=lambda each: each[:3])
     part, parts = args.shard
-    work = [lambda path=path: of_text(bench, args, path) for path in args.texts[part::parts]]
+    done = set()
+    if args.output.is_file():
+        lines = args.output.read_text(encoding="utf-8").splitlines()
+        done = {json.loads(line)["sample"] for line in lines}
+    texts = [path for path in args.texts[part::parts] if path.stem not in done]
+    work = [lambda path=path: of_text(bench, args, path) for path in texts]
     work += [
         lambda given=given, sample=sample: of_sample(bench, args, given, sample)
         for *_, given, sample in chosen[part::parts]
+        if sample.sample_id not in done
     ]
     with args.output.open("a", encoding="utf-8") as out:
         for measure in work:

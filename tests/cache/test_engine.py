@@ -8,13 +8,14 @@ from torch import Tensor
 
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions
-from sphkv.cache.config import CacheConfig, ResidencyPlan, allowed_bytes
+from sphkv.cache.config import CacheConfig, ResidencyPlan, RetentionConfig, allowed_bytes
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.files import load_engine, read_config, save_engine
 from sphkv.cache.plan import (
     Ceiling,
     choose_residency,
     parse_tiers,
+    retention_tiers,
     sequence_bytes,
     uniform_holds_from,
 )
@@ -206,6 +207,21 @@ def test_budget_picks_the_highest_tier_that_fits():
     assert order == sorted(order)
     assert len(set(names)) == 5 or names[-2] != "max"
     assert names[-1] == "max"
+
+
+def test_one_tier_only_where_four_bits_fit():
+    retention = RetentionConfig(retention_tiers(GEOMETRY.head_dim))
+    plans = {}
+    for share in ("10%", "20%", "25%", "40%", "60%"):
+        plan = choose_residency(budget_config(share, retention=retention), 32_768)
+        assert plan is not None
+        plans[share] = plan
+        alone = choose_residency(budget_config(share), 32_768)
+        is_fine = alone is not None and min(alone.spec.key_bits, alone.spec.value_bits) >= 4
+        assert plan.is_retention == (not is_fine)
+        assert plan.is_retention or plan == alone
+    assert plans["25%"].is_retention
+    assert not plans["40%"].is_retention
 
 
 def test_budget_kinds_agree():

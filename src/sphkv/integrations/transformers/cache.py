@@ -171,8 +171,8 @@ class SphericalCache(AttachedCache):
             budget: Ceiling of one sequence at every step from ``holds_from`` tokens on:
                 ``"25%"`` of a dense bfloat16 cache (the default), ``"512B/token"``, ``"64MiB"``
                 or whole bytes, with sinks, tails, page headers, tables and slack charged. One
-                tier for all tokens where that is as good, else the controller keeps, demotes
-                and drops per token and head.
+                tier for all tokens where ``k4v4`` or better fits, else the controller keeps,
+                demotes and drops per token and head.
             retention: True or options: the controller decides at any budget; False: never.
             tiers: Tiers to choose from: a table, tiers, or names such as ``"k2v3"``. Without a
                 budget the highest one is used; ``"max"`` is bfloat16.
