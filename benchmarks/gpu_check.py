@@ -19,6 +19,7 @@ import torch
 import triton
 
 from sphkv.attention.api import get_backend
+from sphkv.attention.cuda.backend import CudaBackend
 from sphkv.attention.cuda.pages import FragmentCodec, FragmentOrder
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, DecodeRequest
@@ -140,6 +141,9 @@ def check_demotion():
         "demotion, small pages": (CacheCase(), "cuda"),
         "demotion, portable": (CacheCase(), "triton"),
     }
+    for case, _ in kinds.values():
+        # all at once, while codebooks are fitted
+        CudaBackend().prepare(case.tiers, case.geometry())
     return [compare_demotion(name, *kind) for name, kind in kinds.items()]
 
 

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller's residency: bytes to the byte, the ceiling at every step, what it keeps."""
 
-import ctypes
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.attention.partial import PartialAttention
@@ -34,8 +33,7 @@ from sphkv.retention.measure import PromptWork
 from sphkv.retention.notes import RunNotes
 from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import ProtectionRule
-from sphkv.store.layout import write_pages
-from sphkv.testing.cases import CodecOnly
+from sphkv.testing.cases import CodecOnly, JoiningCodec, MemoryCopier
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)
 ROPE = RopeSpec.from_config({"rope_theta": 10_000.0}, GEOMETRY.head_dim)
@@ -400,7 +398,8 @@ def test_the_drift_of_a_contract_is_that_of_its_pages():
     residency = residency_of(engine)
     assert engine.store is not None
     pages = engine.store.page_list(engine.rows[0].sequence)
-    notes, tier_id = RunNotes.join(residency.notes), residency._run_tiers(pages)
+    notes = RunNotes.join(residency.notes)
+    tier_id = residency._run_tiers(pages, notes.num_runs)
     assert residency._drift_of(notes, tier_id, 640) == pytest.approx(residency.drift)
 
 
@@ -574,6 +573,42 @@ def test_room_is_made_beside_the_steps_as_it_would_be_at_once(monkeypatch):
     assert 0 < max(graph.moved) < 4 + 4
 
 
+class CountedWork:
+    """Parts of making room for a row, all alike."""
+
+    num_changes = 0
+
+    def __init__(self, parts: int) -> None:
+        self.work_left = parts
+
+    def work_ahead(self) -> bool:
+        has_some = self.work_left > 0
+        self.work_left -= has_some
+        return has_some
+
+
+@pytest.mark.parametrize("rooms", [[128] * 8, [128, 112, 96, 80], [16, 128]])
+def test_room_is_made_at_an_even_pace_and_in_time(rooms: list[int]) -> None:
+    engine, parts = make_engine("60%", demotes=False), 34
+    works, left = [CountedWork(parts) for _ in rooms], list(rooms)
+    rows: list[Any] = [
+        SimpleNamespace(residency=work, room=functools.partial(left.__getitem__, at))
+        for at, work in enumerate(works)
+    ]
+    engine.rows = rows
+    most = max(-(-parts * (at + 1) // room) for at, room in enumerate(sorted(rooms)))
+    for step in range(min(rooms) - 1):
+        before = sum(work.work_left for work in works)
+        assert engine._work_ahead()
+        assert before - sum(work.work_left for work in works) <= most
+        left[:] = [room - step - 1 for room in rooms]
+    # what is due first is done, or is so beside the last step before it
+    first = works[rooms.index(min(rooms))]
+    assert first.work_left <= most
+    engine._work_ahead()
+    assert first.work_left == 0
+
+
 def test_the_ceiling_of_a_batch_holds_at_every_captured_step():
     engine, graph = captured(3)
     for _ in range(150):
@@ -583,16 +618,6 @@ def test_the_ceiling_of_a_batch_holds_at_every_captured_step():
     assert sum(count > 0 for count in graph.dropped) > 3
 
 
-class MemoryCopier:
-    """Copies bytes as a kernel of a GPU does."""
-
-    def copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64], num_bytes: int) -> None:
-        # all is read before anything is written
-        read = [ctypes.string_at(int(source), num_bytes) for source in sources]
-        for target, data in zip(targets.tolist(), read, strict=True):
-            ctypes.memmove(target, data, num_bytes)
-
-
 class CopyingCodec(CodecOnly):
     """Leaves encoding to the codec."""
 
@@ -600,28 +625,9 @@ class CopyingCodec(CodecOnly):
         return MemoryCopier()
 
 
-class SealingCodec(CopyingCodec):
-    """Encodes pages of several layers at once, as a Hopper GPU does."""
-
-    def __init__(self) -> None:
-        self.sealed: list[int] = []
-
-    def encode_layers(self, layout, codec, states, rows, heads):
-        self.sealed.append(len(heads))
-        layers, pages = heads // GEOMETRY.num_kv_heads, []
-        for layer in layers.unique().tolist():
-            at = (layers == layer).nonzero()[:, 0]
-            own = (states[0][at], states[1][at], rows.positions[at])
-            head_ids = heads[at] % GEOMETRY.num_kv_heads
-            given = {"head_ids": head_ids, "counts": rows.counts[at]}
-            encoded = codec.encode(layer, layout.tier, *own, **given)
-            pages.append(write_pages(layout, encoded, rows.select(at)))
-        return torch.cat(pages)
-
-
 def test_tails_of_all_layers_seal_together_as_they_do_one_by_one(monkeypatch):
     usual, graph = captured(2)
-    codec = SealingCodec()
+    codec = JoiningCodec(GEOMETRY.num_kv_heads)
     monkeypatch.setattr(NoAttention, "page_codec", codec)
     together, other = captured(2)
     for _ in range(150):
@@ -632,7 +638,7 @@ def test_tails_of_all_layers_seal_together_as_they_do_one_by_one(monkeypatch):
     assert usual.store is not None
     assert together.store is not None
     pages = 2 * GEOMETRY.num_layers * GEOMETRY.num_kv_heads
-    assert set(codec.sealed) == {pages}
+    assert set(codec.joined) == {pages}
     for row in range(2):
         for layer in range(GEOMETRY.num_layers):
             groups = (store.pages(row, layer) for store in (usual.store, together.store))

@@ -15,7 +15,7 @@ from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout
-from sphkv.store.order import PageOrder
+from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.store import PageStore
 
 HEAD_DIM = 8
@@ -164,9 +164,11 @@ def reversed_order() -> PageOrder:
 def make_store(
     geometry: KVGeometry, tiers: TierTable, codec: FakeCodec
 ) -> Callable[..., PageStore]:
-    def make(order: PageOrder | None = None, **changes: Any) -> PageStore:
+    def make(
+        order: PageOrder | None = None, kernels: PageCodec | None = None, **changes: Any
+    ) -> PageStore:
         config = StoreConfig(geometry, tiers, seal_tier="k2v2", recent_tokens=4)
-        return PageStore(replace(config, **changes), codec, order=order)
+        return PageStore(replace(config, **changes), codec, order=order, kernels=kernels)
 
     return make
 

@@ -13,6 +13,7 @@ from sphkv.core.contract import LayerContract
 from sphkv.errors import BudgetError
 from sphkv.store.append import Span
 from sphkv.store.store import PageStore
+from sphkv.testing.cases import JoiningCodec
 
 StoreMaker = Callable[..., PageStore]
 Unchanged = Callable[[PageStore], AbstractContextManager[None]]
@@ -112,6 +113,37 @@ def test_making_room_ahead_equals_appending(
         other.absorb(rows)
         assert_equal_stores(one, other)
     assert any(one.pages(row, 0) for row in rows)
+    assert one.live_bytes == other.live_bytes == sum(t.nbytes for t in other.live_tensors())
+
+
+@pytest.mark.parametrize("recent", [0, 4, 40])
+def test_tails_of_all_layers_seal_in_one_call(
+    make_store: StoreMaker, codec: Any, recent: int
+) -> None:
+    """Rows of several lengths; what is left of a tail moves to its front."""
+    kernels = JoiningCodec(2)
+    one = make_store(recent_tokens=recent)
+    other = make_store(kernels=kernels, recent_tokens=recent)
+    lengths, capacity = (0, 2, 0), one.config.tail_capacity
+    keys, values = prompts(codec, len(lengths))
+    for store in (one, other):
+        for row, length in enumerate(lengths):
+            store.create(row)
+            for layer in range(2):
+                held = slice(0, capacity - length)
+                store.append(row, layer, keys[row, :, held], values[row, :, held])
+    assert one.make_room(range(3))
+    assert other.make_room(range(3))
+    assert kernels.joined == [8]
+    assert one.make_room(range(3), 3) == other.make_room(range(3), 3)
+    # without newest states that stay, the other tail holds no whole page yet
+    assert kernels.joined == ([8, 4] if recent else [8])
+    assert_equal_stores(one, other)
+    for row in range(3):
+        left, right = one.tail(row, 1), other.tail(row, 1)
+        assert (left.first_position, left.num_tokens) == (right.first_position, right.num_tokens)
+        assert torch.equal(left.keys, right.keys)
+        assert torch.equal(left.values, right.values)
     assert one.live_bytes == other.live_bytes == sum(t.nbytes for t in other.live_tensors())
 
 

@@ -160,14 +160,16 @@ class LayerPages:
         sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Attention of queries ``[query_heads, tokens, head_dim]`` by the backend's kernel."""
-        request = DecodeRequest(self.store, self.sequence, 0, query, positions, options)
+        # a request plans on the CPU, wherever the pages lie
+        request = DecodeRequest(self.store, self.sequence, 0, query, positions.cpu(), options)
         return decode_attention(request, sink_logits=sink_logits, backend=self._backend)
 
     def attend_partly(
         self, query: Tensor, positions: Tensor, options: AttentionOptions
     ) -> PartialAttention:
         """The same, to be merged with attention over other states."""
-        request = DecodeRequest(self.store, self.sequence, 0, query, positions, options)
+        # a request plans on the CPU, wherever the pages lie
+        request = DecodeRequest(self.store, self.sequence, 0, query, positions.cpu(), options)
         return self._backend.attend(request)
 
     def read(self) -> HeldStates:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -252,13 +253,13 @@ class CacheEngine:
         rooms = [row.room() for row in self.rows]
         if min(rooms) == 0:
             return self._seal_rows(is_ahead=True)
-        done, wanted = 0, 1
-        # whose tail is full first comes first
-        for at in sorted(range(len(rooms)), key=rooms.__getitem__):
-            while done < wanted and (left := self.rows[at].residency.work_ahead()):
-                done += 1
-                # as many in all rows as in this one
-                wanted = max(wanted, -(-left * len(self.rows) // rooms[at]))
+        # whose tail is full first comes first, and all are done when theirs are full
+        order = sorted(range(len(rooms)), key=rooms.__getitem__)
+        due = accumulate(self.rows[at].residency.work_left for at in order)
+        wanted = max(-(-left // rooms[at]) for at, left in zip(order, due, strict=True))
+        for at in order:
+            while wanted > 0 and self.rows[at].residency.work_ahead():
+                wanted -= 1
         return sum(row.residency.num_changes for row in self.rows) == before
 
     def begin_graph(self, *, max_tokens: int) -> bool:

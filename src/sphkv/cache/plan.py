@@ -42,7 +42,7 @@ FAST_RETENTION_TIERS = ("k2v2", "k3v4", "k4v8", "k6v8")
 _FAST_REFRESH_SHARE = 1 / 8
 
 # Budgets from this share on seal new states at the finer of two tiers (key and value bits).
-_FINE_SEAL_SHARE = 0.09
+_FINE_SEAL_SHARE = 0.04
 # The same where changing pages means listing them anew: what is sealed finely soon makes others go.
 _FAST_FINE_SEAL_SHARE = 0.15
 _FINE_SEAL, _COARSE_SEAL = (6.0, 8), (4.0, 4)

@@ -68,12 +68,13 @@ class Residency(Protocol):
         """
         ...
 
-    def work_ahead(self) -> int:
-        """Do a bounded part of what ``plan_ahead`` began.
+    @property
+    def work_left(self) -> int:
+        """About how many parts are left of what ``plan_ahead`` began."""
+        ...
 
-        Returns:
-            About how many such parts are left; 0 if there is nothing to do.
-        """
+    def work_ahead(self) -> bool:
+        """Do a bounded part of what ``plan_ahead`` began; False if there is nothing to do."""
         ...
 
     def observe_logits(self, row: Tensor) -> None:
@@ -108,6 +109,7 @@ class UniformResidency:
     waits_for_pass = False
     num_bytes = 0
     num_changes = 0
+    work_left = 0
 
     def __init__(
         self, config: CacheConfig, plan: ResidencyPlan, store: PageStore, sequence: int
@@ -131,9 +133,9 @@ class UniformResidency:
     def plan_ahead(self) -> None:
         """Nothing has to give way."""
 
-    def work_ahead(self) -> int:
+    def work_ahead(self) -> bool:
         """Nothing has to give way."""
-        return 0
+        return False
 
     def observe_logits(self, row: Tensor) -> None:
         """One tier has no decision to change."""

@@ -118,7 +118,10 @@ class RetentionResidency:
         # of the layers of a prompt as they come, then of all of them in one
         self._layer_notes: list[RunNotes] = []
         self._notes: RunNotes | None = None
+        # ages of runs that follow, to be noted when somebody asks for notes
+        self._unnoted: list[int] = []
         self._ahead: Generator[int, None, None] | None = None
+        self._work_left = 0
         self.drift = 0.0
         self.num_rebalances = 0
         self.num_escalated = 0
@@ -129,22 +132,31 @@ class RetentionResidency:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the controller's own tensors."""
+        """Bytes of the controller's own tensors, with all runs noted."""
         held = self._layer_notes if self._notes is None else [self._notes]
-        return sum(notes.num_bytes for notes in held)
+        missing = len(self._unnoted) * self._run_note_bytes()
+        return sum(notes.num_bytes for notes in held) + missing
 
     @property
     def notes(self) -> list[RunNotes]:
         """What is remembered of each layer with full attention."""
-        if self._notes is None:
+        notes = self._all_notes()
+        if notes is None:
             return self._layer_notes
-        return self._notes.split(self._config.geometry.num_kv_heads)
+        return notes.split(self._config.geometry.num_kv_heads)
+
+    def _all_notes(self) -> RunNotes | None:
+        """Notes of all layers, joined, once those are written down that were put off."""
+        if self._notes is not None and self._unnoted:
+            ages, self._unnoted = torch.tensor(self._unnoted), []
+            self._notes.extend_at(ages, scale=self._retention.new_run_scale)
+        return self._notes
 
     def _keep_notes(self, notes: RunNotes | None) -> None:
         """Remember notes of all layers, joined, where pages are listed."""
         device = self._store.config.device if self._store.allocator.has_copier else "cpu"
         self._notes = None if notes is None else notes.to(device)
-        self._layer_notes = []
+        self._layer_notes, self._unnoted = [], []
 
     def take_prompt(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
         """Take a layer of the prompt; the last one triggers the decision about all.
@@ -283,18 +295,17 @@ class RetentionResidency:
 
     def predict_drift(self) -> float:
         """How far what is coded and gone may move the model's logits, by the pages as they are."""
-        if self._is_decided and self._notes is not None and self._notes.num_runs:
+        notes = self._all_notes()
+        if self._is_decided and notes is not None and notes.num_runs:
             pages = self._store.page_list(self._sequence)
             tokens = self._store.num_tokens(self._sequence)
-            self.drift = self._drift_of(self._notes, self._run_tiers(pages), tokens)
+            self.drift = self._drift_of(notes, self._run_tiers(pages, notes.num_runs), tokens)
             self._store.forget_page_list(self._sequence)
         return self.drift
 
-    def _run_tiers(self, pages: PageList) -> Tensor:
+    def _run_tiers(self, pages: PageList, runs: int) -> Tensor:
         """``[layers with full attention, heads, runs]`` uint8 tier of every run that was noted."""
         full, heads = self._config.full_layers, self._config.geometry.num_kv_heads
-        assert self._notes is not None
-        runs = self._notes.num_runs
         place = self._note_places(pages)[:, None]
         is_noted = (pages.runs >= 0) & (pages.runs < runs) & (place >= 0)
         at = place * runs + pages.runs
@@ -445,8 +456,9 @@ class RetentionResidency:
         Layers whose new states would drift most come first, as many as the bytes allow.
         """
         seal = self._plan.tiers.id_of(self._seal_tier)
-        assert self._notes is not None
-        every = self._notes.to("cpu").split(self._config.geometry.num_kv_heads)
+        notes = self._all_notes()
+        assert notes is not None
+        every = notes.to("cpu").split(self._config.geometry.num_kv_heads)
         drift = [notes.new_drift(seal) for notes in every]
         order = sorted(range(len(drift)), key=lambda index: -drift[index])
         layers = [self._config.full_layers[index] for index in order]
@@ -459,12 +471,15 @@ class RetentionResidency:
         self.num_escalated += low
 
     def _note_until(self, position: int) -> None:
-        """Note runs that are sealed and not young any more, as runs of their age usually are."""
-        tokens, notes = self._store.num_tokens(self._sequence), self._notes
-        missing = 0 if notes is None else position // RUN_TOKENS - notes.num_runs
-        if notes is not None and missing > 0:
-            age = tokens - notes.num_runs * RUN_TOKENS - RUN_TOKENS // 2
-            notes.extend(missing, age, scale=self._retention.new_run_scale)
+        """Note runs that are sealed and not young any more, as runs of their age usually are.
+
+        What that takes on a device is put off until notes are read: pages seal beside a step.
+        """
+        tokens = self._store.num_tokens(self._sequence)
+        if self._notes is not None:
+            noted = self._notes.num_runs + len(self._unnoted)
+            runs = range(noted, position // RUN_TOKENS)
+            self._unnoted += [tokens - run * RUN_TOKENS - RUN_TOKENS // 2 for run in runs]
 
     def plan_ahead(self) -> None:
         """Begin to make room for the next pages to seal if they have none; see ``Residency``."""
@@ -480,25 +495,40 @@ class RetentionResidency:
         self._ahead = self._meet(
             limit, before, lambda: notes + self._seal_bytes(), is_at_once=False
         )
+        self._work_left = self._usual_parts
 
     def _run_note_bytes(self) -> int:
         """Bytes that notes grow by with a run."""
         return 0 if self._notes is None else self._notes.born.itemsize + 4 * len(self._notes.bound)
 
-    def work_ahead(self) -> int:
+    @property
+    def _usual_parts(self) -> int:
+        """Parts of making room: to list pages, to decide, and to drop those of every layer."""
+        return 2 + -(-len(self._config.full_layers) // _LAYERS_AT_ONCE)
+
+    @property
+    def work_left(self) -> int:
+        """About how many parts are left of what ``plan_ahead`` began; see ``Residency``."""
+        return 0 if self._ahead is None else self._work_left
+
+    def work_ahead(self) -> bool:
         """Do a bounded part of what ``plan_ahead`` began; see ``Residency``."""
         if self._ahead is None:
-            return 0
+            return False
+        before = self.num_rebalances
+        has_begun = self._work_left != self._usual_parts
         try:
-            return next(self._ahead)
+            self._work_left = next(self._ahead)
+            return True
         except StopIteration:
-            pass
+            # where there is room already, nothing was done
+            has_begun |= self.num_rebalances > before
         except BudgetError:
             # nothing may go now; when the pages seal, more may
             pass
         self._ahead = None
         self._store.forget_page_list(self._sequence)
-        return 0
+        return has_begun
 
     def _seal_first(self) -> None:
         """Seal a tail that begins with the sequence itself: its sinks stay dense."""
@@ -537,7 +567,7 @@ class RetentionResidency:
             is_at_once: Drop and move all pages together, else a bounded number at a time.
 
         Yields:
-            About how many such times are left, or 1 where the next should wait for another step.
+            About how many such times are left; the next should wait for another step.
 
         Raises:
             BudgetError: Nothing is left that may be dropped.
@@ -552,7 +582,7 @@ class RetentionResidency:
             pages = self._store.page_list(self._sequence)
             if not is_at_once:
                 # a device lists pages while the host goes on; deciding waits for it
-                yield 1
+                yield self._usual_parts - 1
                 if self._store.allocator.num_moved != moved:
                     # another sequence made room meanwhile
                     pages = self._store.page_list(self._sequence)
@@ -592,8 +622,9 @@ class RetentionResidency:
         does every page of a variant that knows one tier, and one that keeps everything drops none.
         """
         tokens = self._store.num_tokens(self._sequence)
-        assert self._notes is not None
-        losses = self._notes.losses(tokens)
+        notes = self._all_notes()
+        assert notes is not None
+        losses = notes.losses(tokens)
         at = self._note_places(pages)[:, None]
         runs = pages.runs.long()
         each = losses[at, runs.clamp(0, losses.shape[1] - 1)]
@@ -674,8 +705,7 @@ class RetentionResidency:
         parts = [gone] if is_at_once else _split_layers(gone, layer_ids)
         moves = None if is_at_once else _MOVES_AT_ONCE
         # deciding is enough beside one step
-        lefts = [1, *range(len(parts) - 1, 0, -1)]
-        for left, part in zip(lefts, parts, strict=bool(parts)):
+        for left, part in zip(range(len(parts), 0, -1), parts, strict=True):
             yield left
             if len(part):
                 self._store.drop_listed(self._sequence, layer_ids[part], held.page_ids[part])
@@ -705,8 +735,9 @@ class RetentionResidency:
     def crop(self, num_tokens: int) -> None:
         """Forget what was noted about tokens from ``num_tokens`` on."""
         self._ahead = None
-        if self._notes is not None:
-            self._notes.crop(num_tokens)
+        notes = self._all_notes()
+        if notes is not None:
+            notes.crop(num_tokens)
         # a share of fewer tokens allows fewer bytes
         sealed = self._store.tail(self._sequence, 0).first_position
         self._note_until(sealed)
@@ -716,7 +747,8 @@ class RetentionResidency:
         """The same for a copy of the sequence."""
         other = RetentionResidency(self._config, self._plan, store, sequence, self._ceiling)
         other._is_decided, other._seal_tier = self._is_decided, self._seal_tier
-        other._notes = None if self._notes is None else self._notes.copy()
+        notes = self._all_notes()
+        other._notes = None if notes is None else notes.copy()
         other.drift, other.num_rebalances = self.drift, self.num_rebalances
         other.num_escalated = self.num_escalated
         other.gate = copy.deepcopy(self.gate)

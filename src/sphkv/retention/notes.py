@@ -185,9 +185,20 @@ class RunNotes:
                 further run is 16 tokens younger.
             scale: The part.
         """
-        if num_runs < 0 or not scale > 0:
-            raise ValueError(f"num_runs and scale must be positive, got {num_runs} and {scale!r}")
-        ages = age - RUN_TOKENS * torch.arange(num_runs, device=self.born.device)
+        if num_runs < 0:
+            raise ValueError(f"num_runs must not be negative, got {num_runs}")
+        self.extend_at(age - RUN_TOKENS * torch.arange(num_runs), scale=scale)
+
+    def extend_at(self, ages: Tensor, *, scale: float = 0.3) -> None:
+        """Note runs that follow; see ``extend``.
+
+        Args:
+            ages: ``[runs]`` int64 tokens from the middle of each to the end of the sequence.
+            scale: The part.
+        """
+        if not scale > 0:
+            raise ValueError(f"scale must be positive, got {scale!r}")
+        ages = ages.to(self.born.device)
         added = (self.profile_at(ages) + math.log(scale)).half()
         self.log_importance = torch.cat([self.log_importance, added[..., 0]], 1)
         self.log_drop = torch.cat([self.log_drop, added[..., 1]], 1)

@@ -92,15 +92,25 @@ class PageMoves:
         is_near[old_ids >> _NEAR_BITS] = True
         return cls(torch.from_numpy(old_ids[order]), torch.from_numpy(new_ids[order]), is_near)
 
+    def find(self, page_ids: _Ids) -> tuple[_Ids, _Ids]:
+        """Places in ``page_ids [n]`` of pages that moved, and their new ids; -1 never does."""
+        old, new = self.old_ids.numpy(), self.new_ids.numpy()
+        # most ids are far from all that moved, and searching for each would take longer
+        near = np.flatnonzero(
+            self._is_near[np.minimum(page_ids >> _NEAR_BITS, len(self._is_near) - 1)]
+        )
+        if not len(near):
+            return near, near
+        place = np.minimum(np.searchsorted(old, page_ids[near]), len(old) - 1)
+        is_moved = old[place] == page_ids[near]
+        return near[is_moved], new[place[is_moved]]
+
     def apply(self, page_ids: Tensor) -> Tensor:
         """Ids after the move, of any shape; those of pages that stayed and -1 are kept."""
         found = page_ids.clone()
-        ids, old, new = found.numpy().reshape(-1), self.old_ids.numpy(), self.new_ids.numpy()
-        # most ids are far from all that moved, and searching for each would take longer
-        at = np.flatnonzero(self._is_near[np.minimum(ids >> _NEAR_BITS, len(self._is_near) - 1)])
-        place = np.minimum(np.searchsorted(old, ids[at]), max(0, len(old) - 1))
-        if len(at):
-            ids[at] = np.where(old[place] == ids[at], new[place], ids[at])
+        ids = found.numpy().reshape(-1)
+        at, new = self.find(ids)
+        ids[at] = new
         return found
 
 
@@ -198,6 +208,8 @@ class PageAllocator:
         # by slot: address and bytes of pages, how many there are, and how many are free
         self._address = self._size = np.zeros(0, dtype=np.int64)
         self._pages_at = self._free_at = np.zeros(0, dtype=np.int64)
+        # owners and live states by page id: what slabs show of them are parts of these
+        self._owners_of = self._states_of = np.zeros(0, dtype=np.int32)
         self._pools: dict[PoolKey, dict[int, None]] = {}
         self._journals: WeakSet[PageJournal] = WeakSet()
         # owners by number: slabs are many, and a number is all that each keeps
@@ -233,9 +245,11 @@ class PageAllocator:
             Bytes of new slabs minus those of slabs that end up empty.
         """
         freed_pages: dict[int, int] = {}
-        if freed is not None:
-            for slot, index, _ in self._by_slab(freed):
-                freed_pages[slot] = int((self._slab(slot).refcounts[index] == 1).sum())
+        if freed is not None and len(freed):
+            ids = self._owned(freed)
+            slots = ids[self._owners_of[ids] == 1] // self._stride
+            per_slot = np.bincount(slots)
+            freed_pages = {slot: int(per_slot[slot]) for slot in np.flatnonzero(per_slot).tolist()}
         delta = 0
         emptied = set()
         for slot, num_freed in freed_pages.items():
@@ -352,10 +366,47 @@ class PageAllocator:
                 np.concatenate([old, np.zeros(room - len(old), dtype=np.int64)])
                 for old in (self._address, self._size, self._pages_at, self._free_at)
             )
+        if slot >= len(self._owners_of) // self._stride:
+            self._reserve_counts(slot + 1)
+        self._show_counts(slot)
         self._address[slot] = slab.data.data_ptr()
         self._size[slot] = slab.data.shape[1]
         self._pages_at[slot], self._free_at[slot] = slab.num_pages, slab.num_free
         return slot
+
+    def _reserve_counts(self, num_slots: int) -> None:
+        """Have room for the counts of the pages of so many slots, and half as many more."""
+        room = self._stride * (num_slots + num_slots // 2)
+        self._owners_of, self._states_of = (
+            np.concatenate([old, np.zeros(room - len(old), dtype=np.int32)])
+            for old in (self._owners_of, self._states_of)
+        )
+        for slot, slab in enumerate(self._slabs[: num_slots - 1]):
+            if slab is not None:
+                self._show_counts(slot)
+
+    def _show_counts(self, slot: int) -> None:
+        """Have a slab show its part of the counts."""
+        slab = self._slab(slot)
+        own = slice(slot * self._stride, slot * self._stride + slab.num_pages)
+        slab.refcounts = torch.from_numpy(self._owners_of[own])
+        slab.counts = torch.from_numpy(self._states_of[own])
+
+    def _owned(self, page_ids: Tensor) -> _Ids:
+        """Ids as an array.
+
+        Raises:
+            ValueError: A page has no owner, or its slab is gone.
+        """
+        ids: _Ids = page_ids.cpu().numpy()
+        slots, index = ids // self._stride, ids % self._stride
+        if ids.size and (ids.min() < 0 or slots.max() >= len(self._slabs)):
+            self._slab(int(slots.min() if ids.min() < 0 else slots.max()))
+        for slot in slots[self._size[slots] == 0][:1].tolist():
+            self._slab(slot)
+        if (index >= self._pages_at[slots]).any() or not self._owners_of[ids].all():
+            raise ValueError(f"pages {page_ids.tolist()} are not all owned")
+        return ids
 
     def _add_free(self, slot: int, num_pages: int) -> None:
         """Note that so many more pages of a slab are free."""
@@ -428,20 +479,18 @@ class PageAllocator:
         Raises:
             ValueError: A page is sealed already.
         """
-        groups = list(self._by_slab(page_ids))
-        for slot, index, _ in groups:
-            if self._slab(slot).counts.numpy()[index.numpy()].any():
-                raise ValueError(f"sealed pages of slab {slot} cannot be written again")
-        if self._copier is None or not groups:
-            for slot, index, rows in groups:
+        ids = self._owned(page_ids)
+        if self._states_of[ids].any():
+            sealed = {*(ids[self._states_of[ids] > 0] // self._stride).tolist()}
+            raise ValueError(f"sealed pages of slabs {sorted(sealed)} cannot be written again")
+        if self._copier is None:
+            for slot, index, rows in self._by_slab(page_ids):
                 self._fill(self._slab(slot), index, pages, rows, counts)
-            return
-        pages, size = pages.to(self._device).contiguous(), pages.shape[1]
-        source = pages.data_ptr() + size * np.arange(len(pages))
-        self._copier.copy(source, self._addresses(page_ids.cpu().numpy()), size)
-        every = counts.cpu().numpy().astype(np.int32)
-        for slot, index, rows in groups:
-            self._slab(slot).counts.numpy()[index.numpy()] = every[rows.numpy()]
+        elif len(ids):
+            pages, size = pages.to(self._device).contiguous(), pages.shape[1]
+            source = pages.data_ptr() + size * np.arange(len(pages))
+            self._copier.copy(source, self._addresses(ids), size)
+            self._states_of[ids] = counts.cpu().numpy()
 
     def copy(self, sources: _Ids, targets: _Ids, num_bytes: int) -> None:
         """Copy bytes between places of the device, where ``has_copier``; see ``PageCopier``."""
@@ -477,8 +526,7 @@ class PageAllocator:
 
     def share(self, page_ids: Tensor) -> None:
         """Add one owner to each page."""
-        for slot, index, _ in self._by_slab(page_ids):
-            self._slab(slot).refcounts[index] += 1
+        self._owners_of[self._owned(page_ids)] += 1
 
     def free(self, page_ids: Tensor) -> int:
         """Take one owner from each page; a page without owners is free, an empty slab goes.
@@ -489,22 +537,33 @@ class PageAllocator:
         Returns:
             Bytes of the slabs that were released.
         """
-        released = 0
-        for slot, index, _ in self._by_slab(page_ids):
-            slab, at = self._slab(slot), index.numpy()
-            refcounts = slab.refcounts.numpy()
-            refcounts[at] -= 1
-            gone = at[refcounts[at] == 0]
-            slab.counts.numpy()[gone] = 0
-            for journal in self._journals:
-                journal.is_complete &= len(gone) == len(at)
-                old = np.sort(self._address[slot] + self._size[slot] * gone)
-                journal.events.append(PageEvent(slab.key, old, None))
-            self._add_free(slot, len(gone))
-            self._count(slab.key, len(gone))
+        ids = self._owned(page_ids)
+        self._owners_of[ids] -= 1
+        gone = np.sort(ids[self._owners_of[ids] == 0])
+        self._states_of[gone] = 0
+        slots = gone // self._stride
+        for journal in self._journals:
+            journal.is_complete &= len(gone) == len(ids)
+            for key, events in self._by_pool(slots, self._addresses(gone)):
+                journal.events.append(PageEvent(key, np.sort(events), None))
+        released, per_slot = 0, np.bincount(slots)
+        for slot in np.flatnonzero(per_slot).tolist():
+            slab, num_pages = self._slab(slot), int(per_slot[slot])
+            self._add_free(slot, num_pages)
+            self._count(slab.key, num_pages)
             if slab.num_free == slab.num_pages:
                 released += self._release(slot)
         return released
+
+    def _by_pool(self, slots: _Ids, addresses: _Ids) -> Iterator[tuple[PoolKey, _Ids]]:
+        """Addresses of pages in some slots, pool by pool."""
+        keys: dict[PoolKey, list[int]] = {}
+        for slot in {*slots.tolist()}:
+            keys.setdefault(self._slab(slot).key, []).append(slot)
+        for key, own in keys.items():
+            is_own = np.zeros(len(self._slabs), dtype=np.bool_)
+            is_own[own] = True
+            yield key, addresses[is_own[slots]]
 
     def _release(self, slot: int) -> int:
         """Give up a slab whose pages are all free; its bytes."""
@@ -703,17 +762,11 @@ class PageAllocator:
 
     def refcounts(self, page_ids: Tensor) -> Tensor:
         """``[pages]`` int64 owners of each page."""
-        return self._lookup(page_ids, lambda slab: slab.refcounts)
+        return torch.from_numpy(self._owners_of[self._owned(page_ids)].astype(np.int64))
 
     def counts(self, page_ids: Tensor) -> Tensor:
         """``[pages]`` int64 live states of each page."""
-        return self._lookup(page_ids, lambda slab: slab.counts)
-
-    def _lookup(self, page_ids: Tensor, column: Callable[[Slab], Tensor]) -> Tensor:
-        out = torch.zeros(page_ids.numel(), dtype=torch.int64)
-        for slot, index, rows in self._by_slab(page_ids):
-            out[rows] = column(self._slab(slot))[index].to(torch.int64)
-        return out
+        return torch.from_numpy(self._states_of[self._owned(page_ids)].astype(np.int64))
 
     def address(self, page_id: int) -> int:
         """Memory address of a page; valid until the page is freed."""

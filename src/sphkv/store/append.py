@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -321,12 +322,13 @@ class SpanWriter:
         sealed = seal_together(self._pool, full)
         if sealed is not None:
             self._pool.append(sealed)
+            _forget_oldest(self._pool, [tail for part in full for tail in part.tails])
         else:
             self._pool.commit([change for part in full for change in self._seal(part)])
+            for part in full:
+                for tail in part.tails:
+                    tail.forget_oldest(part.num_tokens)
         self._plans.clear()
-        for part in full:
-            for tail in part.tails:
-                tail.forget_oldest(part.num_tokens)
         return True
 
     def _seal(self, full: FullTails) -> list[LayerChange]:
@@ -368,7 +370,9 @@ def seal_together(pool: PagePool, full: Sequence[FullTails]) -> list[SealedPages
         part.tier_id == tier_id and part.states[0].codec is codec and part.num_tokens == tokens
         for part in full
     )
-    if kernels is None or not pool.allocator.has_copier or not layout.tier.is_coded or not is_alike:
+    if kernels is None or not pool.allocator.has_copier or not is_alike:
+        return None
+    if not kernels.joins_layers(layout, codec, pool.device):
         return None
     tails = [(part.layer, tail) for part in full for tail in part.tails]
     tables = [state.tables[part.layer] for part in full for state in part.states]
@@ -379,23 +383,46 @@ def seal_together(pool: PagePool, full: Sequence[FullTails]) -> list[SealedPages
         dense = _collect(pool, [tail for _, tail in some], tokens)
         rows, head_ids = _rows_of(pool, some, tokens)
         pages = kernels.encode_layers(layout, codec, dense, rows, head_ids)
-        if pages is None:
-            return None
         own = tables[at : at + most]
         sealed.append(SealedPages((tier_id, layout.position_mode), own, pages, tokens))
     return sealed
 
 
+def _forget_oldest(pool: PagePool, tails: Sequence[OpenTail]) -> None:
+    """Give up a page of states of every tail, and move what is left to the front in one copy."""
+    tokens = pool.config.seal_tokens
+    by_rest: dict[int, list[OpenTail]] = {}
+    for tail in tails:
+        by_rest.setdefault(tail.num_tokens - tokens, []).append(tail)
+    for rest, alike in by_rest.items():
+        if rest > tokens:
+            # a copy inside a buffer must not read what it has written
+            for tail in alike:
+                tail.forget_oldest(tokens)
+            continue
+        if rest:
+            targets, width = _head_places(alike)
+            pool.allocator.copy(targets + tokens * width, targets, rest * width)
+        for tail in alike:
+            tail.first_position += tokens
+            tail.num_tokens = rest
+
+
+def _head_places(tails: Sequence[OpenTail]) -> tuple[NDArray[np.int64], int]:
+    """Where keys of all heads of tails begin, then their values, and bytes of a state."""
+    _, heads, capacity, head_dim = tails[0].states.shape
+    width = head_dim * tails[0].states.element_size()
+    base = np.array([tail.states.data_ptr() for tail in tails])
+    inside = np.arange(2 * heads).reshape(2, 1, heads) * (capacity * width)
+    return (base[:, None] + inside).ravel(), width
+
+
 def _collect(pool: PagePool, tails: Sequence[OpenTail], tokens: int) -> tuple[Tensor, Tensor]:
     """The oldest states of tails, ``[tails * heads, tokens, head_dim]`` keys and values."""
-    _, heads, capacity, head_dim = tails[0].states.shape
+    _, heads, _, head_dim = tails[0].states.shape
     shape = (2, len(tails) * heads, tokens, head_dim)
     dense = torch.empty(shape, dtype=tails[0].states.dtype, device=pool.device)
-    width = head_dim * dense.element_size()
-    base = np.array([tail.states.data_ptr() for tail in tails])
-    # keys of a tail, then its values, head by head
-    inside = np.arange(2 * heads).reshape(2, 1, heads) * (capacity * width)
-    sources = (base[:, None] + inside).ravel()
+    sources, width = _head_places(tails)
     targets = dense.data_ptr() + np.arange(len(sources)) * (tokens * width)
     pool.allocator.copy(sources, targets, tokens * width)
     return dense[0], dense[1]

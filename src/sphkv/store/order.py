@@ -115,6 +115,12 @@ class PageCodec(Protocol):
         """
         ...
 
+    def joins_layers(
+        self, layout: PageLayout, codec: StateCodec | None, device: torch.device
+    ) -> bool:
+        """Whether ``encode_layers`` makes such pages on a device."""
+        ...
+
     def encode_layers(
         self,
         layout: PageLayout,
@@ -122,18 +128,18 @@ class PageCodec(Protocol):
         states: tuple[Tensor, Tensor],
         rows: PageRows,
         heads: Tensor,
-    ) -> Tensor | None:
+    ) -> Tensor:
         """Pages of several layers at once.
 
         Args:
-            layout: Their layout.
+            layout: Their layout, which ``joins_layers`` takes.
             codec: Encoder of the sequences.
-            states: As for ``encode``.
-            rows: As for ``encode``.
+            states: Keys and values ``[rows, tokens, head_dim]`` bfloat16, zero past the counts.
+            rows: Positions, counts and flags.
             heads: ``[rows]`` int64 head of each page among those of all layers, layer by layer.
 
         Returns:
-            As for ``encode``; None leaves it to a call for every layer.
+            ``[rows, page_bytes]`` uint8 as slabs keep them.
         """
         ...
 

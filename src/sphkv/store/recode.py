@@ -264,14 +264,16 @@ class _Recoding:
         flags = torch.zeros(positions.shape, dtype=torch.bool, device=pool.device)
         rows = PageRows(positions, on_device[len(at) :], flags)
         own = on_device[: len(at)]
-        pages = pool.kernels.encode_layers(layout, self._state.codec, states, rows, own)
+        pages, codec = None, self._state.codec
+        if pool.kernels.joins_layers(layout, codec, pool.device):
+            pages = pool.kernels.encode_layers(layout, codec, states, rows, own)
         found = []
         for layer in sorted({*(heads // num_heads).tolist()}):
             index = np.flatnonzero(heads // num_heads == layer)
             part = slice(int(index[0]), int(index[-1]) + 1)
             local = heads[part] - layer * num_heads
             if pages is None:
-                encoder = PageEncoder.of(pool, layer, self._state.codec)
+                encoder = PageEncoder.of(pool, layer, codec)
                 dense = (states[0][part], states[1][part])
                 rest = own[part] - layer * num_heads
                 made = encoder.encode(layout, dense, rows.select(part), rest)

@@ -69,6 +69,7 @@ class PointerTable:
     def _hold(self, page_ids: _Integers, tags: _Integers, num_pages: _Integers) -> None:
         """Keep arrays, and tensors of the same memory: small steps are quicker on arrays."""
         self._arrays = (page_ids, tags, num_pages)
+        self._row_starts = np.arange(len(page_ids)) * page_ids.shape[1]
         self.page_ids, self.tags, self.num_pages = map(torch.from_numpy, self._arrays)
 
     @classmethod
@@ -91,7 +92,7 @@ class PointerTable:
     @property
     def nbytes(self) -> int:
         """Bytes of the three tensors."""
-        return self.pointer_bytes + self.tag_bytes
+        return self.bytes_for(len(self._row_starts), self.capacity)
 
     @property
     def pointer_bytes(self) -> int:
@@ -126,7 +127,7 @@ class PointerTable:
             return 0
         needed = self._arrays[2] + added
         if removed is not None and removed.numel():
-            needed -= self._holds(removed).sum(dim=1).numpy()
+            needed -= self._is_among(removed).sum(axis=1)
         capacity = self.grown_capacity(self.capacity, int(needed.max()))
         return self.page_ids.shape[0] * (capacity - self.capacity) * self.entry_bytes
 
@@ -141,9 +142,6 @@ class PointerTable:
         """Bytes the table grows by if every head gets so many pages."""
         capacity = self.grown_capacity(self.capacity, self.fullest + num_pages)
         return len(self._arrays[0]) * (capacity - self.capacity) * self.entry_bytes
-
-    def _holds(self, page_ids: Tensor) -> Tensor:
-        return torch.isin(self.page_ids, page_ids.cpu()) & self.used()
 
     def check_holds(self, page_ids: Tensor) -> None:
         """Raise unless all pages ``[pages]``, each named once, are in the table."""
@@ -187,8 +185,9 @@ class PointerTable:
         if most >= self.capacity:
             self.reserve(np.ones(len(page_ids), dtype=np.int64))
         ids, tags, num_pages = self._arrays
-        heads = np.arange(len(page_ids))
-        ids[heads, num_pages], tags[heads, num_pages] = page_ids, tag
+        at = self._row_starts + num_pages
+        ids.put(at, page_ids)
+        tags.put(at, tag)
         num_pages += 1
         self._count_more(tag, len(page_ids))
         self._fullest = (self.version, most + 1)
@@ -197,14 +196,15 @@ class PointerTable:
         """Raise the version for pages that came; what was counted before is counted on."""
         version, counts = self._counted
         if version == self.version:
-            counts = {**counts, tag: counts.get(tag, 0) + num_pages}
-            self._counted = (version + 1, dict(sorted(counts.items())))
+            counts[tag] = counts.get(tag, 0) + num_pages
+            self._counted = (version + 1, counts)
         self.version += 1
 
     def newest(self) -> NDArray[np.int64]:
         """``[heads]`` ids of the last page of every head, each of which has one."""
         ids, _, num_pages = self._arrays
-        return ids[np.arange(len(ids)), num_pages - 1].astype(np.int64, copy=False)
+        found: NDArray[np.int64] = ids.take(self._row_starts + num_pages - 1)
+        return found
 
     def reserve(self, added: NDArray[np.int64] | Tensor) -> None:
         """Grow as ``growth_bytes`` says, once, before calls of ``extend``.
@@ -259,17 +259,20 @@ class PointerTable:
         Raises:
             ValueError: A page is not in the table, or is named twice.
         """
-        wanted = page_ids.cpu().contiguous()
-        head, column = self._holds(wanted).nonzero(as_tuple=True)
-        ids, order = self.page_ids[head, column].sort()
-        place = torch.searchsorted(ids, wanted)
-        found = place < ids.numel()
-        if not bool(found.all()) or not torch.equal(ids[place], wanted):
-            raise ValueError(f"pages {page_ids.tolist()} are not all of this layer")
-        if bool((wanted.sort().values.diff() == 0).any()):
+        wanted = page_ids.cpu().numpy()
+        order = wanted.argsort(kind="stable")
+        ranked = wanted[order]
+        if (ranked[1:] == ranked[:-1]).any():
             raise ValueError(f"pages {page_ids.tolist()} name one page twice")
-        head, column = head[order[place]], column[order[place]]
-        return head, self.tags[head, column].to(torch.int64)
+        ids, tags, _ = self._arrays
+        head, column = self._is_among(page_ids).nonzero() if len(wanted) else ids[:0].nonzero()
+        if len(head) != len(wanted):
+            raise ValueError(f"pages {page_ids.tolist()} are not all of this layer")
+        # as many as are wanted, each once: their ranks are a permutation
+        at = order[np.searchsorted(ranked, ids[head, column])]
+        heads, found = np.empty_like(wanted), np.empty_like(wanted)
+        heads[at], found[at] = head, tags[head, column]
+        return torch.from_numpy(heads), torch.from_numpy(found)
 
     def listed(self) -> tuple[Tensor, Tensor, Tensor]:
         """Ids, tags and whether they came since the last ``mark``, head by head.
@@ -313,9 +316,10 @@ class PointerTable:
 
     def remap(self, moves: PageMoves) -> None:
         """Follow pages that changed their ids; the version rises if one of them is here."""
-        page_ids = moves.apply(self.page_ids)
-        if not np.array_equal(page_ids.numpy(), self._arrays[0]):
-            self._hold(page_ids.numpy(), *self._arrays[1:])
+        ids: NDArray[np.int64] = self._arrays[0].reshape(-1).view(np.int64)
+        at, new = moves.find(ids)
+        if len(at):
+            ids[at] = new
             self.version += 1
 
     def touch(self) -> None:
@@ -347,7 +351,7 @@ class PointerTable:
         """A table of the same pages and capacity."""
         other = PointerTable(0)
         other._hold(*(array.copy() for array in self._arrays))
-        other._counted, other._fullest = (0, self.tag_counts()), (0, self.fullest)
+        other._counted, other._fullest = (0, {**self.tag_counts()}), (0, self.fullest)
         return other
 
 

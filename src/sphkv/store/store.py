@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page store: carries out write contracts under one byte limit."""
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from weakref import WeakSet
@@ -129,9 +128,10 @@ class PageStore:
         If it is the only one, ``slack_bytes`` is what is missing to ``live_bytes``.
         """
         state = self._get(sequence)
-        num_pages: Counter[int] = Counter()
+        num_pages: dict[int, int] = {}
         for table in state.tables:
-            num_pages.update(table.tag_counts())
+            for tag, num in table.tag_counts().items():
+                num_pages[tag] = num_pages.get(tag, 0) + num
         return state.nbytes + sum(
             num * held_page_bytes(self._pool.layout(pool_of_tag(tag)))
             for tag, num in num_pages.items()

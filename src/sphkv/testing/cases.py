@@ -6,9 +6,12 @@ The answer is the slow, obvious one in float64: decode every page, then attend d
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.attention.partial import PartialAttention
@@ -21,7 +24,7 @@ from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, TierTable, ladder
 from sphkv.store.config import StoreConfig
-from sphkv.store.layout import PageLayout
+from sphkv.store.layout import PageLayout, write_pages
 from sphkv.store.order import PageCodec, PageCopier, PageOrder, PageRuns
 from sphkv.store.paging import PageRows
 from sphkv.store.store import PageStore
@@ -90,6 +93,12 @@ class CodecOnly:
         """Left to the codec."""
         return None
 
+    def joins_layers(
+        self, layout: PageLayout, codec: StateCodec | None, device: torch.device
+    ) -> bool:
+        """Left to the codec."""
+        return False
+
     def encode_layers(
         self,
         layout: PageLayout,
@@ -97,9 +106,9 @@ class CodecOnly:
         states: tuple[Tensor, Tensor],
         rows: PageRows,
         heads: Tensor,
-    ) -> Tensor | None:
-        """Left to the codec."""
-        return None
+    ) -> Tensor:
+        """Nobody may ask."""
+        raise AssertionError(f"pages of {layout} are encoded layer by layer")
 
     def decodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
         """Left to the codec."""
@@ -114,6 +123,69 @@ class CodecOnly:
     ) -> None:
         """Nobody may ask."""
         raise AssertionError(f"pages of {layout} are not decoded")
+
+
+class MemoryCopier:
+    """Copies bytes of the host as a kernel of a GPU does its own."""
+
+    def copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64], num_bytes: int) -> None:
+        """See ``PageCopier.copy``."""
+        # all is read before anything is written
+        read = [ctypes.string_at(int(source), num_bytes) for source in sources]
+        for target, data in zip(targets.tolist(), read, strict=True):
+            ctypes.memmove(target, data, num_bytes)
+
+
+class JoiningCodec(CodecOnly):
+    """Encodes pages of several layers at once, as a Hopper GPU does, with the codec.
+
+    Args:
+        num_heads: KV heads.
+
+    Attributes:
+        joined: Pages of every call.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        self._num_heads = num_heads
+        self.joined: list[int] = []
+
+    def copier(self, device: torch.device) -> PageCopier:
+        """Copies in the host's memory."""
+        return MemoryCopier()
+
+    def joins_layers(
+        self, layout: PageLayout, codec: StateCodec | None, device: torch.device
+    ) -> bool:
+        """All that are coded."""
+        return layout.tier.is_coded
+
+    def encode_layers(
+        self,
+        layout: PageLayout,
+        codec: StateCodec | None,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        heads: Tensor,
+    ) -> Tensor:
+        """Layer by layer, after all."""
+        assert codec is not None
+        self.joined.append(len(heads))
+        layers, pages = heads // self._num_heads, []
+        for layer in layers.unique().tolist():
+            at = (layers == layer).nonzero()[:, 0]
+            own = rows.select(at)
+            encoded = codec.encode(
+                layer,
+                layout.tier,
+                states[0][at],
+                states[1][at],
+                own.positions,
+                head_ids=heads[at] % self._num_heads,
+                counts=own.counts,
+            )
+            pages.append(write_pages(layout, encoded, own))
+        return torch.cat(pages)
 
 
 def random_states(

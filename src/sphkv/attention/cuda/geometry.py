@@ -226,8 +226,9 @@ class KernelShape:
             row = 2 * self.entries + 4
         else:
             row = self.entries + (0 if self.entries // 16 % 2 else 16)
-        is_turned = self.positions is not PositionMode.TOKENS
-        turned = (4 if self.columns == MAX_COLUMNS else 8) if is_turned else 1
+        turned = (4 if self.columns == MAX_COLUMNS else 8) if is_contiguous else 1
+        if self.positions is PositionMode.RUNS and self.columns != MAX_COLUMNS:
+            turned = 8
         return 4 * turned * self.columns * row
 
     @property

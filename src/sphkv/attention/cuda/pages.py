@@ -205,13 +205,14 @@ class LayerLists:
         """Add a page to every list of some sequences.
 
         Args:
-            new: ``[layers, heads, batch]`` int64, see ``list_entries``; of any value for others.
+            new: ``[layers, heads, batch]`` int64 on the CPU, see ``list_entries``; of any value for
+                others.
             is_grown: ``[batch]`` bool: the sequences that get one.
         """
         device = self._entries.device
-        new = new.to(device, non_blocking=True).reshape(*self._counts.shape, 1)
+        told = upload(new.contiguous().numpy().reshape(-1), device)
         # behind the end of lists that do not grow, where nobody looks
-        self._entries.scatter_(2, self._counts[..., None], new)
+        self._entries.scatter_(2, self._counts[..., None], told.view(*self._counts.shape, 1))
         grown = is_grown.to(device, non_blocking=True).to(torch.int64)
         self._counts += grown.repeat(self._counts.shape[1] // self._batch)
         self._flatten()
@@ -394,7 +395,7 @@ class FragmentCodec:
         """Make tables, and load kernels with the last layer's; see ``PageCodec.prepare``."""
         if device.type != "cuda" or not isinstance(codec, SphericalCodec):
             return
-        if is_served(layout) and layout.tier.has_value_codes and _is_hopper(device):
+        if self.joins_layers(layout, codec, device):
             self._order.kernels().prepare_layout(codec, layer, layout, device)
         else:
             self._portable().prepare(layout, layer, codec, device)
@@ -433,6 +434,14 @@ class FragmentCodec:
             self._triton = TritonEncoder()
         return self._triton
 
+    def joins_layers(
+        self, layout: PageLayout, codec: StateCodec | None, device: torch.device
+    ) -> bool:
+        """On a Hopper GPU, if values are coded; see ``PageCodec.joins_layers``."""
+        is_served_here = is_served(layout) and layout.tier.has_value_codes
+        is_gpu = device.type == "cuda" and _is_hopper(device)
+        return is_served_here and is_gpu and isinstance(codec, SphericalCodec)
+
     def encode_layers(
         self,
         layout: PageLayout,
@@ -440,14 +449,10 @@ class FragmentCodec:
         states: tuple[Tensor, Tensor],
         rows: PageRows,
         heads: Tensor,
-    ) -> Tensor | None:
+    ) -> Tensor:
         """Pages of several layers on a Hopper GPU; see ``PageCodec.encode_layers``."""
-        if not states[0].is_cuda or not _is_hopper(states[0].device) or not len(heads):
-            return None
-        kernels = self._order.kernels()
-        if not isinstance(codec, SphericalCodec) or not kernels.takes(layout, states):
-            return None
-        return kernels.encode(layout, None, codec, states, rows, heads)
+        assert isinstance(codec, SphericalCodec)
+        return self._order.kernels().encode(layout, None, codec, states, rows, heads)
 
     def decodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
         """Whether runs of such pages are decoded; see ``PageCodec.decodes``."""

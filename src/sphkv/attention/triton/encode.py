@@ -65,6 +65,12 @@ class TritonEncoder:
             pages[:, layout.value_offset : layout.position_offset] = dense
         return pages
 
+    def joins_layers(
+        self, layout: PageLayout, codec: StateCodec | None, device: torch.device
+    ) -> bool:
+        """Never: a call encodes a layer; see ``PageCodec.joins_layers``."""
+        return False
+
     def encode_layers(
         self,
         layout: PageLayout,
@@ -72,9 +78,9 @@ class TritonEncoder:
         states: tuple[Tensor, Tensor],
         rows: PageRows,
         heads: Tensor,
-    ) -> Tensor | None:
-        """Left to a call for every layer; see ``PageCodec.encode_layers``."""
-        return None
+    ) -> Tensor:
+        """Nobody may ask; see ``PageCodec.encode_layers``."""
+        raise ValueError(f"pages of {layout.tier.name!r} are encoded layer by layer")
 
     def decodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
         """Whether runs of such pages are decoded; see ``PageCodec.decodes``."""

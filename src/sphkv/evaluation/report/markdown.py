@@ -245,7 +245,7 @@ def bytes_needed(curve: Sequence[tuple[float, float]], bound: float) -> float | 
     part = (worse - bound) / (worse - better)
     if better > 0:
         part = math.log(worse / bound) / math.log(worse / better)
-    return less * (more / less) ** part
+    return less * math.exp(part * math.log(more / less))
 
 
 def _needed(value: float | str, ours: float | str) -> str:

@@ -231,14 +231,19 @@ def behaviour_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "score": statistics.fmean(scores.values()),
         }
         for workload, scores in exact.items()
+        if scores
     ]
     return [*told, *rows]
 
 
 def _exact_scores(records: Sequence[Record], workload: str) -> dict[str, float]:
-    """What the exact model scores, in points of 100, by prompt of a workload."""
+    """What the exact model scores, in points of 100, by prompt of a workload that says so."""
     name = f"{QUALITY_FIELD[workload]}_reference"
-    return {r["case"]: 100.0 * r["quality"][name] for r in records if r["workload"] == workload}
+    return {
+        record["case"]: 100.0 * record["quality"][name]
+        for record in records
+        if record["workload"] == workload and name in record["quality"]
+    }
 
 
 def _behaviour(

@@ -70,11 +70,13 @@ constexpr int PAGE_BYTES = round_up(PAYLOAD_END + 4 * POSITION_WORDS, 64);
 
 // Turns: (cos, -sin) and (sin, cos) of each plane in device memory, of each entry in shared memory.
 // A warp's queries are turned to its quarter beforehand, so that a contiguous page needs one row. A
-// page of runs has a row per tile, less what the queries are turned already; where its runs follow
-// each other these rows are all alike, and one does as well. With eight columns each tile has its own turned queries: from a query set of its own
+// page of runs has a row per tile; with four columns they hold what is missing to how far the queries
+// are turned already, so that where the runs follow each other all rows are alike and one does as well
+// (eight columns would take the room of pages). With eight columns each tile has its own turned queries: from a query set of its own
 // where registers allow it, else from a row of turns of its own; the tensor cores turn them.
 constexpr int QUERY_SETS = IS_CONTIGUOUS && !SHARED_COLUMNS && HEAD_DIM == 64 ? 2 : 1;
 constexpr int TURN_SETS = IS_TOKENS || SHARED_COLUMNS || QUERY_SETS == 2 ? 1 : 2;
+constexpr bool IS_TURNED_BEFORE = IS_CONTIGUOUS || (IS_RUNS && SHARED_COLUMNS);
 constexpr int TURN_ROWS = IS_TOKENS ? 0 : IS_RUNS ? PAGE_TILES : TURN_SETS;
 constexpr bool TURNED_BY_PRODUCT = !SHARED_COLUMNS && !IS_TOKENS;
 // A page of runs has eight rows: with four columns they hold (sin, cos) alone, and a lane finds the
@@ -109,7 +111,7 @@ constexpr int STAGE_BYTES = PAGE_BYTES + TURN_ROWS * TURN_BYTES;
 constexpr int QUERY_ROW =
     QUERY_SETS == 2 ? 2 * ENTRIES + 4 : ENTRIES + (STEP_PAIRS % 2 ? 0 : 16);
 constexpr int QUARTER_ROWS = SHARED_COLUMNS ? 2 : 1;  // of a column: one per warp, or one per tile
-constexpr int TURNED = IS_TOKENS ? 1 : TEAM_WARPS * QUARTER_ROWS;
+constexpr int TURNED = IS_TURNED_BEFORE ? TEAM_WARPS * QUARTER_ROWS : 1;
 constexpr int TURNED_BYTES = COLUMNS * QUERY_ROW * 4;
 constexpr int PASS_DIMS = 32;
 constexpr int PASS_ROW = PASS_DIMS + 8;

@@ -92,14 +92,13 @@ INLINE void request_page(const Params& p, int id, uint32_t stage, int lane) {
   copy_bulk(stage_address(stage), page_pointer(p, id), PAGE_BYTES, full_barrier(stage));
 }
 
-// How far the queries of tile `lane % PAGE_TILES` are turned beforehand, beyond those of the first.
-INLINE int turned_before(int lane) {
-  const int tile = lane % PAGE_TILES;
-  return TILE_KEYS * (SHARED_COLUMNS ? tile : tile & ~1);
-}
+// How far the queries of tile `lane % PAGE_TILES` of a page of runs are turned beforehand.
+INLINE int turned_before(int lane) { return IS_TURNED_BEFORE ? TILE_KEYS * (lane % PAGE_TILES) : 0; }
 
-// Whether a page's runs follow each other; `base` is that of run `lane % PAGE_TILES`.
+// Whether one row of turns does for a page of runs, because they follow each other; `base` is that of
+// run `lane % PAGE_TILES`.
 INLINE bool runs_follow(int base, int lane) {
+  if (!IS_TURNED_BEFORE) return false;
   const int start = base - TILE_KEYS * (lane % PAGE_TILES);
   return __all_sync(ALL_LANES, start == __shfl_sync(ALL_LANES, start, 0));
 }

@@ -66,7 +66,7 @@ struct RowStart {
       const uint32_t* turns = (const uint32_t*)p.turns + (word & 255) * WORDS + WORDS - 1;
 #pragma unroll
       for (int j = 0; j < TILES; j++)
-        if (!IS_TOKENS)
+        if (IS_TURNED_BEFORE)
           turn[k][j] = __ldg(turns + (ROWS_BEFORE + j * (PAGE_TILES / TILES)) * PLANES * WORDS);
     }
   }
@@ -96,7 +96,7 @@ struct RowStart {
 
   static INLINE uint32_t turned(float x, float y, uint32_t turn) {
     float u = x, v = y;
-    if constexpr (!IS_TOKENS) {
+    if constexpr (IS_TURNED_BEFORE) {
       const float s = low_half(turn), c = high_half(turn);
       u = x * c + y * s;
       v = y * c - x * s;
@@ -116,7 +116,7 @@ INLINE void take_query(QueryLane& query, const WarpPlace& place) {
   constexpr int WORDS = 4 * STEP_PAIRS * QUERY_SETS;
   const int lane = place.lane, t = lane & 3, column = SHARED_COLUMNS ? lane / 4 & 3 : lane / 4;
   const int turned = place.quarter * QUARTER_ROWS + (SHARED_COLUMNS ? lane / 16 : 0);
-  const uint32_t from = RowStart::query_at(IS_TOKENS ? 0 : turned, column);
+  const uint32_t from = RowStart::query_at(IS_TURNED_BEFORE ? turned : 0, column);
 #pragma unroll
   for (int w = 0; w < WORDS; w += 4) {
     // four entries of a lane are neighbours; those of the next pair of steps follow all lanes'
