@@ -473,13 +473,15 @@ class RetentionResidency:
     def _note_until(self, position: int) -> None:
         """Note runs that are sealed and not young any more, as runs of their age usually are.
 
-        What that takes on a device is put off until notes are read: pages seal beside a step.
+        On a device that is put off until notes are read, because pages seal beside a step there.
         """
         tokens = self._store.num_tokens(self._sequence)
         if self._notes is not None:
             noted = self._notes.num_runs + len(self._unnoted)
             runs = range(noted, position // RUN_TOKENS)
             self._unnoted += [tokens - run * RUN_TOKENS - RUN_TOKENS // 2 for run in runs]
+            if not self._store.allocator.has_copier:
+                self._all_notes()
 
     def plan_ahead(self) -> None:
         """Begin to make room for the next pages to seal if they have none; see ``Residency``."""
