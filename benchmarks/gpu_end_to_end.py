@@ -38,7 +38,7 @@ from gpu_dense_model import DenseDecoder, RandomStates
 from gpu_models import SHAPES, build_model
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from sphkv import SphericalCache
+from sphkv import RetentionOptions, SphericalCache
 from sphkv.cache.step import StepTokens
 from sphkv.store.pool import EncodedPages, LayerChange
 
@@ -322,13 +322,14 @@ def measure_eager(model, states, batch):
     return statistics.median(generate(model, dense, EAGER_STEPS, batch)[0][2:])
 
 
-def calibrated_cache(model, budget):
+def calibrated_cache(model, args):
     """A cache that has calibrated itself on a random prompt, empty again."""
     tokens = torch.randint(0, model.config.vocab_size, (1, SET_UP_TOKENS), device="cuda")
+    retention = RetentionOptions(page_tokens=args.page_tokens)
     cache = (
         SphericalCache.for_model(model, tiers=TIER)
-        if budget is None
-        else SphericalCache.for_model(model, budget, retention=True)
+        if args.budget is None
+        else SphericalCache.for_model(model, args.budget, retention=retention, tiers=args.tiers)
     )
     with torch.no_grad():
         model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -398,7 +399,7 @@ def measure_shape(shape, args):
     """Records of one model, as they come."""
     began = time.perf_counter()
     build_s, model = timed(lambda: build_model(shape, num_layers=args.layers))
-    calibrate_s, cache = timed(lambda: calibrated_cache(model, args.budget))
+    calibrate_s, cache = timed(lambda: calibrated_cache(model, args))
     first_s, later_s = (short_prompt(model, cache) for _ in range(2))
     print(f"{shape}: built {build_s:.1f} s, calibrated {calibrate_s:.1f}, set up {first_s:.1f}")
     common = {
@@ -407,6 +408,7 @@ def measure_shape(shape, args):
         "layers_of_shape": SHAPES[shape]["num_hidden_layers"],
         "tier": TIER if args.budget is None else None,
         "budget": args.budget,
+        "page_tokens": args.page_tokens,
         "t_calibrate_s": calibrate_s,
         "t_set_up_s": first_s - later_s,
     }
@@ -442,6 +444,8 @@ def main():
     parser.add_argument("--eager", action="store_true", help="time transformers' own cache too")
     parser.add_argument("--no-prefill", action="store_true", help="do not time the prompt")
     parser.add_argument("--budget", help="let the controller decide under this budget")
+    parser.add_argument("--page-tokens", type=int, help="states of the controller's coded pages")
+    parser.add_argument("--tiers", nargs="*", help="the tiers that it chooses from")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument(
         "--points", type=read_point, nargs="*", help="tokens x sequences instead of the usual ones"
