@@ -281,14 +281,17 @@ def main():
     parser.add_argument("--rows", type=Path, help="file for the JSON rows")
     parser.add_argument("--models", default=",".join(m.name for m in MODELS))
     parser.add_argument("--value-bits", default="4,2")
+    parser.add_argument("--positions", default="contiguous,runs,tokens", help="forms to measure")
+    parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     parser.add_argument("--commit", help="revision to name in the rows")
     parser.add_argument("--dram", type=Path, help="output of the profiler on --profile")
     parser.add_argument("--profile", action="store_true", help="launch cases for a profiler")
     arguments = parser.parse_args()
     if arguments.profile:
         return profile()
-    torch.manual_seed(secrets.randbits(32))
-    print(f"small cases passed: {run_cases(DEVICE)}")
+    torch.manual_seed(arguments.seed)
+    forms = arguments.positions.split(",")
+    print(f"seed {arguments.seed}, small cases passed: {run_cases(DEVICE)}")
     copy = copy_bandwidth()
     print(f"copy bandwidth {copy:.2f} TB/s")
     dram = dram_ratios(arguments.dram) if arguments.dram else {}
@@ -305,7 +308,7 @@ def main():
         dense["rivals"] = {
             point: rivals(model, *point, median_us) for point in (*SHORT_POINTS, *POINTS)
         }
-        for value_bits in map(int, arguments.value_bits.split(",")):
+        for value_bits in map(int, arguments.value_bits.split(",") if "contiguous" in forms else ()):
             space = Workspace(model, value_bits, seed=1)
             error = self_test(space.book, space.rope, value_bits=value_bits, group=model.group)
             print(f"self-test of {model.name}, {value_bits} bits: error {error:.1e}")
@@ -319,6 +322,8 @@ def main():
             write_rows(rows, arguments)
         if model is MODELS[0]:
             for mode in (PositionMode.RUNS, PositionMode.TOKENS):
+                if mode.name.lower() not in forms:
+                    continue
                 space = Workspace(model, 4, seed=1, mode=mode)
                 base = KernelShape.of_codebook(
                     space.book, value_bits=4, group=model.group, positions=mode
