@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -258,28 +259,30 @@ CHECKS = {"graph": check_graph, "table": check_table, "demotion": check_demotion
 
 
 def run_all(jobs, output, commit):
-    def one(name, folder):
-        target = Path(folder) / f"{name}.json"
-        command = [sys.executable, str(Path(__file__)), "--only", name, "--output", str(target)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        text = done.stdout + ("" if done.returncode == 0 else done.stderr[-1500:])
-        print(text, end="", flush=True)
-        return done.returncode, json.loads(target.read_text()) if target.exists() else []
-
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        done = list(
-            pool.map(lambda name: one(name, folder), [*CASES, "graph", "table", "demotion"])
-        )
+    """All cases, a process each; what has ended is in the output, also if others are cut off."""
     about = {
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "commit": commit,
         "command": "PYTHONPATH=src python3 benchmarks/gpu_check.py",
     }
-    if output:
-        records = [record | about for _, found in done for record in found]
-        output.write_text(json.dumps(records, indent=1) + "\n")
-    return max(status for status, _ in done)
+    names, found, lock = [*CASES, *CHECKS], {}, threading.Lock()
+
+    def one(name, folder):
+        target = Path(folder) / f"{name}.json"
+        command = [sys.executable, str(Path(__file__)), "--only", name, "--output", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        text = done.stdout + ("" if done.returncode == 0 else done.stderr[-1500:])
+        print(text, end="", flush=True)
+        with lock:
+            found[name] = json.loads(target.read_text()) if target.exists() else []
+            records = [record | about for each in names for record in found.get(each, [])]
+            if output:
+                output.write_text(json.dumps(records, indent=1) + "\n")
+        return done.returncode
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        return max(pool.map(lambda name: one(name, folder), names))
 
 
 def main():

@@ -103,6 +103,15 @@ CASES = {
 }  # fmt: skip
 
 
+def error_limit(largest_logit: float) -> float:
+    """Error that half precision may bring to an output whose largest logit is so large.
+
+    Queries are turned in it, so a logit is off by a share of itself, and with it the weight of a
+    key that outweighs the others.
+    """
+    return max(ERROR_FLOOR, 2.0**-11 * largest_logit)
+
+
 def relative_error(got: Tensor, right: Tensor) -> float:
     """Norm of the difference over the norm; NaN counts as infinitely wrong."""
     gap = (got.double() - right).norm() / right.norm().clamp(min=1e-6)

@@ -174,6 +174,12 @@ class Oracle:
         ).flatten()
         return (planes.conj() @ turned).real * radius.to(self.dtype)
 
+    def largest_logit(
+        self, query: Tensor, pages: Tensor, head: int, options: AttentionOptions
+    ) -> float:
+        """Largest logit of queries ``[queries, head_dim]``, without soft-cap or mask."""
+        return float(self._logits(query, pages, head).abs().amax()) * options.scale
+
     def _values(self, pages: Tensor) -> Tensor:
         """``[pages * 128, head_dim]``, rotated where coded."""
         layout, bits = self.layout, self.layout.tier.value_bits
