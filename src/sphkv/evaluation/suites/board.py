@@ -18,7 +18,7 @@ from typing import Any
 
 from sphkv.evaluation.metrics.statistics import MeanInterval, quantile
 from sphkv.evaluation.records import write_text
-from sphkv.evaluation.runner.methods import AUTO, DENSE
+from sphkv.evaluation.runner.methods import AUTO, DENSE, JOINT
 from sphkv.evaluation.suites.acceptance import acceptance_rows
 from sphkv.evaluation.suites.records import answer_place, load_acceptances, load_answers
 
@@ -26,6 +26,8 @@ LEAST_DENSE = 0.3
 """Mean score of dense below which a task does not count."""
 
 _DRAWS = 2000
+# Columns that are compared with all others.
+_OURS = (AUTO, JOINT)
 
 _Column = tuple[str, str, str, str, str]
 _Scores = dict[tuple[str, str, str, int], float | None]
@@ -99,6 +101,7 @@ class Duel:
         suite: The suite, all lengths together.
         mode: Whether the question was visible.
         budget: Budget of both; dense has none.
+        ours: ``auto``, the cache's own choice, or ``joint``, the controller.
         other: ``dense`` or a method.
         difference: Ours minus the other's, tasks and lengths weighing alike; None where no sample
             was answered by both.
@@ -110,6 +113,7 @@ class Duel:
     suite: str
     mode: str
     budget: str
+    ours: str
     other: str
     difference: MeanInterval | None
     refused: int = 0
@@ -152,6 +156,7 @@ class Board:
                 [
                     duel.mode,
                     duel.budget,
+                    duel.ours,
                     duel.other,
                     _points(duel.difference, sign="+"),
                     "0" if duel.difference is None else str(duel.difference.count),
@@ -160,7 +165,7 @@ class Board:
                 ]
                 for duel in duels
             ]
-            head = ["question", "budget", "other", "ours minus it (95%)", "samples of both"]
+            head = ["question", "budget", "ours", "other", "ours minus it (95%)", "samples of both"]
             yield _table([*head, "refused by ours", "by the other"], rows)
 
     def _tables(self) -> Iterable[str]:
@@ -395,17 +400,17 @@ def _duels(
     found = []
     for key, ours in sorted(columns.items()):
         model, suite, mode, budget, method = key
-        if method != AUTO:
+        if method not in _OURS:
             continue
         exact: _Scores = {name: dense[model, name[0], name[1]] for name in ours}
         rivals = {
             other: theirs
             for (*place, other), theirs in sorted(columns.items())
-            if (*place,) == key[:-1] and other not in (AUTO, DENSE)
+            if (*place,) == key[:-1] and other not in (*_OURS, DENSE)
         }
         for other, theirs in {DENSE: exact, **rivals}.items():
-            found += _duel(Duel(model, suite, mode, budget, other, None), ours, theirs)
-    found.sort(key=lambda duel: (duel.model, duel.suite, duel.mode, -_size(duel.budget)))
+            found += _duel(Duel(model, suite, mode, budget, method, other, None), ours, theirs)
+    found.sort(key=lambda duel: (duel.model, duel.suite, duel.mode, -_size(duel.budget), duel.ours))
     return found
 
 
