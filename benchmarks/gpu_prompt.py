@@ -20,11 +20,12 @@ from pathlib import Path
 
 import torch
 
-from sphkv.cache import retention as residency
+from sphkv.cache import prompt
 from sphkv.cache.calibrator import PromptCalibrator
 from sphkv.cache.config import CacheConfig, RetentionConfig
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.plan import choose_seal_tier, parse_tiers, retention_tiers
+from sphkv.cache.retention import page_costs
 from sphkv.cache.step import StepTokens
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
@@ -40,7 +41,7 @@ from sphkv.store.store import PageStore
 
 STAGES = {
     "calibrate": (PromptCalibrator, "fit"),
-    "measure": (residency, "measure_layer"),
+    "measure": (prompt, "measure_layer"),
     "price": (LayerPricer, "price"),
     "note": (RunNotes, "of_prompt"),
     "decide": (RetentionController, "decide"),
@@ -148,7 +149,7 @@ def decide(config, engine, states):
     """A contract about states where they are, in the bytes of an engine's store; and its prices."""
     retention, store, tokens = config.retention, engine.store, states[0][1].shape[1]
     measured = MeasureConfig(config.geometry, config.ropes, retention.tiers)
-    costs = residency.page_costs(config, engine.plan, store)
+    costs = page_costs(config, engine.plan, store)
     pricer = LayerPricer(costs, retention.policy, retention.options)
     controller = RetentionController(costs, retention.options)
     codec, priced = SphericalCodec(engine.calibration), []
