@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from sphkv.cache import prompt
-from sphkv.cache.calibrator import PromptCalibrator
 from sphkv.cache.config import CacheConfig, RetentionConfig
+from sphkv.cache.dense import PromptCalibrator
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.plan import choose_seal_tier, parse_tiers, retention_tiers
 from sphkv.cache.retention import page_costs
@@ -135,8 +135,8 @@ def run_prompt(config, states, calibration=None):
             watched = positions[0, -query.shape[1] :].to(query.device)
             engine._calibrator.observe(layer, query, watched)
             engine._calibrator.fit(layer, keys[:, 16:], positions[0, 16:].to(keys.device))
-        engine._dense[layer] = None
-        engine._store_prompt(
+        engine._dense.take(layer)
+        engine._coded.take_prompt(
             layer, query[None], keys[None], values[None], torch.ones(1, tokens, dtype=torch.bool)
         )
     calibrator = engine._calibrator

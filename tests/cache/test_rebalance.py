@@ -22,6 +22,7 @@ from sphkv.cache import prompt, rebalance
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.plan import retention_tiers
 from sphkv.cache.retention import RetentionResidency
+from sphkv.cache.rows import CodedRows
 from sphkv.cache.step import StepTokens
 from sphkv.testing.cases import CodecOnly, JoiningCodec, MemoryCopier
 
@@ -82,10 +83,16 @@ def held_runs(engine: CacheEngine) -> list[set[tuple[int, ...]]]:
     return found
 
 
+def capture(engine: CacheEngine) -> HostGraph:
+    assert engine._coded is not None
+    engine._coded.graph = graph = HostGraph(engine)  # type: ignore[assignment]
+    return graph
+
+
 def captured(rows: int, budget: str = "22%") -> tuple[CacheEngine, HostGraph]:
     engine = make_engine(budget, refresh_share=1 / 32, demotes=False)
     run(engine, 1500, rows=rows)
-    engine.graph = graph = HostGraph(engine)  # type: ignore[assignment]
+    graph = capture(engine)
     for row in engine.rows:
         row.residency.plan_ahead()
     return engine, graph
@@ -132,23 +139,23 @@ class CountedWork:
 
 @pytest.mark.parametrize("rooms", [[128] * 8, [128, 112, 96, 80], [16, 128]])
 def test_room_is_made_at_an_even_pace_and_in_time(rooms: list[int]) -> None:
-    engine, parts = make_engine("60%", demotes=False), 34
+    make_rows: Any = CodedRows
+    coded, parts = make_rows(None, None, None, None), 34
     works, left = [CountedWork(parts) for _ in rooms], list(rooms)
-    rows: list[Any] = [
+    coded.rows = [
         SimpleNamespace(residency=work, room=functools.partial(left.__getitem__, at))
         for at, work in enumerate(works)
     ]
-    engine.rows = rows
     most = max(-(-parts * (at + 1) // room) for at, room in enumerate(sorted(rooms)))
     for step in range(min(rooms) - 1):
         before = sum(work.work_left for work in works)
-        assert engine._work_ahead()
+        assert coded._work_ahead()
         assert before - sum(work.work_left for work in works) <= most
         left[:] = [room - step - 1 for room in rooms]
     # what is due first is done, or is so beside the last step before it
     first = works[rooms.index(min(rooms))]
     assert first.work_left <= most
-    engine._work_ahead()
+    coded._work_ahead()
     assert first.work_left == 0
 
 
@@ -217,7 +224,7 @@ def test_many_rows_of_a_gpu_seal_beside_different_steps(monkeypatch):
     run(engine, 1500, rows=4)
     # 28 tokens are no whole runs, or the newest; every next row has a run more in its tail
     assert [row.room() for row in engine.rows] == [36, 20, 4, 36]
-    engine.graph = graph = HostGraph(engine)  # type: ignore[assignment]
+    graph = capture(engine)
     assert engine.store is not None
     sealed = []
     for _ in range(100):
