@@ -30,10 +30,10 @@ from sphkv.retention.measure import PromptWork
 from sphkv.retention.notes import RunNotes
 from sphkv.retention.policy import BlockShape
 from sphkv.retention.pricing import PageCosts
-from sphkv.store.allocator import slab_bytes
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
 from sphkv.store.sequence import PointerTable
+from sphkv.store.slabs import slab_bytes
 from sphkv.store.store import PageStore
 
 _MODE_OF_SHAPE = {

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sphkv.core.tiers import RUN_TOKENS
-from sphkv.store.allocator import PageMoves
 from sphkv.store.layout import PageFrames, PageLayout, PageView
+from sphkv.store.moves import PageMoves
 from sphkv.store.paging import PositionMode, live_mask
 from sphkv.store.pool import PagePool
 from sphkv.store.sequence import PointerTable, pool_of_tag, tier_ids_of
