@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from sphkv.store.upload import upload
+from sphkv.core.devices import upload
 
 _WORD_BYTES = 4
 _BLOCK_WORDS = 1024
