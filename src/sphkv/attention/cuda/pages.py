@@ -385,7 +385,7 @@ class FragmentCodec:
         if device.type != "cuda":
             return None
         # Triton is needed on GPUs only
-        from sphkv.attention.triton.copy import TritonCopier
+        from sphkv.attention.triton.encode import TritonCopier
 
         return TritonCopier(device)
 
