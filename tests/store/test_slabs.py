@@ -41,8 +41,8 @@ def test_counts_are_the_same_in_slab_and_table_however_many_come(tiers: TierTabl
     first.refcounts[1], first.counts[1] = 2, 7
     for _ in range(200):
         table.place(make_slab(tiers, HIGH, 2))
-    assert (table.owners[1], table.states[1]) == (2, 7)
-    table.owners[2] = 1
+    assert (table.refcounts[1], table.counts[1]) == (2, 7)
+    table.refcounts[2] = 1
     assert first.refcounts.tolist() == [0, 2, 1]
     ids = torch.tensor([2, 1])
     assert table.owned(ids).tolist() == [2, 1]

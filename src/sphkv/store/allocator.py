@@ -89,7 +89,7 @@ class PageAllocator:
         freed_pages: dict[int, int] = {}
         if freed is not None and len(freed):
             ids = self._slabs.owned(freed)
-            slots = ids[self._slabs.owners[ids] == 1] // self._slabs.stride
+            slots = ids[self._slabs.refcounts[ids] == 1] // self._slabs.stride
             per_slot = np.bincount(slots)
             freed_pages = {slot: int(per_slot[slot]) for slot in np.flatnonzero(per_slot).tolist()}
         delta = 0
@@ -244,8 +244,8 @@ class PageAllocator:
             ValueError: A page is sealed already.
         """
         ids = self._slabs.owned(page_ids)
-        if self._slabs.states[ids].any():
-            sealed = {*(ids[self._slabs.states[ids] > 0] // self._slabs.stride).tolist()}
+        if self._slabs.counts[ids].any():
+            sealed = {*(ids[self._slabs.counts[ids] > 0] // self._slabs.stride).tolist()}
             raise ValueError(f"sealed pages of slabs {sorted(sealed)} cannot be written again")
         if self._copier is None:
             for slot, index, rows in self._slabs.by_slab(page_ids):
@@ -254,7 +254,7 @@ class PageAllocator:
             pages, size = pages.to(self._device).contiguous(), pages.shape[1]
             source = pages.data_ptr() + size * np.arange(len(pages))
             self._copier.copy(source, self._slabs.addresses(ids), size)
-            self._slabs.states[ids] = counts.cpu().numpy()
+            self._slabs.counts[ids] = counts.cpu().numpy()
 
     def copy(self, sources: Ids, targets: Ids, num_bytes: int) -> None:
         """Copy bytes between places of the device, where ``has_copier``; see ``PageCopier``."""
@@ -290,7 +290,7 @@ class PageAllocator:
 
     def share(self, page_ids: Tensor) -> None:
         """Add one owner to each page."""
-        self._slabs.owners[self._slabs.owned(page_ids)] += 1
+        self._slabs.refcounts[self._slabs.owned(page_ids)] += 1
 
     def free(self, page_ids: Tensor) -> int:
         """Take one owner from each page; a page without owners is free, an empty slab goes.
@@ -302,9 +302,9 @@ class PageAllocator:
             Bytes of the slabs that were released.
         """
         ids = self._slabs.owned(page_ids)
-        self._slabs.owners[ids] -= 1
-        gone = np.sort(ids[self._slabs.owners[ids] == 0])
-        self._slabs.states[gone] = 0
+        self._slabs.refcounts[ids] -= 1
+        gone = np.sort(ids[self._slabs.refcounts[ids] == 0])
+        self._slabs.counts[gone] = 0
         slots = gone // self._slabs.stride
         if self._followers.has_journals:
             pages = self._slabs.by_pool(slots, self._slabs.addresses(gone))
@@ -509,11 +509,11 @@ class PageAllocator:
 
     def refcounts(self, page_ids: Tensor) -> Tensor:
         """``[pages]`` int64 owners of each page."""
-        return torch.from_numpy(self._slabs.owners[self._slabs.owned(page_ids)].astype(np.int64))
+        return torch.from_numpy(self._slabs.refcounts[self._slabs.owned(page_ids)].astype(np.int64))
 
     def counts(self, page_ids: Tensor) -> Tensor:
         """``[pages]`` int64 live states of each page."""
-        return torch.from_numpy(self._slabs.states[self._slabs.owned(page_ids)].astype(np.int64))
+        return torch.from_numpy(self._slabs.counts[self._slabs.owned(page_ids)].astype(np.int64))
 
     def address(self, page_id: int) -> int:
         """Memory address of a page; valid until the page is freed."""

@@ -86,8 +86,8 @@ class SlabTable:
 
     Attributes:
         stride: Pages of the largest slab.
-        owners: ``[slots * stride]`` int32 sequences that hold a page, by id; 0 is free.
-        states: ``[slots * stride]`` int32 live states of a page, by id.
+        refcounts: ``[slots * stride]`` int32 sequences that hold a page, by id; 0 is free.
+        counts: ``[slots * stride]`` int32 live states of a page, by id.
     """
 
     def __init__(self, stride: int) -> None:
@@ -99,7 +99,7 @@ class SlabTable:
         self._address = self._size = np.zeros(0, dtype=np.int64)
         self._pages_at = self._free_at = np.zeros(0, dtype=np.int64)
         # what slabs show of these are parts of them
-        self.owners = self.states = np.zeros(0, dtype=np.int32)
+        self.refcounts = self.counts = np.zeros(0, dtype=np.int32)
         self._pools: dict[PoolKey, dict[int, None]] = {}
         # free pages and all pages of each pool
         self._totals: dict[PoolKey, tuple[int, int]] = {}
@@ -164,7 +164,7 @@ class SlabTable:
                 np.concatenate([old, np.zeros(room - len(old), dtype=np.int64)])
                 for old in (self._address, self._size, self._pages_at, self._free_at)
             )
-        if slot >= len(self.owners) // self.stride:
+        if slot >= len(self.refcounts) // self.stride:
             self._reserve_counts(slot + 1)
         self._show_counts(slot)
         self._address[slot] = slab.data.data_ptr()
@@ -177,9 +177,9 @@ class SlabTable:
     def _reserve_counts(self, num_slots: int) -> None:
         """Have room for the counts of the pages of so many slots, and half as many more."""
         room = self.stride * (num_slots + num_slots // 2)
-        self.owners, self.states = (
+        self.refcounts, self.counts = (
             np.concatenate([old, np.zeros(room - len(old), dtype=np.int32)])
-            for old in (self.owners, self.states)
+            for old in (self.refcounts, self.counts)
         )
         for slot, slab in enumerate(self._slabs[: num_slots - 1]):
             if slab is not None:
@@ -189,8 +189,8 @@ class SlabTable:
         """Have a slab show its part of the counts."""
         slab = self[slot]
         own = slice(slot * self.stride, slot * self.stride + slab.num_pages)
-        slab.refcounts = torch.from_numpy(self.owners[own])
-        slab.counts = torch.from_numpy(self.states[own])
+        slab.refcounts = torch.from_numpy(self.refcounts[own])
+        slab.counts = torch.from_numpy(self.counts[own])
 
     def add_free(self, slot: int, num_pages: int) -> None:
         """Note that so many more pages of a slab are free."""
@@ -224,7 +224,7 @@ class SlabTable:
             self[int(slots.min() if ids.min() < 0 else slots.max())]
         for slot in slots[self._size[slots] == 0][:1].tolist():
             self[slot]
-        if (index >= self._pages_at[slots]).any() or not self.owners[ids].all():
+        if (index >= self._pages_at[slots]).any() or not self.refcounts[ids].all():
             raise ValueError(f"pages {page_ids.tolist()} are not all owned")
         return ids
 
