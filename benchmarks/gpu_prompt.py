@@ -20,11 +20,12 @@ from pathlib import Path
 
 import torch
 
-from sphkv.cache import retention as residency
-from sphkv.cache.calibrator import PromptCalibrator
+from sphkv.cache import prompt
 from sphkv.cache.config import CacheConfig, RetentionConfig
+from sphkv.cache.dense import PromptCalibrator
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.plan import choose_seal_tier, parse_tiers, retention_tiers
+from sphkv.cache.retention import page_costs
 from sphkv.cache.step import StepTokens
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.budget import ByteBudget
@@ -40,7 +41,7 @@ from sphkv.store.store import PageStore
 
 STAGES = {
     "calibrate": (PromptCalibrator, "fit"),
-    "measure": (residency, "measure_layer"),
+    "measure": (prompt, "measure_layer"),
     "price": (LayerPricer, "price"),
     "note": (RunNotes, "of_prompt"),
     "decide": (RetentionController, "decide"),
@@ -134,8 +135,8 @@ def run_prompt(config, states, calibration=None):
             watched = positions[0, -query.shape[1] :].to(query.device)
             engine._calibrator.observe(layer, query, watched)
             engine._calibrator.fit(layer, keys[:, 16:], positions[0, 16:].to(keys.device))
-        engine._dense[layer] = None
-        engine._store_prompt(
+        engine._dense.take(layer)
+        engine._coded.take_prompt(
             layer, query[None], keys[None], values[None], torch.ones(1, tokens, dtype=torch.bool)
         )
     calibrator = engine._calibrator
@@ -148,7 +149,7 @@ def decide(config, engine, states):
     """A contract about states where they are, in the bytes of an engine's store; and its prices."""
     retention, store, tokens = config.retention, engine.store, states[0][1].shape[1]
     measured = MeasureConfig(config.geometry, config.ropes, retention.tiers)
-    costs = residency.page_costs(config, engine.plan, store)
+    costs = page_costs(config, engine.plan, store)
     pricer = LayerPricer(costs, retention.policy, retention.options)
     controller = RetentionController(costs, retention.options)
     codec, priced = SphericalCodec(engine.calibration), []

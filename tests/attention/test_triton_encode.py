@@ -19,8 +19,7 @@ from sphkv.testing.cases import CacheCase, CodecOnly, build_store, random_calibr
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
-from sphkv.attention.triton.copy import TritonCopier
-from sphkv.attention.triton.encode import TritonEncoder
+from sphkv.attention.triton.encode import TritonCopier, TritonEncoder
 
 # Codes that may differ by rounding: a distance or a ratio on an edge between two codes.
 TIES = 2e-3

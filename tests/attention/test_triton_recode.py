@@ -21,8 +21,7 @@ from sphkv.testing.cases import random_calibration, random_states
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
 from sphkv.attention.cuda.pages import FragmentCodec, FragmentOrder
-from sphkv.attention.triton.copy import TritonCopier
-from sphkv.attention.triton.encode import TritonEncoder
+from sphkv.attention.triton.encode import TritonCopier, TritonEncoder
 from sphkv.attention.triton.recode import RunDecoder
 
 # Decoded states are rounded to bfloat16 before they are coded again.

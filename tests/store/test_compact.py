@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from sphkv.core.contract import LayerContract
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
-from sphkv.store.allocator import PageMoves
 from sphkv.store.config import StoreConfig
+from sphkv.store.moves import PageMoves
 from sphkv.store.order import PageOrder
 from sphkv.store.store import PageStore
 

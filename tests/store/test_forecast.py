@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from sphkv.core.contract import WriteContract
 from sphkv.core.tiers import TierTable
-from sphkv.store.allocator import PageAllocator, PoolKey
+from sphkv.store.allocator import PageAllocator
 from sphkv.store.append import Span
 from sphkv.store.forecast import contract_bytes, span_bytes
 from sphkv.store.layout import PageLayout
@@ -24,6 +24,7 @@ from sphkv.store.paging import (
     plan_runs,
     select_states,
 )
+from sphkv.store.slabs import PoolKey
 from sphkv.store.store import PageStore
 
 StoreMaker = Callable[..., PageStore]

@@ -23,13 +23,13 @@ from sphkv.baselines.held_states import UNUSED, HeldStates
 from sphkv.core.contract import LayerContract
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import DENSE_BITS, RUN_TOKENS, TierSpec, TierTable
-from sphkv.store.allocator import slab_bytes
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.order import PageOrder
 from sphkv.store.paging import PositionMode
 from sphkv.store.sequence import PointerTable
+from sphkv.store.slabs import slab_bytes
 from sphkv.store.store import PageStore
 
 PAGE_TOKENS = RUN_TOKENS

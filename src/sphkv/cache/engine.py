@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -13,19 +12,18 @@ from torch import Tensor
 
 from sphkv.attention.api import get_backend
 from sphkv.attention.request import AttentionOptions, DecodeBackend, StepGraph
-from sphkv.cache.calibrator import PromptCalibrator
 from sphkv.cache.config import CacheConfig, ResidencyPlan
+from sphkv.cache.dense import DenseStates, PromptCalibrator
 from sphkv.cache.method import MethodRecord
 from sphkv.cache.plan import Ceiling, choose_residency
-from sphkv.cache.residency import Residency, UniformResidency, write_uniform
+from sphkv.cache.residency import Residency, UniformResidency
 from sphkv.cache.retention import RetentionResidency
-from sphkv.cache.rows import attend_rows, real_states
+from sphkv.cache.rows import CodedRows
 from sphkv.cache.sequence import CacheSequence
 from sphkv.cache.step import BatchPlaces, StepTokens
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
-from sphkv.errors import BudgetError
 from sphkv.retention.measure import PromptWork
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.store import PageStore
@@ -44,9 +42,6 @@ class CacheEngine:
         backend: What runs decode attention.
         ceiling: Bytes a sequence may keep resident.
         plan: How states stay resident; None while the cache is dense.
-        graph: Captured attention of single steps; None while steps are not captured.
-        rows: The coded sequences, one per batch row; empty while the cache is dense.
-        store: Their pages; None while the cache is dense.
         places: Which places of the padded batch hold tokens.
         on_contract: Told the controller's decision about every row's prompt, which nothing keeps;
             for studies.
@@ -86,7 +81,7 @@ class CacheEngine:
         self.backend.prepare(tiers, config.geometry)
         if calibration is not None:
             self.use_calibration(calibration)
-        self.rows: list[CacheSequence] = []
+        self._coded: CodedRows | None = None
         self.reset()
 
     @property
@@ -102,7 +97,22 @@ class CacheEngine:
     @property
     def is_coded(self) -> bool:
         """Whether states are in the page store."""
-        return bool(self.rows)
+        return self._coded is not None
+
+    @property
+    def rows(self) -> list[CacheSequence]:
+        """The coded sequences, one per batch row; none while the cache is dense."""
+        return [] if self._coded is None else self._coded.rows
+
+    @property
+    def store(self) -> PageStore | None:
+        """Pages of the coded sequences; None while the cache is dense."""
+        return None if self._coded is None else self._coded.store
+
+    @property
+    def graph(self) -> StepGraph | None:
+        """Captured attention of single steps; None while steps are not captured."""
+        return None if self._coded is None else self._coded.graph
 
     @property
     def length(self) -> int:
@@ -151,22 +161,15 @@ class CacheEngine:
 
     def reset(self) -> None:
         """Forget all tokens; a calibration stays."""
-        layers = self.config.geometry.num_layers
-        # other caches may share the store, so rows are given back one by one
-        for row in self.rows:
-            row.free()
-        if self.rows:
+        if self._coded is not None:
+            self._coded.free()
             self._forget_peak()
-        self.store: PageStore | None = None
+        self._coded = None
         self.plan: ResidencyPlan | None = None
         self.ceiling = Ceiling.of(self.config, is_calibrated=self._codec is not None)
-        self.graph: StepGraph | None = None
-        self._has_room_ahead = False
-        self.rows = []
         self.places = BatchPlaces(torch.zeros(0, 0, dtype=torch.bool))
         self.peak_bytes, self.peak_share = 0, 0.0
-        self._dense: list[tuple[Tensor, Tensor] | None] = [None] * layers
-        self._queries: list[Tensor | None] = [None] * layers
+        self._dense = DenseStates(self.config)
         self._fresh: dict[int, tuple[Tensor, Tensor]] = {}
         self._step: StepTokens | None = None
         self._is_encoding = False
@@ -192,75 +195,13 @@ class CacheEngine:
         elif batch != self.batch_size:
             raise ValueError(f"the cache holds {self.batch_size} sequences, the step has {batch}")
         step.check_continues(self.num_tokens)
-        if self.is_coded:
-            self._make_room(step)
+        if self._coded is not None:
+            self._coded.make_room(step.is_real)
         else:
             self._is_encoding = self._is_ready(step)
             if self._is_encoding:
                 self._open_store(batch)
         self._step = step
-
-    def _make_room(self, step: StepTokens) -> None:
-        """Have every tail take its new tokens, if they are few enough for one."""
-        assert self.store is not None
-        assert self.plan is not None
-        if self.graph is not None:
-            if not self._has_room_ahead:
-                self._follow(self._seal_rows)
-            self._has_room_ahead = False
-            return
-        capacity = self.store.config.tail_capacity
-        counts = step.is_real.sum(1).tolist()
-        if len(set(counts)) == 1 and 0 < counts[0] <= capacity:
-            self._seal_rows(counts[0])
-            return
-        for row, count in zip(self.rows, counts, strict=True):
-            if 0 < count <= capacity and row.residency.settle(count):
-                self.store.make_room([row.sequence], count)
-
-    def _follow(self, make_room: Callable[[], bool]) -> None:
-        """Change pages, and have captured steps read what is there then."""
-        assert self.graph is not None
-        if not self.graph.prepare(make_room):
-            room, self.graph = self.graph.max_tokens, None
-            self.begin_graph(max_tokens=room)
-
-    def _seal_rows(self, num_new: int = 1, *, is_ahead: bool = False) -> bool:
-        """Seal all tails at once that so many new tokens would overflow.
-
-        Returns:
-            Whether no pages came but those of the seal tier.
-        """
-        assert self.store is not None
-        before = sum(row.residency.num_changes for row in self.rows)
-        full = [row for row in self.rows if row.residency.settle(num_new, is_ahead=is_ahead)]
-        if full:
-            self.store.make_room([row.sequence for row in full], num_new)
-        if self.graph is not None:
-            for row in full:
-                row.residency.plan_ahead()
-        return sum(row.residency.num_changes for row in self.rows) == before
-
-    def _work_ahead(self) -> bool:
-        """While the device computes a step: seal full tails, or go on making room for the next.
-
-        Room is made in parts that are spread over the steps until the next tail is full.
-
-        Returns:
-            Whether no pages came but those of the seal tier.
-        """
-        before = sum(row.residency.num_changes for row in self.rows)
-        rooms = [row.room() for row in self.rows]
-        if min(rooms) == 0:
-            return self._seal_rows(is_ahead=True)
-        # whose tail is full first comes first, and all are done when theirs are full
-        order = sorted(range(len(rooms)), key=rooms.__getitem__)
-        due = accumulate(self.rows[at].residency.work_left for at in order)
-        wanted = max(-(-left // rooms[at]) for at, left in zip(order, due, strict=True))
-        for at in order:
-            while wanted > 0 and self.rows[at].residency.work_ahead():
-                wanted -= 1
-        return sum(row.residency.num_changes for row in self.rows) == before
 
     def begin_graph(self, *, max_tokens: int) -> bool:
         """Have the next single steps captured, where backend and residency allow it.
@@ -268,27 +209,17 @@ class CacheEngine:
         Args:
             max_tokens: Tokens a sequence may reach before ``end_graph``.
         """
-        if self.graph is None and self.store is not None and self.owns_store:
-            self.graph = self.backend.capture(
-                self.store,
-                [row.sequence for row in self.rows],
-                max_tokens=max_tokens,
-                windows=self.config.windows,
-            )
-            if self.graph is not None:
-                for row in self.rows:
-                    row.residency.plan_ahead()
-        return self.graph is not None
+        return self._coded is not None and self._coded.begin_graph(max_tokens=max_tokens)
 
     @property
     def owns_store(self) -> bool:
         """Whether no other cache shares the pages, who might move them."""
-        return self.store is not None and len(self.store.sequences) == len(self.rows)
+        return self._coded is not None and self._coded.owns_store
 
     def end_graph(self) -> None:
         """Captured steps are over: something else changes the cache."""
-        self.graph = None
-        self._has_room_ahead = False
+        if self._coded is not None:
+            self._coded.end_graph()
 
     def _is_ready(self, step: StepTokens) -> bool:
         """Whether after this step there is enough to code with, and to hold the budget."""
@@ -310,36 +241,33 @@ class CacheEngine:
         codec = self._codec
         if codec is None and self._calibrator is not None:
             codec = SphericalCodec(self._calibrator.calibration)
-        self.store = self._new_store(batch, codec)
+        coded = self._new_rows(batch, codec)
         for sequence in range(batch):
-            self.store.create(sequence)
-            self._add_row(sequence)
+            coded.store.create(sequence)
+            coded.add(sequence, self._make_residency(coded.store, sequence))
+        self._coded = coded
 
-    def _new_store(self, batch: int, codec: SphericalCodec | None) -> PageStore:
+    def _new_rows(self, batch: int, codec: SphericalCodec | None) -> CodedRows:
+        """A store for so many sequences, without any yet."""
         assert self.plan is not None
         order = self.backend.page_order
         config = self.plan.store_config(self.config, batch, is_aligned=order is not None)
-        return PageStore(config, codec, order=order, kernels=self.backend.page_codec)
+        store = PageStore(config, codec, order=order, kernels=self.backend.page_codec)
+        return CodedRows(self.config, self.plan, store, self.backend)
 
-    def _add_row(self, sequence: int) -> CacheSequence:
+    def _make_residency(self, store: PageStore, sequence: int) -> Residency:
         assert self.plan is not None
-        assert self.store is not None
-        residency: Residency
-        if self.plan.is_retention:
-            residency = RetentionResidency(
-                self.config,
-                self.plan,
-                self.store,
-                sequence,
-                self.ceiling,
-                work=self._work,
-                on_contract=self.on_contract,
-            )
-        else:
-            residency = UniformResidency(self.config, self.plan, self.store, sequence)
-        row = CacheSequence(self.config, self.plan, self.store, sequence, self.backend, residency)
-        self.rows.append(row)
-        return row
+        if not self.plan.is_retention:
+            return UniformResidency(self.config, self.plan, store, sequence)
+        return RetentionResidency(
+            self.config,
+            self.plan,
+            store,
+            sequence,
+            self.ceiling,
+            work=self._work,
+            on_contract=self.on_contract,
+        )
 
     @property
     def is_dense_step(self) -> bool:
@@ -364,11 +292,7 @@ class CacheEngine:
         if not self.is_dense_step:
             self._fresh[layer] = (keys, values)
             return keys, values
-        held = self._dense[layer]
-        if held is not None:
-            keys, values = torch.cat([held[0], keys], 2), torch.cat([held[1], values], 2)
-        self._dense[layer] = (keys, values)
-        return keys, values
+        return self._dense.append(layer, keys, values)
 
     def end_layer(self, layer: int, query: Tensor) -> None:
         """After the model's own attention: learn from the queries, and code if it is time.
@@ -380,8 +304,8 @@ class CacheEngine:
         Raises:
             BudgetError: What must stay dense does not fit a budget.
         """
-        step, held = self._step, self._dense[layer]
-        if step is None or held is None:
+        step = self._step
+        if step is None or not self._dense.has(layer):
             raise RuntimeError(f"end_layer without update in layer {layer}")
         query = query.detach()
         calibrator = self._calibrator if self._codec is None else None
@@ -389,60 +313,18 @@ class CacheEngine:
             real = step.is_real.to(query.device)
             positions = step.positions.to(query.device)[real]
             calibrator.observe(layer, query.transpose(0, 1)[:, real], positions)
-        queries = self._remember_queries(layer, query)
+        queries = self._dense.watch(layer, query, is_kept=not self._is_encoding)
         if not self._is_encoding:
             return
-        keys, values = held
-        self._dense[layer] = self._queries[layer] = None
+        assert self._coded is not None
+        keys, values = self._dense.take(layer)
         every = torch.cat([self.is_real, step.is_real.cpu()], 1)
         if calibrator is not None:
             positions = every.cumsum(1) - 1
             chosen = every & (positions >= self.config.sink_tokens)
             positions, chosen = positions[chosen].to(keys.device), chosen.to(keys.device)
             calibrator.fit(layer, keys.transpose(0, 1)[:, chosen], positions)
-        self._store_prompt(layer, queries, keys, values, every)
-
-    def _remember_queries(self, layer: int, query: Tensor) -> Tensor:
-        """The newest queries of a dense cache, which a controller decides by.
-
-        Returns:
-            ``[batch, query_heads, at most the watched tokens, head_dim]``.
-        """
-        retention = self.config.retention
-        if retention is None:
-            return query
-        most = retention.policy.watched_tokens
-        held = self._queries[layer]
-        if held is not None:
-            query = torch.cat([held, query], 2)
-        if query.shape[2] > most:
-            query = query[:, :, -most:]
-        if not self._is_encoding:
-            self._queries[layer] = query.clone()
-        return query
-
-    def _store_prompt(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, is_real: Tensor
-    ) -> None:
-        """Hand a layer of the prompts to the rows, at once where they are alike."""
-        assert self.plan is not None
-        assert self.store is not None
-        # beside what the model computes of the layers before
-        self.store.prepare_seals(self.rows[0].sequence, layer)
-        if not self.plan.is_retention and bool(is_real.all()):
-            ids = [row.sequence for row in self.rows]
-            write_uniform(self.config, self.plan, self.store, ids, layer, keys, values)
-            self._note_first(layer, keys.shape[2])
-            return
-        watched = is_real[:, is_real.shape[1] - query.shape[2] :]
-        seen = {index: own[0] for index, _, own in real_states(watched, query)}
-        for index, _, own in real_states(is_real, keys, values):
-            row_query = seen.get(index, query[index][:, :0])
-            self.rows[index].take_prompt(layer, row_query, *own)
-
-    def _note_first(self, layer: int, tokens: int) -> None:
-        for row in self.rows:
-            row.note_prompt(layer, tokens)
+        self._coded.take_prompt(layer, queries, keys, values, every)
 
     def attend(
         self,
@@ -463,11 +345,11 @@ class CacheEngine:
         Returns:
             ``[batch, query_heads, tokens, head_dim]`` in the query's dtype; zero for padding.
         """
-        if self._step is None or layer not in self._fresh:
+        if self._step is None or self._coded is None or layer not in self._fresh:
             raise RuntimeError(f"attend without update in layer {layer}")
         states = (query.detach(), *self._fresh.pop(layer))
-        return attend_rows(
-            self.rows, self._step.is_real, layer, states, options, sink_logits=sink_logits
+        return self._coded.attend(
+            layer, states, self._step.is_real, options, sink_logits=sink_logits
         )
 
     def finish(self, *, is_failed: bool = False) -> None:
@@ -490,24 +372,14 @@ class CacheEngine:
             for row in self.rows:
                 row.finish_pass()
         self._note_peak()
-        if self.graph is not None:
-            self._prepare_next()
-
-    def _prepare_next(self) -> None:
-        """Beside the step that was queued, make ready for the one to come."""
-        try:
-            self._follow(self._work_ahead)
-            self._has_room_ahead = self.graph is not None
-        except BudgetError:
-            # whether the budget holds is told when a step needs it
-            self.end_graph()
+        if self._coded is not None and self._coded.graph is not None:
+            self._coded.prepare_next()
 
     def _note_peak(self) -> None:
         """Keep the most bytes of any moment of the pass, and their part of the ceiling."""
-        if self.store is None:
+        if self._coded is None:
             return
-        notes = sum(row.residency.num_bytes for row in self.rows)
-        most = self.store.take_peak() + notes
+        most = self._coded.store.take_peak() + self._coded.note_bytes
         self.peak_bytes = max(self.peak_bytes, most)
         limit = self.limit_bytes()
         if limit:
@@ -515,10 +387,10 @@ class CacheEngine:
 
     def resident_bytes(self) -> int:
         """Bytes of every tensor the batch keeps alive, codebooks excepted."""
-        if self.store is None:
+        if self._coded is None:
             return self.ledger().total
         self._free_orphans()
-        return self.store.live_bytes + sum(row.residency.num_bytes for row in self.rows)
+        return self._coded.store.live_bytes + self._coded.note_bytes
 
     def limit_bytes(self) -> int | None:
         """Bytes the ceiling allows at the present lengths; None without a budget.
@@ -545,15 +417,9 @@ class CacheEngine:
             )
             return
         self.end_graph()
-        for row, count in zip(self.rows, self.num_tokens, strict=False):
-            row.forget_waiting()
-            row.crop(count)
-        self._trim_dense(self.length)
-
-    def _trim_dense(self, length: int) -> None:
-        for layer, held in enumerate(self._dense):
-            if held is not None:
-                self._dense[layer] = (held[0][:, :, :length], held[1][:, :, :length])
+        if self._coded is not None:
+            self._coded.undo(self.num_tokens)
+        self._dense.trim(self.length)
 
     def crop(self, length: int) -> None:
         """Forget places of the padded batch from ``length`` on.
@@ -571,23 +437,16 @@ class CacheEngine:
             return
         self.end_graph()
         counts = [int(count) for count in self.is_real[:, :length].sum(1)]
-        for row, count in zip(self.rows, counts, strict=False):
-            row.check_crop(count)
-        for row, count in zip(self.rows, counts, strict=False):
-            row.crop(count)
-        removed = self.length - length
-        self._queries = [
-            None if query is None else query[:, :, : max(0, query.shape[2] - removed)]
-            for query in self._queries
-        ]
-        self._trim_dense(length)
+        if self._coded is not None:
+            self._coded.crop(counts)
+        self._dense.crop(length, num_removed=self.length - length)
         self.places = BatchPlaces(self.is_real[:, :length].clone())
         self._forget_peak()
 
     def _free_orphans(self) -> None:
         """Give back the pages of forks that nobody holds any more."""
-        if self.rows:
-            self.rows[0].free_orphans()
+        if self._coded is not None:
+            self._coded.free_orphans()
 
     def _forget_peak(self) -> None:
         """What was resident at other lengths, or of other rows, is no part of the next pass."""
@@ -603,25 +462,9 @@ class CacheEngine:
         if self.length == 0:
             return
         self.end_graph()
-        wanted: list[int] = index.tolist()
-        for layer, held in enumerate(self._dense):
-            if held is not None:
-                at = index.to(held[0].device)
-                self._dense[layer] = (held[0][at], held[1][at])
-        self._queries = [
-            None if query is None else query[index.to(query.device)] for query in self._queries
-        ]
-        if self.is_coded:
-            for source, row in enumerate(self.rows):
-                if source not in wanted:
-                    row.free()
-            taken: set[int] = set()
-            rows = []
-            for source in wanted:
-                row = self.rows[source]
-                rows.append(row.fork() if source in taken else row)
-                taken.add(source)
-            self.rows = rows
+        self._dense.select(index)
+        if self._coded is not None:
+            self._coded.select(index.tolist())
         self.places = BatchPlaces(self.is_real[index.cpu()])
         self._forget_peak()
 
@@ -631,10 +474,10 @@ class CacheEngine:
         self.end_graph()
         other = CacheEngine(self.config, backend=self.backend, model_id=self._model_id)
         other._codec = self._codec
-        other.store, other.plan, other.ceiling = self.store, self.plan, self.ceiling
+        other.plan, other.ceiling = self.plan, self.ceiling
         other.places = BatchPlaces(self.is_real.clone())
-        other.rows = [row.fork() for row in self.rows]
-        other._dense, other._queries = list(self._dense), list(self._queries)
+        other._coded = None if self._coded is None else self._coded.fork()
+        other._dense = self._dense.fork()
         other.peak_bytes, other.peak_share = self.peak_bytes, self.peak_share
         if self._calibrator is not None:
             other._calibrator = self._calibrator.fork()
@@ -647,33 +490,18 @@ class CacheEngine:
         """
         self._free_orphans()
         tables = self._table_bytes()
-        if self.store is not None:
-            ledger = self.store.ledger()
-            notes = sum(row.residency.num_bytes for row in self.rows)
-            return replace(ledger, tags=ledger.tags + notes, tables=tables)
-        kinds = dict.fromkeys(ByteLedger.__slots__, 0)
-        for held, query in zip(self._dense, self._queries, strict=True):
-            if held is not None:
-                kinds["codes"] += held[0].nbytes
-                kinds["values"] += held[1].nbytes
-            kinds["tags"] += 0 if query is None else query.nbytes
+        if self._coded is not None:
+            ledger = self._coded.store.ledger()
+            return replace(ledger, tags=ledger.tags + self._coded.note_bytes, tables=tables)
+        kinds = dict.fromkeys(ByteLedger.__slots__, 0) | self._dense.bytes_by_kind()
         return ByteLedger(**{**kinds, "tables": tables})
 
     def describe(self) -> MethodRecord:
         """What is in use, for a record: residency, setting, share of states by tier."""
-        if self.plan is None or self.store is None:
+        if self.plan is None or self._coded is None:
             return MethodRecord("dense", "not coded yet", "kernel-realized", {"max": 1.0}, "dense")
         name = "joint" if self.plan.is_retention else "spherical"
-        setting = self.rows[0].residency.describe()
-        counts: dict[str, int] = {}
-        total = 0
-        for row in self.rows:
-            for tier, states in self.store.state_counts(row.sequence).items():
-                counts[tier] = counts.get(tier, 0) + states
-            total += row.num_tokens()
-        every = total * self.config.geometry.num_layers * self.config.geometry.num_kv_heads
-        tiers = {tier: states / max(1, every) for tier, states in sorted(counts.items())}
-        tiers["drop"] = max(0.0, 1 - sum(tiers.values()))
+        setting, tiers = self.rows[0].residency.describe(), self._coded.tier_shares()
         return MethodRecord(name, setting, "kernel-realized", tiers, self.plan.kind)
 
     def _table_bytes(self) -> int:
@@ -686,15 +514,9 @@ class CacheEngine:
         """Everything but pages and codebooks, by name, for saving."""
         if self._step is not None:
             raise RuntimeError("a cache cannot be saved inside a forward pass")
-        state = {"is_real": self.is_real.to(torch.uint8)}
-        for layer, held in enumerate(self._dense):
-            if held is not None:
-                state[f"keys.{layer}"], state[f"values.{layer}"] = held
-            if (query := self._queries[layer]) is not None:
-                state[f"queries.{layer}"] = query
+        state = {"is_real": self.is_real.to(torch.uint8), **self._dense.state()}
         if self._calibrator is not None:
-            state["moments"] = self._calibrator.moments
-            state["num_queries"] = self._calibrator.num_queries
+            state.update(self._calibrator.state())
         for index, row in enumerate(self.rows):
             for name, tensor in row.residency.state().items():
                 state[f"row.{index}.{name}"] = tensor
@@ -720,22 +542,21 @@ class CacheEngine:
         self.places = BatchPlaces(state["is_real"].cpu().bool())
         if "moments" in state:
             self._calibrator = PromptCalibrator(self.config, model_id=self._model_id)
-            self._calibrator.moments.copy_(state["moments"])
-            self._calibrator.num_queries.copy_(state["num_queries"])
+            self._calibrator.load_state(state)
         if files:
             self.plan = plan
             self.ceiling = Ceiling.of(self.config, plan)
-            self.store = self._new_store(len(files), self._codec)
+            coded = self._new_rows(len(files), self._codec)
             for sequence, file in enumerate(files):
-                self.store.load(sequence, file, codec_hash=codec_hash)
-                row, lead = self._add_row(sequence), f"row.{sequence}."
+                coded.store.load(sequence, file, codec_hash=codec_hash)
+                residency, lead = self._make_residency(coded.store, sequence), f"row.{sequence}."
                 own = {
                     name.removeprefix(lead): tensor
                     for name, tensor in state.items()
                     if name.startswith(lead)
                 }
-                row.residency.load_state(own)
+                residency.load_state(own)
+                coded.add(sequence, residency)
+            self._coded = coded
         elif self.length:
-            for layer in range(self.config.geometry.num_layers):
-                self._dense[layer] = (state[f"keys.{layer}"], state[f"values.{layer}"])
-                self._queries[layer] = state.get(f"queries.{layer}")
+            self._dense.load_state(state)

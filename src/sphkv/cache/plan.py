@@ -17,10 +17,10 @@ from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import RUN_TOKENS, TierSpec, TierTable, ladder, parse_tier, tier_table
 from sphkv.errors import BudgetError
-from sphkv.store.allocator import slab_bytes
 from sphkv.store.layout import PageLayout
 from sphkv.store.order import PageOrder
 from sphkv.store.paging import PositionMode
+from sphkv.store.slabs import slab_bytes
 
 # Key and value bits from which on one tier for all tokens is taken: it loses little then, and the
 # fastest kernels serve it. Below, the controller loses less with the same bytes: it codes finely

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sphkv.core.devices import upload
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout, blank_pages, put_dense
 from sphkv.store.pages import PageEncoder, check_finite, check_shapes, extreme_elements
 from sphkv.store.paging import MAX_POSITION, PageRows, live_mask
 from sphkv.store.pool import EncodedPages, LayerChange, PagePool, SealedPages
 from sphkv.store.sequence import OpenTail, SequenceState
-from sphkv.store.upload import upload
 
 # Pages that seal together: bounds the copy of their states.
 _TOGETHER = 2048

@@ -20,11 +20,11 @@ from sphkv.core.contract import StateCodec
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import TierTable
 from sphkv.errors import CacheFileError
-from sphkv.store.allocator import PoolKey
 from sphkv.store.layout import PageLayout, PageView
 from sphkv.store.paging import MAX_POSITION, PositionMode
 from sphkv.store.pool import EncodedPages, LayerChange, PagePool
 from sphkv.store.sequence import OpenTail, SequenceState, page_groups
+from sphkv.store.slabs import PoolKey
 
 _FORMAT = "sphkv-cache-2"
 _LABEL = "sphkv"

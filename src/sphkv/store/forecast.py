@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import WriteContract
-from sphkv.store.allocator import PoolKey
 from sphkv.store.append import Span
 from sphkv.store.paging import PositionMode, count_run_pages, plan_pages, select_states
 from sphkv.store.sequence import PointerTable
+from sphkv.store.slabs import PoolKey
 from sphkv.store.store import PageStore
 
 # Units whose pages are planned at once: bounds the memory of counting a long prompt.

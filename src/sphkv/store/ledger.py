@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from sphkv.core.tiers import RUN_TOKENS
-from sphkv.store.allocator import Slab
 from sphkv.store.layout import FLAG_BYTES, HEADER_BYTES, POSITION_BYTES
 from sphkv.store.paging import PositionMode
 from sphkv.store.sequence import OpenTail, PointerTable
+from sphkv.store.slabs import Slab
 
 
 @dataclass(frozen=True, slots=True)

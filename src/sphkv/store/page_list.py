@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sphkv.core.devices import upload
 from sphkv.core.tiers import RUN_TOKENS
-from sphkv.store.allocator import PageMoves
 from sphkv.store.layout import PageFrames, PageLayout, PageView
+from sphkv.store.moves import PageMoves
 from sphkv.store.paging import PositionMode, live_mask
 from sphkv.store.pool import PagePool
 from sphkv.store.sequence import PointerTable, pool_of_tag, tier_ids_of
-from sphkv.store.upload import upload
 
 # Pages copied at once while they are read: bounds what a first look at a long prompt takes.
 _READ_PAGES = 4096

@@ -10,7 +10,6 @@ from torch import Tensor
 from sphkv.core.contract import LayerContract, StateCodec
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import RUN_TOKENS
-from sphkv.store.allocator import PoolKey
 from sphkv.store.layout import PageLayout, PageView, write_dense_pages, write_pages
 from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.paging import (
@@ -25,6 +24,7 @@ from sphkv.store.paging import (
 )
 from sphkv.store.pool import EncodedPages, LayerChange, PagePool
 from sphkv.store.sequence import PointerTable, SequenceState, pool_of_tag
+from sphkv.store.slabs import PoolKey
 
 # Pages encoded at once: bounds the float32 copies a codec makes of a long prompt.
 _ENCODE_PAGES = 256

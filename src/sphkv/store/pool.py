@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sphkv.store.allocator import PageAllocator, PoolKey
+from sphkv.store.allocator import PageAllocator
 from sphkv.store.config import ByteMeter, StoreConfig
 from sphkv.store.layout import PageLayout
 from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.sequence import PointerTable, page_tag
+from sphkv.store.slabs import PoolKey
 
 # So few pages of several layers are copied together and written at once.
 _JOINED_PAGES = 8192

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sphkv.core.devices import upload
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.store.layout import PageFrames, PageLayout, PageView
 from sphkv.store.order import PageCodec, PageRuns
@@ -21,7 +22,6 @@ from sphkv.store.pages import PageEncoder
 from sphkv.store.paging import PageRows, PositionMode
 from sphkv.store.pool import EncodedPages, LayerChange, PagePool
 from sphkv.store.sequence import SequenceState, pool_of_tag
-from sphkv.store.upload import upload
 
 _Ids = NDArray[np.int64]
 _LAST = torch.iinfo(torch.int64).max

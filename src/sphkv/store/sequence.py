@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.core.contract import StateCodec
-from sphkv.store.allocator import PageMoves, PoolKey
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout
+from sphkv.store.moves import PageMoves
 from sphkv.store.paging import PositionMode
+from sphkv.store.slabs import PoolKey
 
 UNUSED = -1
 _MIN_CAPACITY = 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sphkv.core.contract import LayerContract, StateCodec
-from sphkv.store.allocator import PageAllocator, PageMoves, Slab, held_page_bytes
+from sphkv.store.allocator import PageAllocator
 from sphkv.store.append import Span, SpanWriter
 from sphkv.store.config import StoreConfig
 from sphkv.store.files import (
@@ -21,6 +21,7 @@ from sphkv.store.files import (
 )
 from sphkv.store.layout import PageView
 from sphkv.store.ledger import ByteLedger, measure_bytes
+from sphkv.store.moves import PageMoves
 from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.page_list import PageIndex, PageList, list_on_device
 from sphkv.store.pages import (
@@ -43,6 +44,7 @@ from sphkv.store.sequence import (
     page_groups,
     pool_of_tag,
 )
+from sphkv.store.slabs import Slab, held_page_bytes
 
 
 class HeldPages:

@@ -30,11 +30,11 @@ from sphkv.attention.plans import ListedPages, count_pages, list_starts
 from sphkv.codec.packing import pack_nibbles, pack_value_codes
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import StateCodec
+from sphkv.core.devices import upload
 from sphkv.store.allocator import PageAllocator
 from sphkv.store.layout import PageLayout, PageView, first_positions
 from sphkv.store.order import PageCopier, PageRuns
 from sphkv.store.paging import PageRows, PositionMode
-from sphkv.store.upload import upload
 
 if TYPE_CHECKING:
     from sphkv.attention.cuda.encode import CudaEncoder
@@ -385,7 +385,7 @@ class FragmentCodec:
         if device.type != "cuda":
             return None
         # Triton is needed on GPUs only
-        from sphkv.attention.triton.copy import TritonCopier
+        from sphkv.attention.triton.encode import TritonCopier
 
         return TritonCopier(device)
 

@@ -44,8 +44,8 @@ from sphkv.attention.triton.dense import TailList
 from sphkv.attention.triton.merge import empty_parts, merge_parts
 from sphkv.codec.states import SphericalCodec
 from sphkv.errors import UnsupportedBatchError
-from sphkv.store.allocator import PageEvent
 from sphkv.store.layout import PageLayout
+from sphkv.store.moves import PageEvent
 from sphkv.store.paging import PositionMode
 from sphkv.store.sequence import OpenTail, PointerTable, page_tag, pool_of_tag
 from sphkv.store.store import PageStore

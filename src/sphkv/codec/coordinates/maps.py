@@ -7,6 +7,7 @@ ever putting the key together. Derivations: docs/math/coordinates.md.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -154,11 +155,35 @@ class PlaneMap:
 
 
 @dataclass(frozen=True, slots=True)
-class HypersphericalMap:
+class _PostRopeMap(ABC):
+    """As many angles as the sphere has dimensions, of the key as it is after the rotary embedding.
+
+    Positions are not read, and only the cosines and sines of the angles are needed to score a key.
+    """
+
+    def num_angles(self, head_dim: int) -> int:
+        """One less than the channels."""
+        return head_dim - 1
+
+    def cosine(
+        self, query_unit: Tensor, angles: Tensor, *, positions: Tensor | None = None
+    ) -> Tensor:
+        """Cosine ``[...]`` of queries ``[..., head_dim]`` and keys as angles."""
+        angles = checked_floats("angles", angles)
+        return self.cosine_from_trig(query_unit, angles.cos(), angles.sin())
+
+    @abstractmethod
+    def cosine_from_trig(
+        self, query_unit: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None
+    ) -> Tensor:
+        """As :meth:`cosine`, from the cosines and sines ``[..., angles]`` of the angles."""
+
+
+@dataclass(frozen=True, slots=True)
+class HypersphericalMap(_PostRopeMap):
     """Peels off one channel per angle: angle ``i`` is that between the rest of the key and axis i.
 
-    All angles lie in [0, pi] except the last, in (-pi, pi]. Positions are not read: the angles
-    are those of the key as it is, after the rotary embedding. Scored by a Horner recurrence:
+    All angles lie in [0, pi] except the last, in (-pi, pi]. Scored by a Horner recurrence:
     docs/math/coordinates.md, section 3.
     """
 
@@ -166,10 +191,6 @@ class HypersphericalMap:
     def name(self) -> str:
         """Label in configs and reports."""
         return "hyperspherical"
-
-    def num_angles(self, head_dim: int) -> int:
-        """One less than the channels."""
-        return head_dim - 1
 
     def is_circular(self, head_dim: int) -> Tensor:
         """Only the last angle wraps, ``[angles]`` bool."""
@@ -191,13 +212,6 @@ class HypersphericalMap:
         outer = torch.cat((one, angles.sin().cumprod(-1)), dim=-1)
         return outer * torch.cat((angles.cos(), one), dim=-1)
 
-    def cosine(
-        self, query_unit: Tensor, angles: Tensor, *, positions: Tensor | None = None
-    ) -> Tensor:
-        """Cosine ``[...]`` of queries ``[..., head_dim]`` and keys as angles."""
-        angles = checked_floats("angles", angles)
-        return self.cosine_from_trig(query_unit, angles.cos(), angles.sin())
-
     def cosine_from_trig(
         self, query_unit: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None
     ) -> Tensor:
@@ -210,24 +224,20 @@ class HypersphericalMap:
 
 
 @dataclass(frozen=True, slots=True)
-class PolarTreeMap:
+class PolarTreeMap(_PostRopeMap):
     """A binary tree of angles, stored level by level from the leaves to the root.
 
     A leaf angle is the azimuth of two neighbouring channels, in (-pi, pi]; an upper angle splits
     a radius between its two children, in [0, pi / 2]. Where a level has an odd number of nodes
     the last one moves up unchanged and costs no angle: the same as padding the key with zeros to
-    a power of two and leaving out the angles that are always 0. Positions are not read. See
-    docs/math/coordinates.md, section 4.
+    a power of two and leaving out the angles that are always 0. See docs/math/coordinates.md,
+    section 4.
     """
 
     @property
     def name(self) -> str:
         """Label in configs and reports."""
         return "polar_tree"
-
-    def num_angles(self, head_dim: int) -> int:
-        """One less than the channels."""
-        return head_dim - 1
 
     def is_circular(self, head_dim: int) -> Tensor:
         """Only the leaf angles wrap, ``[angles]`` bool."""
@@ -252,13 +262,6 @@ class PolarTreeMap:
             children = torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1)
             nodes = torch.cat((children.flatten(-2), nodes[..., pairs:]), dim=-1)
         return nodes
-
-    def cosine(
-        self, query_unit: Tensor, angles: Tensor, *, positions: Tensor | None = None
-    ) -> Tensor:
-        """Cosine ``[...]`` of queries ``[..., head_dim]`` and keys as angles."""
-        angles = checked_floats("angles", angles)
-        return self.cosine_from_trig(query_unit, angles.cos(), angles.sin())
 
     def cosine_from_trig(
         self, query_unit: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None

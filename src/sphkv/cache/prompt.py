@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt under a controller: its layers as they come, then one contract about all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from sphkv.cache.config import CacheConfig, ResidencyPlan
+from sphkv.cache.notes import SequenceNotes
+from sphkv.cache.residency import window_start
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.contract import WriteContract
+from sphkv.core.tiers import RUN_TOKENS
+from sphkv.retention.controller import RetentionController
+from sphkv.retention.gate import tier_bounds
+from sphkv.retention.measure import MeasureConfig, PromptWork, measure_layer, paged_tokens
+from sphkv.retention.notes import RunNotes
+from sphkv.retention.pricing import LayerPricer, PageCosts
+from sphkv.store.forecast import contract_bytes
+from sphkv.store.store import PageStore
+
+Found = TypeVar("Found")
+
+# So many rows seal beside one step at least: most of the host's work is the same for one or more.
+_ROWS_AT_ONCE = 8
+# Runs a prompt needs so that there is one to decide about between sinks and the newest.
+_LEAST_RUNS = 3
+
+
+class PromptDecision:
+    """Measures, prices and notes the layers of one prompt, and decides about them together.
+
+    For every layer ``take``, then ``decide`` and ``write``; after that it is of no more use.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        plan: ResidencyPlan,
+        store: PageStore,
+        sequence: int,
+        *,
+        notes: SequenceNotes,
+        costs: PageCosts,
+        work: PromptWork | None = None,
+    ) -> None:
+        """Wait for the first layer.
+
+        Args:
+            config: The cache; has a retention part.
+            plan: Tiers and the seal tier.
+            store: Where the prompt is stored, in an empty sequence.
+            sequence: Id in the store.
+            notes: Where to note what was measured.
+            costs: Bytes of a page of every tier and shape.
+            work: What sequences of the same prompt share; None shares nothing.
+        """
+        assert config.retention is not None
+        self._config = config
+        self._retention = config.retention
+        self._plan = plan
+        self._store = store
+        self._sequence = sequence
+        self._notes = notes
+        self._costs = costs
+        self._work = work
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._num_paged = 0
+        self._controller = RetentionController(costs, config.retention.options)
+        self._pricer: LayerPricer | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt; 0 before its first layer."""
+        return self._layers[0][0].shape[1] if self._layers else 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers came."""
+        return len(self._layers) == self._config.geometry.num_layers
+
+    def take(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Take the next layer; see ``Residency.take_prompt``.
+
+        Raises:
+            ValueError: It comes out of order.
+        """
+        if layer != len(self._layers):
+            raise ValueError(f"layer {layer} is out of order: {len(self._layers)} came before")
+        self._layers.append((keys, values))
+        if self._config.windows[layer] is None and keys.shape[1] >= _LEAST_RUNS * RUN_TOKENS:
+            self._price(layer, query, keys, values)
+
+    def _price(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Measure, price and note a layer where its states are, without waiting for them."""
+        codec, config = self._codec(), self._measure_config()
+        found = self._once(
+            ("measured", layer), lambda: measure_layer(config, codec, layer, (query, keys, values))
+        )
+        pricer = self._pricer = self._pricer or self._start(keys.shape[1])
+        priced = self._once(("priced", pricer.key, layer), lambda: pricer.price(found))
+
+        def note() -> RunNotes:
+            features = found.features
+            bound = tier_bounds(
+                query,
+                features.radius,
+                features.mass,
+                found.errors,
+                scale=self._config.geometry.head_dim**-0.5,
+            )
+            losses = pricer.run_losses(found) if priced.run_loss is None else priced.run_loss
+            paged = paged_tokens(keys.shape[1])
+            return RunNotes.of_prompt(losses, priced, bound, num_tokens=paged)
+
+        self._notes.add_layer(self._once(("notes", pricer.key, layer), note))
+        self._controller.add_layer(replace(priced, run_loss=None))
+
+    def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        return find() if self._work is None else self._work.once(key, find)
+
+    def _codec(self) -> SphericalCodec:
+        codec = self._store.codec(self._sequence)
+        assert isinstance(codec, SphericalCodec)
+        return codec
+
+    def _measure_config(self) -> MeasureConfig:
+        retention = self._retention
+        return MeasureConfig(
+            self._config.geometry,
+            self._config.ropes,
+            self._plan.tiers,
+            policy=retention.policy,
+            protection=retention.protection,
+            horizon=retention.horizon,
+            error_samples=retention.error_samples,
+        )
+
+    def _start(self, num_tokens: int) -> LayerPricer:
+        retention = self._retention
+        segments = retention.segments.label(num_tokens, recent_tokens=min(RUN_TOKENS, num_tokens))
+        return LayerPricer(self._costs, retention.policy, retention.options, segments)
+
+    def decide(self, limit: int) -> WriteContract:
+        """The contract about all layers; what remains of the prompt is noted.
+
+        Args:
+            limit: Bytes that pages, tables, tails and notes may take.
+
+        Raises:
+            BudgetError: The parts that must stay dense do not fit.
+        """
+        self._num_paged = self._paged_tokens()
+        if self._notes.is_measured:
+            return self._decide_measured(limit)
+        self._notes.keep_unmeasured(self._plan.tiers)
+        return short_contract(self._config, self._plan, self.num_tokens)
+
+    def _paged_tokens(self) -> int:
+        """Tokens of the prompt that are stored in pages; the others open the tail.
+
+        Many rows of a GPU begin with tails of different lengths, so that not all seal beside one
+        step: a tail takes the same bytes whatever is in it.
+        """
+        runs = max(0, self.num_tokens // RUN_TOKENS - 1)
+        if self._store.allocator.has_copier and self._notes.is_measured:
+            most = self._plan.spec.page_tokens // RUN_TOKENS - 1
+            spread = min(most, -(-len(self._store.sequences) // _ROWS_AT_ONCE))
+            runs = max(min(runs, _LEAST_RUNS), runs - self._sequence % max(1, spread))
+        return runs * RUN_TOKENS
+
+    def _decide_measured(self, limit: int) -> WriteContract:
+        paged, notes = self._num_paged, self._notes.num_bytes
+
+        def exact_bytes(contract: WriteContract) -> int:
+            return notes + contract_bytes(self._store, self._with_windows(contract), paged)
+
+        contract = self._controller.decide(limit, exact_bytes)
+        runs = contract.tier_id[..., :paged].unflatten(-1, (-1, RUN_TOKENS))
+        self._notes.keep_prompt(runs.amin(-1), self.num_tokens)
+        return self._with_windows(contract)
+
+    def _with_windows(self, contract: WriteContract) -> WriteContract:
+        """A contract of the layers with full attention, with those behind windows beside them.
+
+        A window forgets by itself: what it can still see is coded, the rest is dropped.
+        """
+        config, tiers = self._config, self._plan.tiers
+        if len(config.full_layers) == config.geometry.num_layers:
+            return contract
+        whole = WriteContract.uniform(
+            config.geometry,
+            contract.num_tokens,
+            tier_id=tiers.id_of(self._plan.tier),
+            granularity=contract.granularity,
+            device=contract.tier_id.device,
+        )
+        _drop_before_windows(whole, config, self._plan)
+        full = list(config.full_layers)
+        whole.tier_id[full], whole.protected[full] = contract.tier_id, contract.protected
+        return whole
+
+    def write(self, contract: WriteContract) -> None:
+        """Store all layers as decided, and forget them; the newest run opens the tail."""
+        at, positions = slice(0, self._num_paged), torch.arange(self._num_paged)
+        for layer, (keys, values) in enumerate(self._layers):
+            decision = contract.layer(layer)
+            decision = replace(
+                decision, tier_id=decision.tier_id[:, at], protected=decision.protected[:, at]
+            )
+            self._store.write(
+                self._sequence, layer, decision, keys[:, at], values[:, at], positions
+            )
+            rest = slice(self._num_paged, None)
+            self._store.append(self._sequence, layer, keys[:, rest], values[:, rest])
+        self._layers = []
+        self._store.compact()
+
+
+def short_contract(config: CacheConfig, plan: ResidencyPlan, num_tokens: int) -> WriteContract:
+    """A prompt of which nothing can be decided: its sinks stay dense, the rest is coded.
+
+    A window leaves its first tokens behind, so only full attention protects them.
+
+    Args:
+        config: The cache; has a retention part.
+        plan: Tiers and the seal tier.
+        num_tokens: Tokens of the prompt.
+    """
+    assert config.retention is not None
+    contract = WriteContract.uniform(
+        config.geometry,
+        num_tokens,
+        tier_id=plan.tiers.id_of(plan.tier),
+        granularity=RUN_TOKENS,
+    )
+    full = list(config.full_layers)
+    sinks = slice(0, min(config.retention.protection.sink_tokens, num_tokens))
+    contract.tier_id[full, :, sinks] = plan.tiers.dense_id
+    contract.protected[full, :, sinks] = True
+    _drop_before_windows(contract, config, plan)
+    return contract
+
+
+def _drop_before_windows(contract: WriteContract, config: CacheConfig, plan: ResidencyPlan) -> None:
+    """Drop what no window of a layer can see any more from a contract of all layers."""
+    for layer in range(config.geometry.num_layers):
+        start = window_start(config, plan, layer, contract.num_tokens) // RUN_TOKENS * RUN_TOKENS
+        contract.tier_id[layer, :, :start] = plan.tiers.drop_id
