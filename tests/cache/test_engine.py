@@ -388,6 +388,27 @@ def test_failed_pass_leaves_no_trace():
     assert torch.equal(first, run_pass(other, layers, all_real(2)))
 
 
+def test_failed_pass_of_a_dense_cache_teaches_nothing():
+    config = replace(make_config("k2v3"), min_calibration_tokens=150)
+    retention = RetentionConfig(retention_tiers(GEOMETRY.head_dim), "k4v4")
+    config = replace(config, tier=None, budget=ByteBudget.parse("60%"), retention=retention)
+    engine, other = CacheEngine(config), CacheEngine(config)
+    for each in (engine, other):
+        run_pass(each, batch_states(40), all_real(40))
+    layers = batch_states(7, 40)
+    engine.begin(StepTokens(all_real(7), torch.arange(40, 47)[None]))
+    engine.update(0, *layers[0][1:])
+    engine.end_layer(0, layers[0][0])
+    engine.finish(is_failed=True)
+    before, right = engine.export_state(), other.export_state()
+    assert before.keys() == right.keys()
+    assert all(torch.equal(before[name], right[name]) for name in right)
+    for each in (engine, other):
+        run_pass(each, layers, all_real(7))
+    again, right = engine.export_state(), other.export_state()
+    assert all(torch.equal(again[name], right[name]) for name in right)
+
+
 def test_failed_coding_pass_asks_for_a_reset():
     engine = CacheEngine(make_config("max"))
     engine.begin(StepTokens(all_real(60), torch.arange(60)[None]))

@@ -25,6 +25,12 @@ class DenseStates:
         layers = config.geometry.num_layers
         self._states: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self._queries: list[Tensor | None] = [None] * layers
+        # of layers that this pass has been through, as they were before it
+        self._queries_before: dict[int, Tensor | None] = {}
+
+    def begin(self) -> None:
+        """A pass begins: what came before is there to stay."""
+        self._queries_before.clear()
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add new states ``[batch, kv_heads, tokens, head_dim]``; all of the layer's."""
@@ -60,6 +66,7 @@ class DenseStates:
         if query.shape[2] > most:
             query = query[:, :, -most:]
         if is_kept:
+            self._queries_before[layer] = held
             self._queries[layer] = query.clone()
         return query
 
@@ -70,8 +77,14 @@ class DenseStates:
         self._states[layer] = self._queries[layer] = None
         return held
 
-    def trim(self, length: int) -> None:
-        """Forget states from ``length`` on, as after a pass that failed."""
+    def undo(self, length: int) -> None:
+        """Forget a pass that failed: states from ``length`` on, and its queries."""
+        for layer, query in self._queries_before.items():
+            self._queries[layer] = query
+        self._queries_before.clear()
+        self._trim(length)
+
+    def _trim(self, length: int) -> None:
         for layer, held in enumerate(self._states):
             if held is not None:
                 self._states[layer] = (held[0][:, :, :length], held[1][:, :, :length])
@@ -87,7 +100,8 @@ class DenseStates:
             None if query is None else query[:, :, : max(0, query.shape[2] - num_removed)]
             for query in self._queries
         ]
-        self.trim(length)
+        self._queries_before.clear()
+        self._trim(length)
 
     def select(self, index: Tensor) -> None:
         """Make row ``i`` a copy of row ``index[i]``; ``index [new batch]`` int64."""
@@ -163,6 +177,8 @@ class PromptCalibrator:
         self._model_id = model_id
         self.moments = torch.zeros(*lead, 2, 2, device=device)
         self.num_queries = torch.zeros(geometry.num_layers, dtype=torch.int64)
+        # of layers that this pass has been through, as they were before it
+        self._before: dict[int, tuple[Tensor, int]] = {}
         self.calibration = Calibration(
             geometry=geometry,
             ropes=config.ropes,
@@ -187,6 +203,16 @@ class PromptCalibrator:
         self.moments.copy_(state["moments"])
         self.num_queries.copy_(state["num_queries"])
 
+    def begin(self) -> None:
+        """A pass begins: what was seen before counts."""
+        self._before.clear()
+
+    def undo(self) -> None:
+        """Forget what a pass that failed has shown."""
+        for layer, (moments, seen) in self._before.items():
+            self.moments[layer], self.num_queries[layer] = moments, seen
+        self._before.clear()
+
     def observe(self, layer: int, queries: Tensor, positions: Tensor) -> None:
         """Add queries ``[query_heads, tokens, head_dim]`` at ``[tokens]`` positions."""
         stride = -(-queries.shape[1] // self._config.calibration.max_tokens)
@@ -196,6 +222,7 @@ class PromptCalibrator:
         rope, heads = self._config.ropes[layer], self._config.geometry.num_kv_heads
         moments = query_moments(some, at, rope, heads)
         seen, new = int(self.num_queries[layer]), some.shape[1]
+        self._before[layer] = self.moments[layer].clone(), seen
         self.moments[layer].lerp_(moments.to(self.moments.device), new / (seen + new))
         self.num_queries[layer] += new
 

@@ -198,6 +198,9 @@ class CacheEngine:
         if self._coded is not None:
             self._coded.make_room(step.is_real)
         else:
+            self._dense.begin()
+            if self._calibrator is not None:
+                self._calibrator.begin()
             self._is_encoding = self._is_ready(step)
             if self._is_encoding:
                 self._open_store(batch)
@@ -419,7 +422,9 @@ class CacheEngine:
         self.end_graph()
         if self._coded is not None:
             self._coded.undo(self.num_tokens)
-        self._dense.trim(self.length)
+        self._dense.undo(self.length)
+        if self._calibrator is not None:
+            self._calibrator.undo()
 
     def crop(self, length: int) -> None:
         """Forget places of the padded batch from ``length`` on.

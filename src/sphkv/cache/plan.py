@@ -295,8 +295,8 @@ def retention_fixed_bytes(config: CacheConfig, num_tokens: int) -> int:
     notes = len(config.full_layers) * heads * (runs * _RUN_NOTE_BYTES + 8 * len(plan.tiers) + 64)
     dense = plan.tiers[plan.tiers.dense_id].name
     slack = _RETENTION_SLACK_PAGES + seals
-    if config.device != "cpu":
-        # slabs are larger there, and one is kept in reserve
+    if config.device != "cpu" and retention.demotes:
+        # slabs are larger there, and one is kept in reserve for pages that are coded again
         slack += plan.slab_pages(config, is_aligned=True)
     return (
         tails

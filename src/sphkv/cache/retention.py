@@ -165,10 +165,10 @@ class RetentionResidency:
         return limit - int(limit * self.gate.options.reserve_share)
 
     def _seal_bytes(self, finer: Sequence[int] = ()) -> int:
-        """Most bytes that sealing the tail of every head adds, with a slab to spare.
+        """Most bytes that sealing the tail of every head adds, with a slab to spare for demotion.
 
         A demoted page takes its new place before its slab is empty and goes: the spare one keeps
-        that moment under the ceiling too.
+        that moment under the ceiling too. A page that is dropped takes no place.
 
         Args:
             finer: Layers that seal at ``_finer_tier``.
@@ -177,7 +177,8 @@ class RetentionResidency:
         seal = self._store.seal_tier(self._sequence)
         config = self._store.config
         mode = config.span_mode(tiers.id_of(seal))
-        request = {(tiers.id_of(seal), mode): config.max_slab_pages}
+        spare = config.max_slab_pages if self._retention.demotes else 0
+        request = {(tiers.id_of(seal), mode): spare}
         tables = 0
         layers = range(geometry.num_layers)
         rest = [layer for layer in layers if layer not in finer] if finer else layers
