@@ -49,6 +49,56 @@ inline void add_picked(const float* table, const uint8_t* codes, float unit, flo
 #endif
 }
 
+// Directions of 16 states before rotation, [planes, 2, kGroupTokens]: fetch(slot, code) gives the
+// codes of a slot.
+template <class Fetch>
+void look_up_points(const HeadCodebook& points, std::vector<float>& keys, const Fetch& fetch) {
+  std::fill(keys.begin(), keys.end(), 0.0f);
+  uint8_t code[kGroupTokens];
+  const float* x = points.scaled.data();
+  for (const Entry& entry : points.entries) {
+    float* out = keys.data() + static_cast<size_t>(entry.plane) * 2 * kGroupTokens;
+    if (entry.slot < 0) {
+      for (int i = 0; i < kGroupTokens; ++i) {
+        out[i] += x[0] * entry.unit();
+        out[kGroupTokens + i] += x[kSlotLevels] * entry.unit();
+      }
+    } else {
+      fetch(entry.slot, code);
+      add_picked(x, code, entry.unit(), out);
+      add_picked(x + kSlotLevels, code, entry.unit(), out + kGroupTokens);
+    }
+    x += 2 * kSlotLevels;
+  }
+}
+
+// Words and shift of a token in a stream of blocks of 32 / width tokens, four bytes per dimension.
+inline const uint32_t* words_of(const uint8_t* stream, int dim, int width, int token, int& shift) {
+  const int block_tokens = 32 / width, inside = token % block_tokens;
+  shift = 8 * (inside % 4) + inside / 4 * width;
+  return reinterpret_cast<const uint32_t*>(stream) +
+         static_cast<size_t>(token / block_tokens) * dim;
+}
+
+// Value codes of a token less their midpoint.
+inline void read_centred_value(const uint8_t* page, const PageLayout& layout, int dim, int token,
+                               float* out) {
+  const int bits = layout.value_bits, width = bits == 3 ? 2 : bits;
+  const float middle = ((1 << bits) - 1) * 0.5f;
+  const uint8_t* stream = page + layout.value_offset;
+  const uint32_t mask = (1u << width) - 1;
+  int shift = 0;
+  const uint32_t* word = words_of(stream, dim, width, token, shift);
+  for (int i = 0; i < dim; ++i) {
+    out[i] = static_cast<float>(static_cast<int32_t>(word[i] >> shift & mask)) - middle;
+  }
+  if (bits != 3) return;
+  word = words_of(stream + static_cast<size_t>(layout.tokens) * dim / 4, dim, 1, token, shift);
+  for (int i = 0; i < dim; ++i) {
+    out[i] += 4.0f * static_cast<float>(static_cast<int32_t>(word[i] >> shift & 1));
+  }
+}
+
 struct RebuildKernel {
   using Table = RebuildTable;
   using Scratch = RebuildScratch;
@@ -84,19 +134,11 @@ struct RebuildKernel {
 
   static void values(const uint8_t* page, const PageKind& kind, int num_rows, int dim,
                      Scratch& scratch, float* out) {
-    const int count = header_of(page).count, bits = kind.layout.value_bits;
-    const float middle = ((1 << bits) - 1) * 0.5f;
-    const uint8_t* stream = page + kind.layout.value_offset;
-    const uint8_t* top = stream + static_cast<size_t>(kind.layout.tokens) * dim / 4;
+    const int count = header_of(page).count;
     scratch.row.resize(dim);
     float* row = scratch.row.data();
     for (int t = 0; t < count; ++t) {
-      if (bits == 3) {
-        read_codes(stream, dim, 2, t, 1.0f, -middle, row);
-        add_codes(top, dim, 1, t, 4.0f, row);
-      } else {
-        read_codes(stream, dim, bits, t, 1.0f, -middle, row);
-      }
+      read_centred_value(page, kind.layout, dim, t, row);
       for (int v = 0; v < num_rows; ++v) {
         const float weight = scratch.logits[static_cast<size_t>(v) * kMaxPageTokens + t];
         if (weight == 0.0f) continue;
@@ -110,27 +152,12 @@ struct RebuildKernel {
   // Keys of a group before rotation, in planes, all of radius one.
   static void look_up(const uint8_t* page, const PageKind& kind, int head, int first,
                       std::vector<float>& keys) {
-    const HeadCodebook& points = kind.codebook->heads[head];
     const int half = kind.layout.slot_stride(), shift = first < half ? 0 : 4;
     const uint8_t* codes = page + kind.layout.key_offset + first % half;
-    std::fill(keys.begin(), keys.end(), 0.0f);
-    uint8_t code[kGroupTokens];
-    const float* x = points.scaled.data();
-    for (const Entry& entry : points.entries) {
-      float* out = keys.data() + static_cast<size_t>(entry.plane) * 2 * kGroupTokens;
-      if (entry.slot < 0) {
-        for (int i = 0; i < kGroupTokens; ++i) {
-          out[i] += x[0] * entry.unit();
-          out[kGroupTokens + i] += x[kSlotLevels] * entry.unit();
-        }
-      } else {
-        const uint8_t* at = codes + static_cast<size_t>(entry.slot) * half;
-        for (int i = 0; i < kGroupTokens; ++i) code[i] = at[i] >> shift & 15;
-        add_picked(x, code, entry.unit(), out);
-        add_picked(x + kSlotLevels, code, entry.unit(), out + kGroupTokens);
-      }
-      x += 2 * kSlotLevels;
-    }
+    look_up_points(kind.codebook->heads[head], keys, [&](int slot, uint8_t* code) {
+      const uint8_t* at = codes + static_cast<size_t>(slot) * half;
+      for (int i = 0; i < kGroupTokens; ++i) code[i] = at[i] >> shift & 15;
+    });
   }
 
   // Rotates a group of consecutive positions.
@@ -171,34 +198,5 @@ struct RebuildKernel {
       }
     }
     for (int at = 0; at < kGroupTokens / kLanes; ++at) store_floats(out + at * kLanes, sum[at]);
-  }
-
-  // Words and shift of a token in a stream of blocks of 32 / width tokens, four bytes per dimension.
-  static const uint32_t* words_of(const uint8_t* stream, int dim, int width, int token,
-                                  int& shift) {
-    const int block_tokens = 32 / width, inside = token % block_tokens;
-    shift = 8 * (inside % 4) + inside / 4 * width;
-    return reinterpret_cast<const uint32_t*>(stream) +
-           static_cast<size_t>(token / block_tokens) * dim;
-  }
-
-  static void read_codes(const uint8_t* stream, int dim, int width, int token, float scale,
-                         float offset, float* out) {
-    int shift = 0;
-    const uint32_t* word = words_of(stream, dim, width, token, shift);
-    const uint32_t mask = (1u << width) - 1;
-    for (int i = 0; i < dim; ++i) {
-      out[i] = scale * static_cast<float>(static_cast<int32_t>(word[i] >> shift & mask)) + offset;
-    }
-  }
-
-  static void add_codes(const uint8_t* stream, int dim, int width, int token, float scale,
-                        float* out) {
-    int shift = 0;
-    const uint32_t* word = words_of(stream, dim, width, token, shift);
-    const uint32_t mask = (1u << width) - 1;
-    for (int i = 0; i < dim; ++i) {
-      out[i] += scale * static_cast<float>(static_cast<int32_t>(word[i] >> shift & mask));
-    }
   }
 };

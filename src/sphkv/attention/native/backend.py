@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from sphkv.attention.native.recode import NativeRecoder
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.plans import PlanCache
 from sphkv.attention.request import (
@@ -152,13 +153,13 @@ class NativeBackend(EagerBackend):
     Attributes:
         name: ``"native"``.
         page_order: None: pages as ``store/layout.py`` has them.
-        page_codec: None: the codec encodes, with native kernels of its own.
+        page_codec: Codes pages again at lower tiers; the codec encodes all else, natively too.
         variant: Instruction set that runs, such as ``"neon"``; ``"float32"`` is portable.
     """
 
     name = "native"
     page_order: PageOrder | None = None
-    page_codec: PageCodec | None = None
+    page_codec: PageCodec | None
 
     def __init__(
         self,
@@ -194,6 +195,7 @@ class NativeBackend(EagerBackend):
         self._exact = self._kernels.make_engine(EXACT_VARIANT)
         self._num_threads = num_threads
         self._codebooks = CodebookCache()
+        self.page_codec = NativeRecoder(self._codebooks.get, layout_fields, num_threads)
         self._plans = PlanCache(self._build_plan)
 
     def _build_plan(self, store: PageStore, sequences: tuple[int, ...], layer: int) -> Any:
