@@ -141,10 +141,10 @@ void encode_keys(const std::vector<int>& sizes, const std::vector<uintptr_t>& in
 
 // clips: ratios, cells
 ClipTable clip_table(const std::vector<int>& clips, uintptr_t weights) {
-  if (clips.size() != 2 || clips[1] != kClipCells) {
-    throw std::invalid_argument("a clip table has " + std::to_string(kClipCells) + " cells");
+  if (clips.size() != 2 || clips[0] != kClipRatios || clips[1] != kClipCells) {
+    throw std::invalid_argument("a clip table has 16 ratios and 128 cells");
   }
-  return {clips[0], at_address<int16_t>(weights)};
+  return {at_address<int32_t>(weights)};
 }
 
 // sizes: rows, tokens, dim, bits

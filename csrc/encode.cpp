@@ -11,6 +11,7 @@ namespace {
 
 constexpr bool kIsExact = true;
 #include "softmax.h"
+#include "states.h"
 #include "search.h"
 
 // The search of one plane of a row, whose slots are the plane's own.
@@ -44,15 +45,15 @@ PlaneSearch plane_search(const KeyRows& keys, int row, int plane) {
 // Adds a plane's codes, and its share of cosine and squared length.
 void encode_plane(const KeyRows& keys, int row, int plane, const PlaneSearch& search,
                   uint8_t* codes, float* cosine, float* square) {
-  for (int first = 0; first < keys.tokens; first += kGroupTokens) {
-    const int count = std::min(kGroupTokens, keys.tokens - first);
-    PlaneGroup unit = {}, coded;
+  for (int first = 0; first < keys.tokens; first += kSearchTokens) {
+    const int count = std::min(kSearchTokens, keys.tokens - first);
+    PlaneTokens unit = {}, coded;
     for (int t = 0; t < count; ++t) {
       const size_t at = (static_cast<size_t>(row) * keys.tokens + first + t) * keys.planes;
       unit.x[t] = keys.unit[2 * (at + plane)];
       unit.y[t] = keys.unit[2 * (at + plane) + 1];
     }
-    int32_t index[3][kGroupTokens];
+    int32_t index[3][kSearchTokens];
     search.find(unit, index, coded);
     for (int i = 0; i < search.num_stages(); ++i) {
       const size_t slot = static_cast<size_t>(row) * keys.slots + search.stage(i).slot;
@@ -115,6 +116,7 @@ void fit_value_steps(const ValueRows& values, const ClipTable& clips, int num_re
 
 void encode_value_rows(const ValueRows& values, const ScaleRows& scales, int num_threads,
                        uint8_t* scale_code, uint8_t* codes) {
+  const auto half = static_cast<float>(1 << (values.bits - 1));
   run_phases(num_threads, {{values.rows, [&](int row) {
     const Affine scale{scales.low[row], scales.width[row]};
     for (int t = 0; t < values.tokens; ++t) {
@@ -125,8 +127,14 @@ void encode_value_rows(const ValueRows& values, const ScaleRows& scales, int num
         scale_code[at] = 0;
         continue;
       }
-      scale_code[at] = encode_value(values.unit + at * values.dim, values.dim, values.bits, scale,
-                                    scales.inverse_peak[at], scales.coarse, scale_code[at], out);
+      const float* unit = values.unit + at * values.dim;
+      const int best = best_scale(unit, values.dim, half, scale, scales.inverse_peak[at],
+                                  scales.coarse, scale_code[at]);
+      scale_code[at] = static_cast<uint8_t>(best);
+      const float inverse = inverse_or_zero(scale.at(best) * scales.inverse_peak[at]);
+      for (int i = 0; i < values.dim; ++i) {
+        out[i] = static_cast<uint8_t>(snap(unit[i] * inverse, half) + (half - 0.5f));
+      }
     }
   }}});
 }

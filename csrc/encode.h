@@ -30,10 +30,9 @@ struct ValueRows {
 };
 
 // What components of each cell count for, clipping ratio by clipping ratio; see codec/clipping.py.
-constexpr int kClipCells = 128;
+constexpr int kClipCells = 128, kClipRatios = 16;
 struct ClipTable {
-  int ratios;
-  const int16_t* weights;  // [2, ratios, kClipCells]: along, square; null for a width without a choice
+  const int32_t* weights;  // [cells, 2, ratios]: along, square; null for a width without a choice
 };
 
 // Step of least squared error of every token, [rows, tokens]: that of the best clipping ratio, then

@@ -19,6 +19,7 @@ constexpr bool kIsExact = false;
 #include "query_table.h"
 #include "lookup.h"
 #include "values.h"
+#include "states.h"
 #include "rebuild.h"
 #include "search.h"
 #include "recode_impl.h"

@@ -10,6 +10,7 @@ constexpr bool kIsExact = true;
 #include "dense.h"
 #include "driver.h"
 #include "exact.h"
+#include "states.h"
 #include "rebuild.h"
 #include "search.h"
 #include "recode_impl.h"

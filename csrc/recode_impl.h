@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// One page of a Recoding. Included inside a variant's namespace, after rebuild.h and search.h.
+// One page of a Recoding. Included inside a variant's namespace, after dense.h, phases.h and search.h.
 
 struct RecodeScratch {
   std::vector<float> keys;     // [planes, 2, kMaxPageTokens] unit keys before rotary embedding
   std::vector<float> group;    // [planes, 2, kGroupTokens] coded directions of a few states
   std::vector<float> values;   // [kMaxPageTokens, dim] rotated
-  std::vector<uint8_t> codes;  // [kMaxPageTokens, dim] of values
   std::vector<int32_t> stage;  // [planes, 3] entries that code a plane, -1 for none
   Phases phases;
   int32_t position[kMaxPageTokens];
@@ -33,7 +32,6 @@ class PageRecoder {
     scratch.keys.assign(static_cast<size_t>(planes_) * 2 * kMaxPageTokens, 0.0f);
     scratch.group.resize(static_cast<size_t>(planes_) * 2 * kGroupTokens);
     scratch.values.resize(static_cast<size_t>(kMaxPageTokens) * dim_);
-    scratch.codes.assign(static_cast<size_t>(kMaxPageTokens) * dim_, 0);
     read_positions(page_, target_.layout, scratch.position);
   }
 
@@ -95,7 +93,7 @@ class PageRecoder {
     const bool is_run = last == kGroupTokens - 1 && at[last] == at[0] + last &&
                         shift[last] == shift[0] && segment.page[last] == segment.page[0];
     const HeadCodebook& points = segment.kind->codebook->heads[local_head()];
-    look_up_points(points, scratch_.group, [&](int slot, uint8_t* code) {
+    look_up_points(points, scratch_.group, [&](int slot, int32_t* code) {
       const size_t place = static_cast<size_t>(slot) * half;
       if (is_run) {
         const uint8_t* from = at[0] + place;
@@ -155,8 +153,7 @@ class PageRecoder {
     if (segment.kind->has_value_codes()) {
       const PageHeader& source = header_of(page);
       const float scale = Affine{source.scale_lo, source.scale_step}.at(page[layout.scale_offset + token]);
-      read_centred_value(page, layout, dim_, token, out);
-      for (int d = 0; d < dim_; ++d) out[d] *= scale;
+      read_value_codes(page, layout, dim_, token, scale, out);
       return;
     }
     const auto* value = reinterpret_cast<const uint16_t*>(page + layout.value_offset) +
@@ -211,22 +208,26 @@ class PageRecoder {
   void encode_plane(int plane, const PlaneSearch& search) {
     const int half = target_.layout.slot_stride();
     const float* x = scratch_.keys.data() + static_cast<size_t>(plane) * 2 * kMaxPageTokens;
-    for (int first = 0; first < count_; first += kGroupTokens) {
-      PlaneGroup unit, coded;
+    for (int first = 0; first < count_; first += kSearchTokens) {
+      PlaneTokens unit, coded;
       std::memcpy(unit.x, x + first, sizeof unit.x);
       std::memcpy(unit.y, x + kMaxPageTokens + first, sizeof unit.y);
-      int32_t index[3][kGroupTokens];
+      int32_t index[3][kSearchTokens];
       search.find(unit, index, coded);
-      const int live = std::min(kGroupTokens, count_ - first);
       for (int i = 0; i < search.num_stages(); ++i) {
-        const int shift = search.stage(i).shift + (first < half ? 0 : 4);
-        uint8_t* out = page_ + target_.layout.key_offset +
-                       static_cast<size_t>(search.stage(i).slot) * half + first % half;
-        for (int t = 0; t < live; ++t) {
-          out[t] = static_cast<uint8_t>(out[t] | index[i][t] << shift);
+        // codes of slack are zero
+        for (int t = count_ - first; t < kSearchTokens; ++t) index[i][t] = 0;
+        const size_t slot = static_cast<size_t>(search.stage(i).slot) * half;
+        // the tokens of a group lie in one half of a page
+        for (int at = 0; at < kSearchTokens && first + at < count_; at += kGroupTokens) {
+          const int shift = search.stage(i).shift + (first + at < half ? 0 : 4);
+          uint8_t* out = page_ + target_.layout.key_offset + slot + (first + at) % half;
+          for (int t = 0; t < kGroupTokens; ++t) {
+            out[t] = static_cast<uint8_t>(out[t] | index[i][at + t] << shift);
+          }
         }
       }
-      for (int t = 0; t < kGroupTokens; ++t) {
+      for (int t = 0; t < kSearchTokens; ++t) {
         scratch_.cosine[first + t] += unit.x[t] * coded.x[t] + unit.y[t] * coded.y[t];
         scratch_.square[first + t] += coded.x[t] * coded.x[t] + coded.y[t] * coded.y[t];
       }
@@ -262,30 +263,36 @@ class PageRecoder {
     const Affine affine = quantise(step, count_, scale_code);
     header().scale_lo = affine.low * job_.values.gain;
     header().scale_step = affine.width * job_.values.gain;
+    const auto half = static_cast<float>(1 << (bits - 1));
     for (int t = 0; t < count_; ++t) {
-      const size_t at = static_cast<size_t>(t) * dim_;
-      scale_code[t] = encode_value(scratch_.values.data() + at, dim_, bits, affine, inverse[t],
-                                   job_.values.coarse, scale_code[t], scratch_.codes.data() + at);
-    }
-    uint8_t* stream = page_ + layout.value_offset;
-    if (bits == 3) {
-      pack(stream, 2, 0);
-      pack(stream + static_cast<size_t>(layout.tokens) * dim_ / 4, 1, 2);
-    } else {
-      pack(stream, bits, 0);
+      const float* value = scratch_.values.data() + static_cast<size_t>(t) * dim_;
+      const int code = best_scale(value, dim_, half, affine, inverse[t], job_.values.coarse,
+                                  scale_code[t]);
+      scale_code[t] = static_cast<uint8_t>(code);
+      write_value(value, t, inverse_or_zero(affine.at(code) * inverse[t]));
     }
   }
 
-  // `width` bits of every value code from bit `from` on; as sphkv/codec/packing.py lays them out.
-  void pack(uint8_t* stream, int width, int from) {
-    auto* words = reinterpret_cast<uint32_t*>(stream);
-    const int block_tokens = 32 / width;
-    const uint32_t mask = (1u << width) - 1;
-    for (int t = 0; t < count_; ++t) {
-      const int inside = t % block_tokens, shift = 8 * (inside % 4) + inside / 4 * width;
-      uint32_t* word = words + static_cast<size_t>(t / block_tokens) * dim_;
-      const uint8_t* code = scratch_.codes.data() + static_cast<size_t>(t) * dim_;
-      for (int d = 0; d < dim_; ++d) word[d] |= (code[d] >> from & mask) << shift;
+  // Codes of a value, in streams as sphkv/codec/packing.py lays them out.
+  void write_value(const float* value, int token, float inverse_step) {
+    const int bits = target_.layout.value_bits;
+    const auto half = static_cast<float>(1 << (bits - 1));
+    auto* words = reinterpret_cast<uint32_t*>(page_ + target_.layout.value_offset);
+    const WordPlace low(dim_, bits == 3 ? 2 : bits, token);
+    uint32_t* word = words + low.first;
+    const auto code_of = [=](float x) {
+      return static_cast<uint32_t>(static_cast<int32_t>(snap(x * inverse_step, half) + (half - 0.5f)));
+    };
+    if (bits != 3) {
+      for (int d = 0; d < dim_; ++d) word[d] |= code_of(value[d]) << low.shift;
+      return;
+    }
+    const WordPlace high(dim_, 1, token);
+    uint32_t* top = words + static_cast<size_t>(target_.layout.tokens) * dim_ / 16 + high.first;
+    for (int d = 0; d < dim_; ++d) {
+      const uint32_t code = code_of(value[d]);
+      word[d] |= (code & 3) << low.shift;
+      top[d] |= code >> 2 << high.shift;
     }
   }
 

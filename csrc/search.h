@@ -1,36 +1,48 @@
 // SPDX-License-Identifier: Apache-2.0
 // What encoding searches for: the nearest points of a plane, the step of a value, codes of scalars.
-// Included inside a namespace, after softmax.h: whoever encodes compiles its own copy.
+// Included inside a namespace, after states.h: whoever encodes compiles its own copy.
 
-constexpr int kVectors = kGroupTokens / kLanes;
+// Tokens searched together: a group, or two vectors, so that one sum need not wait for another.
+constexpr int kSearchTokens = kGroupTokens < 2 * kLanes ? 2 * kLanes : kGroupTokens;
+constexpr int kVectors = kSearchTokens / kLanes;
 constexpr int kPairLevels = 4;
 constexpr int kMaxPoints = kSlotLevels * kSlotLevels;
 constexpr int kMaxCode = 255;
 
-// A group of tokens in one plane.
-struct PlaneGroup {
-  float x[kGroupTokens], y[kGroupTokens];
+// Some tokens in one plane.
+struct PlaneTokens {
+  float x[kSearchTokens], y[kSearchTokens];
+};
+
+// Points to search, with half their squared length: that less the product with a token ranks them.
+struct PointList {
+  float x[kMaxPoints], y[kMaxPoints], half_square[kMaxPoints];
+
+  void set(int i, float px, float py) {
+    x[i] = px;
+    y[i] = py;
+    half_square[i] = 0.5f * (px * px + py * py);
+  }
 };
 
 // Index of the nearest of `count` points for every token; the first of equals.
-inline void find_nearest(const PlaneGroup& group, const float* px, const float* py, int count,
+inline void find_nearest(const PlaneTokens& tokens, const PointList& points, int count,
                          int32_t* index) {
   Floats x[kVectors], y[kVectors], best[kVectors];
-  Integers found[kVectors];
-  std::memcpy(x, group.x, sizeof x);
-  std::memcpy(y, group.y, sizeof y);
+  Integers found[kVectors], now = {};
+  std::memcpy(x, tokens.x, sizeof x);
+  std::memcpy(y, tokens.y, sizeof y);
   for (int v = 0; v < kVectors; ++v) {
     best[v] = same(std::numeric_limits<float>::infinity());
     found[v] = Integers{};
   }
-  for (int i = 0; i < count; ++i) {
+  for (int i = 0; i < count; ++i, now += 1) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      const Floats dx = x[v] - px[i], dy = y[v] - py[i];
-      const Floats distance = dx * dx + dy * dy;
-      const Integers is_nearer = distance < best[v];
-      best[v] = is_nearer ? distance : best[v];
-      found[v] = is_nearer ? i - Integers{} : found[v];
+      const Floats score = points.half_square[i] - x[v] * points.x[i] - y[v] * points.y[i];
+      const Integers is_nearer = score < best[v];
+      best[v] = score < best[v] ? score : best[v];
+      found[v] = is_nearer ? now : found[v];
     }
   }
   std::memcpy(index, found, sizeof found);
@@ -39,11 +51,10 @@ inline void find_nearest(const PlaneGroup& group, const float* px, const float* 
 // Codes one plane of the keys of a head: single slots, adjacent, then half a pair slot; points add.
 class PlaneSearch {
  public:
-  // Points of one slot, or of half a slot, as they are and as queries see them (in the metric).
+  // Points of one slot, or of half a slot.
   struct Stage {
     int slot, shift, levels;
     float x[kSlotLevels], y[kSlotLevels];
-    float seen_x[kSlotLevels], seen_y[kSlotLevels];
   };
 
   explicit PlaneSearch(const float* metric_root) : root_(metric_root) {}
@@ -60,31 +71,31 @@ class PlaneSearch {
     for (int i = 0; i < levels; ++i) {
       out.x[i] = unit * x[i * step];
       out.y[i] = unit * y[i * step];
-      out.seen_x[i] = root_[0] * out.x[i] + root_[1] * out.y[i];
-      out.seen_y[i] = root_[2] * out.x[i] + root_[3] * out.y[i];
     }
-    if (num_stages_ != 2) return;
-    for (int i = 0; i < kSlotLevels; ++i) {
-      for (int j = 0; j < levels; ++j) {
-        sum_x_[i * levels + j] = stages_[0].seen_x[i] + out.seen_x[j];
-        sum_y_[i * levels + j] = stages_[0].seen_y[i] + out.seen_y[j];
+    if (num_stages_ == 2) {
+      for (int i = 0; i < kSlotLevels; ++i) {
+        for (int j = 0; j < levels; ++j) {
+          see(i * levels + j, stages_[0].x[i] + out.x[j], stages_[0].y[i] + out.y[j], first_);
+        }
       }
+    } else {
+      PointList& seen = num_stages_ == 1 ? first_ : last_;
+      for (int i = 0; i < levels; ++i) see(i, out.x[i], out.y[i], seen);
     }
   }
 
   // Codes of every stage, and the coded points.
-  void find(const PlaneGroup& unit, int32_t (&index)[3][kGroupTokens], PlaneGroup& coded) const {
-    PlaneGroup seen;
-    for (int t = 0; t < kGroupTokens; ++t) {
+  void find(const PlaneTokens& unit, int32_t (&index)[3][kSearchTokens], PlaneTokens& coded) const {
+    PlaneTokens seen;
+    for (int t = 0; t < kSearchTokens; ++t) {
       seen.x[t] = root_[0] * unit.x[t] + root_[1] * unit.y[t];
       seen.y[t] = root_[2] * unit.x[t] + root_[3] * unit.y[t];
     }
     search(seen, index);
     coded = {};
     for (int i = 0; i < num_stages_; ++i) {
-      for (int t = 0; t < kGroupTokens; ++t) {
-        coded.x[t] += stages_[i].x[index[i][t]];
-        coded.y[t] += stages_[i].y[index[i][t]];
+      for (int t = 0; t < kSearchTokens; t += kGroupTokens) {
+        add_picked(stages_[i].x, stages_[i].y, index[i] + t, 1.0f, coded.x + t, coded.y + t);
       }
     }
   }
@@ -93,28 +104,32 @@ class PlaneSearch {
   const float* root_;
   int num_stages_ = 0;
   Stage stages_[3];
-  float sum_x_[kMaxPoints], sum_y_[kMaxPoints];  // of the first two stages, in the metric
+  // in the metric: sums of the first two stages, or the only one; the third
+  PointList first_, last_;
 
-  void search(PlaneGroup& seen, int32_t (&index)[3][kGroupTokens]) const {
+  void see(int i, float x, float y, PointList& out) const {
+    out.set(i, root_[0] * x + root_[1] * y, root_[2] * x + root_[3] * y);
+  }
+
+  void search(PlaneTokens& seen, int32_t (&index)[3][kSearchTokens]) const {
     if (num_stages_ == 1) {
-      find_nearest(seen, stages_[0].seen_x, stages_[0].seen_y, stages_[0].levels, index[0]);
+      find_nearest(seen, first_, stages_[0].levels, index[0]);
       return;
     }
-    const int levels = stages_[1].levels;
-    int32_t joint[kGroupTokens];
-    find_nearest(seen, sum_x_, sum_y_, kSlotLevels * levels, joint);
     // sixteen levels or four
-    const int bits = levels == kSlotLevels ? 4 : 2;
-    for (int t = 0; t < kGroupTokens; ++t) {
+    const int levels = stages_[1].levels, bits = levels == kSlotLevels ? 4 : 2;
+    int32_t joint[kSearchTokens];
+    find_nearest(seen, first_, kSlotLevels * levels, joint);
+    for (int t = 0; t < kSearchTokens; ++t) {
       index[0][t] = joint[t] >> bits;
       index[1][t] = joint[t] & (levels - 1);
     }
     if (num_stages_ < 3) return;
-    for (int t = 0; t < kGroupTokens; ++t) {
-      seen.x[t] -= sum_x_[joint[t]];
-      seen.y[t] -= sum_y_[joint[t]];
+    for (int t = 0; t < kSearchTokens; ++t) {
+      seen.x[t] -= first_.x[joint[t]];
+      seen.y[t] -= first_.y[joint[t]];
     }
-    find_nearest(seen, stages_[2].seen_x, stages_[2].seen_y, stages_[2].levels, index[2]);
+    find_nearest(seen, last_, stages_[2].levels, index[2]);
   }
 };
 
@@ -132,23 +147,27 @@ inline float snap(float ratio, float half) {
 
 constexpr int kWays = 16;  // independent sums, so that loops vectorise without reordering
 
-// Step of the clipping ratio that explains most, out of a histogram of the value's components.
+// Step of the clipping ratio that explains most; components count as the middle of their cells.
 inline float clipped_start(const float* unit, int dim, const ClipTable& clips) {
-  int16_t counts[kClipCells] = {};
+  constexpr int kParts = kClipRatios / kLanes;
   const float per_unit = kClipCells - 0.5f;
+  Integers along[kParts] = {}, square[kParts] = {};
   for (int i = 0; i < dim; ++i) {
-    ++counts[static_cast<int>(std::min(1.0f, std::fabs(unit[i])) * per_unit)];
+    const int cell = static_cast<int>(std::min(1.0f, std::fabs(unit[i])) * per_unit);
+    const int32_t* weights = clips.weights + static_cast<size_t>(cell) * 2 * kClipRatios;
+    for (int part = 0; part < kParts; ++part) {
+      Integers more[2];
+      std::memcpy(&more[0], weights + part * kLanes, sizeof more[0]);
+      std::memcpy(&more[1], weights + kClipRatios + part * kLanes, sizeof more[1]);
+      along[part] += more[0];
+      square[part] += more[1];
+    }
   }
   float best = 0.0f, most = -1.0f;
-  for (int ratio = 0; ratio < clips.ratios; ++ratio) {
-    const int16_t* along = clips.weights + static_cast<size_t>(ratio) * kClipCells;
-    const int16_t* square = along + static_cast<size_t>(clips.ratios) * kClipCells;
-    int32_t along_sum = 0, square_sum = 0;
-    for (int i = 0; i < kClipCells; ++i) along_sum += counts[i] * along[i];
-    for (int i = 0; i < kClipCells; ++i) square_sum += counts[i] * square[i];
-    const auto sum = static_cast<float>(along_sum);
-    const float step = sum / static_cast<float>(square_sum), gain = sum * step;
-    if (gain > most) most = gain, best = step;
+  for (int ratio = 0; ratio < kClipRatios; ++ratio) {
+    const auto sum = static_cast<float>(along[ratio / kLanes][ratio % kLanes]);
+    const float step = sum / static_cast<float>(square[ratio / kLanes][ratio % kLanes]);
+    if (sum * step > most) most = sum * step, best = step;
   }
   return best / per_unit;
 }
@@ -210,24 +229,17 @@ struct Affine {
   float at(int code) const { return low + width * static_cast<float>(code); }
 };
 
-// Writes the codes of a value of peak 1 and returns its scale code: `nearest`, or one beside it of
-// less error where the page's width is coarse, above that part of the value's own step.
-inline uint8_t encode_value(const float* unit, int dim, int bits, const Affine& scale,
-                            float inverse_peak, float coarse, int nearest, uint8_t* codes) {
-  const auto half = static_cast<float>(1 << (bits - 1));
-  const float midpoint = half - 0.5f;
+// Scale code of a value of peak 1: `nearest`, or one beside it of less error where the page's width
+// is coarse, above that part of the value's own step.
+inline int best_scale(const float* unit, int dim, float half, const Affine& scale,
+                      float inverse_peak, float coarse, int nearest) {
+  if (!(scale.width > coarse * scale.at(nearest))) return nearest;
+  float least = std::numeric_limits<float>::infinity();
   int best = nearest;
-  if (scale.width > coarse * scale.at(nearest)) {
-    float least = std::numeric_limits<float>::infinity();
-    for (int offset : {0, -1, 1}) {
-      const int code = std::min(std::max(nearest + offset, 0), kMaxCode);
-      const float error = squared_error(unit, dim, scale.at(code) * inverse_peak, half);
-      if (error < least) least = error, best = code;
-    }
+  for (int offset : {0, -1, 1}) {
+    const int code = std::min(std::max(nearest + offset, 0), kMaxCode);
+    const float error = squared_error(unit, dim, scale.at(code) * inverse_peak, half);
+    if (error < least) least = error, best = code;
   }
-  const float inverse = inverse_or_zero(scale.at(best) * inverse_peak);
-  for (int i = 0; i < dim; ++i) {
-    codes[i] = static_cast<uint8_t>(snap(unit[i] * inverse, half) + midpoint);
-  }
-  return static_cast<uint8_t>(best);
+  return best;
 }

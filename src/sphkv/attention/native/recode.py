@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS, NUM_RATIOS, clip_weights
+from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS, NUM_RATIOS
+from sphkv.codec.native import clip_table
 from sphkv.codec.states import SphericalCodec
 from sphkv.codec.values import COARSE_STEP, NUM_REFINEMENTS, READ_GAIN
 from sphkv.core.contract import StateCodec
@@ -58,7 +59,7 @@ class NativeRecoder(CodecOnly):
         sizes = torch.tensor([len(address) for _, address in sources])
         kind_ids = torch.arange(len(sources)).repeat_interleave(sizes)
         heads, source = batch.head_ids.contiguous(), batch.source.contiguous()
-        weights = torch.stack(clip_weights(bits)).to(torch.int16) if bits in CLIP_RANGE else None
+        weights = clip_table(bits) if bits in CLIP_RANGE else None
         parts = (roots, addresses, kind_ids, heads, source)
         require_kernels().recode_pages(
             [layout.head_dim, geometry.num_kv_heads, len(pages)],
