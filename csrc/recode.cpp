@@ -6,7 +6,8 @@
 namespace sphkv {
 
 void recode_pages(const Recoding& job, int num_threads) {
-  RecodePage recode = avx2_recoder();
+  RecodePage recode = avx512_recoder();
+  if (recode == nullptr) recode = avx2_recoder();
   if (recode == nullptr) recode = plain_recoder();
   run_phases(num_threads, {{job.rows, [&](int row) { recode(job, row); }}});
 }

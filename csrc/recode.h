@@ -38,6 +38,7 @@ void recode_pages(const Recoding& job, int num_threads);
 
 // Codes one page; null where the compiler or the processor lacks the instruction set.
 using RecodePage = void (*)(const Recoding& job, int row);
+RecodePage avx512_recoder();
 RecodePage avx2_recoder();
 RecodePage plain_recoder();
 
