@@ -275,24 +275,25 @@ class PageRecoder {
 
   // Codes of a value, in streams as sphkv/codec/packing.py lays them out.
   void write_value(const float* value, int token, float inverse_step) {
-    const int bits = target_.layout.value_bits;
+    const int bits = target_.layout.value_bits, dim = dim_;
     const auto half = static_cast<float>(1 << (bits - 1));
+    const WordPlace low(dim, bits == 3 ? 2 : bits, token), high(dim, 1, token);
+    const int shift = low.shift, top_shift = high.shift;
     auto* words = reinterpret_cast<uint32_t*>(page_ + target_.layout.value_offset);
-    const WordPlace low(dim_, bits == 3 ? 2 : bits, token);
-    uint32_t* word = words + low.first;
+    uint32_t* __restrict word = words + low.first;
     const auto code_of = [=](float x) {
-      return static_cast<uint32_t>(static_cast<int32_t>(snap(x * inverse_step, half) + (half - 0.5f)));
+      return static_cast<int32_t>(snap(x * inverse_step, half) + (half - 0.5f));
     };
     if (bits != 3) {
-      for (int d = 0; d < dim_; ++d) word[d] |= code_of(value[d]) << low.shift;
+      for (int d = 0; d < dim; ++d) word[d] |= static_cast<uint32_t>(code_of(value[d])) << shift;
       return;
     }
-    const WordPlace high(dim_, 1, token);
-    uint32_t* top = words + static_cast<size_t>(target_.layout.tokens) * dim_ / 16 + high.first;
-    for (int d = 0; d < dim_; ++d) {
-      const uint32_t code = code_of(value[d]);
-      word[d] |= (code & 3) << low.shift;
-      top[d] |= code >> 2 << high.shift;
+    uint32_t* __restrict top =
+        words + static_cast<size_t>(target_.layout.tokens) * dim / 16 + high.first;
+    for (int d = 0; d < dim; ++d) {
+      const auto code = static_cast<uint32_t>(code_of(value[d]));
+      word[d] |= (code & 3) << shift;
+      top[d] |= code >> 2 << top_shift;
     }
   }
 

@@ -147,26 +147,39 @@ inline float snap(float ratio, float half) {
 
 constexpr int kWays = 16;  // independent sums, so that loops vectorise without reordering
 
+inline Integers load_integers(const int32_t* p) {
+  Integers out;
+  std::memcpy(&out, p, sizeof out);
+  return out;
+}
+
 // Step of the clipping ratio that explains most; components count as the middle of their cells.
 inline float clipped_start(const float* unit, int dim, const ClipTable& clips) {
   constexpr int kParts = kClipRatios / kLanes;
   const float per_unit = kClipCells - 0.5f;
   Integers along[kParts] = {}, square[kParts] = {};
-  for (int i = 0; i < dim; ++i) {
-    const int cell = static_cast<int>(std::min(1.0f, std::fabs(unit[i])) * per_unit);
-    const int32_t* weights = clips.weights + static_cast<size_t>(cell) * 2 * kClipRatios;
-    for (int part = 0; part < kParts; ++part) {
-      Integers more[2];
-      std::memcpy(&more[0], weights + part * kLanes, sizeof more[0]);
-      std::memcpy(&more[1], weights + kClipRatios + part * kLanes, sizeof more[1]);
-      along[part] += more[0];
-      square[part] += more[1];
+  for (int first = 0; first < dim; first += kWays) {
+    const int count = std::min(kWays, dim - first);
+    int32_t cell[kWays];
+    for (int i = 0; i < count; ++i) {
+      cell[i] = static_cast<int32_t>(std::min(1.0f, std::fabs(unit[first + i])) * per_unit);
+    }
+    for (int i = 0; i < count; ++i) {
+      const int32_t* weights = clips.weights + cell[i] * 2 * kClipRatios;
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts; ++part) {
+        along[part] += load_integers(weights + part * kLanes);
+        square[part] += load_integers(weights + kClipRatios + part * kLanes);
+      }
     }
   }
+  int32_t sums[2][kClipRatios];
+  std::memcpy(sums[0], along, sizeof along);
+  std::memcpy(sums[1], square, sizeof square);
   float best = 0.0f, most = -1.0f;
   for (int ratio = 0; ratio < kClipRatios; ++ratio) {
-    const auto sum = static_cast<float>(along[ratio / kLanes][ratio % kLanes]);
-    const float step = sum / static_cast<float>(square[ratio / kLanes][ratio % kLanes]);
+    const auto sum = static_cast<float>(sums[0][ratio]);
+    const float step = sum / static_cast<float>(sums[1][ratio]);
     if (sum * step > most) most = sum * step, best = step;
   }
   return best / per_unit;
