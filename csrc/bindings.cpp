@@ -168,14 +168,33 @@ void encode_values(const std::vector<int>& sizes, const std::vector<uintptr_t>& 
                     reinterpret_cast<uint8_t*>(out[1]));
 }
 
+RecodePage find_recoder(const std::string& name) {
+  if (name == "avx512") return avx512_recoder();
+  if (name == "avx2") return avx2_recoder();
+  if (name == "float32") return plain_recoder();
+  throw std::invalid_argument("no recoder is called " + name);
+}
+
+std::vector<std::string> recoders() {
+  std::vector<std::string> out;
+  for (const char* name : {"avx512", "avx2", "float32"}) {
+    if (find_recoder(name) != nullptr) out.emplace_back(name);
+  }
+  return out;
+}
+
 // sizes: head_dim, heads of a layer, rows; clips: ratios, cells, refinements; tensors in the order
 // of Recoding; reading: coarse, gain
 void recode(const std::vector<int>& sizes, const std::vector<PageKind>& sources,
             const std::vector<PageKind>& targets, const std::vector<uintptr_t>& in,
             const std::vector<int>& clips, const std::vector<float>& reading, int threads,
-            uintptr_t pages) {
+            uintptr_t pages, const std::string& variant) {
   if (sizes.size() != 3 || in.size() != 6 || clips.size() != 3 || reading.size() != 2) {
     throw std::invalid_argument("a recoder got the wrong number of sizes or tensors");
+  }
+  const RecodePage recode_page = find_recoder(variant);
+  if (recode_page == nullptr) {
+    throw std::invalid_argument("this processor or build has no recoder " + variant);
   }
   const ValueRule rule{clip_table({clips[0], clips[1]}, in[5]), clips[2], reading[0], reading[1]};
   const Recoding job{sizes[0], sizes[1], sources, targets, at_address<float>(in[0]),
@@ -183,7 +202,7 @@ void recode(const std::vector<int>& sizes, const std::vector<PageKind>& sources,
                      at_address<int64_t>(in[3]), at_address<int64_t>(in[4]), rule,
                      reinterpret_cast<uint8_t*>(pages)};
   nb::gil_scoped_release unlocked;
-  recode_pages(job, threads);
+  recode_pages(job, recode_page, threads);
 }
 
 }  // namespace
@@ -240,5 +259,6 @@ NB_MODULE(_kernels, m) {
   m.def("encode_keys", &encode_keys);
   m.def("fit_value_steps", &fit_steps);
   m.def("encode_values", &encode_values);
+  m.def("recoders", &recoders, "Variants of recode_pages here, fastest first.");
   m.def("recode_pages", &recode);
 }

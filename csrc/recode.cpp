@@ -5,10 +5,7 @@
 
 namespace sphkv {
 
-void recode_pages(const Recoding& job, int num_threads) {
-  RecodePage recode = avx512_recoder();
-  if (recode == nullptr) recode = avx2_recoder();
-  if (recode == nullptr) recode = plain_recoder();
+void recode_pages(const Recoding& job, RecodePage recode, int num_threads) {
   run_phases(num_threads, {{job.rows, [&](int row) { recode(job, row); }}});
 }
 

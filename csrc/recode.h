@@ -34,10 +34,12 @@ struct Recoding {
   uint8_t* pages;                   // [rows, page_bytes] with header and positions, else zero
 };
 
-void recode_pages(const Recoding& job, int num_threads);
-
-// Codes one page; null where the compiler or the processor lacks the instruction set.
+// Codes one page.
 using RecodePage = void (*)(const Recoding& job, int row);
+
+void recode_pages(const Recoding& job, RecodePage recode, int num_threads);
+
+// Null where the compiler or the processor lacks the instruction set.
 RecodePage avx512_recoder();
 RecodePage avx2_recoder();
 RecodePage plain_recoder();

@@ -33,7 +33,8 @@ from sphkv.retention.measure import PromptWork
 from sphkv.retention.notes import RunNotes
 from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.protection import ProtectionRule
-from sphkv.testing.cases import CodecOnly, JoiningCodec, MemoryCopier
+from sphkv.store.order import CodecOnly
+from sphkv.testing.cases import JoiningCodec, MemoryCopier
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, num_query_heads=4, head_dim=32)
 ROPE = RopeSpec.from_config({"rope_theta": 10_000.0}, GEOMETRY.head_dim)

@@ -33,6 +33,7 @@ from sphkv.store.sequence import SequenceState, pool_of_tag
 from sphkv.store.upload import upload
 
 _Ids = NDArray[np.int64]
+_HEAD_SHIFT = MAX_POSITION.bit_length()
 _LAST = torch.iinfo(torch.int64).max
 
 
@@ -177,12 +178,12 @@ def _recode_states(
     for each, frame in zip(sources, frames, strict=True):
         live = live_mask(frame.counts(), each.layout.page_tokens)
         page, place = live.nonzero(as_tuple=True)
-        key = torch.from_numpy(each.heads)[page] * (MAX_POSITION + 1) + frame.positions()[live]
+        key = torch.from_numpy(each.heads)[page] << _HEAD_SHIFT | frame.positions()[live]
         parts.append((key, (first + page) * MAX_PAGE_TOKENS + place))
         first += len(each.page_ids)
     keys, order = torch.cat([key for key, _ in parts]).sort()
     source = torch.cat([source for _, source in parts])[order]
-    heads, positions = keys // (MAX_POSITION + 1), keys % (MAX_POSITION + 1)
+    heads, positions = keys >> _HEAD_SHIFT, keys & MAX_POSITION
     batches = plan_pages(
         StateList(heads, positions, torch.zeros_like(keys, dtype=torch.bool), source),
         tier_id=tier_id,
