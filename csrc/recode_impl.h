@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One page of a Recoding. Included inside a variant's namespace, after dense.h, phases.h and search.h.
+// One page of a Recoding. Included inside a variant's namespace, after phases.h, dense.h, search.h.
 
 struct RecodeScratch {
   std::vector<float> keys;     // [planes, 2, kMaxPageTokens] unit keys before rotary embedding
@@ -87,8 +87,9 @@ class PageRecoder {
     int shift[kGroupTokens];
     for (int i = 0; i < kGroupTokens; ++i) {
       const int from = std::min(i, last);  // slack repeats the last state
-      at[i] = segment.page[from] + layout.key_offset + segment.token[from] % half;
-      shift[i] = segment.token[from] < half ? 0 : 4;
+      const bool is_low = segment.token[from] < half;
+      at[i] = segment.page[from] + layout.key_offset + segment.token[from] - (is_low ? 0 : half);
+      shift[i] = is_low ? 0 : 4;
     }
     const bool is_run = last == kGroupTokens - 1 && at[last] == at[0] + last &&
                         shift[last] == shift[0] && segment.page[last] == segment.page[0];
@@ -152,7 +153,8 @@ class PageRecoder {
     float* out = scratch_.values.data() + static_cast<size_t>(segment.first + i) * dim_;
     if (segment.kind->has_value_codes()) {
       const PageHeader& source = header_of(page);
-      const float scale = Affine{source.scale_lo, source.scale_step}.at(page[layout.scale_offset + token]);
+      const Affine affine{source.scale_lo, source.scale_step};
+      const float scale = affine.at(page[layout.scale_offset + token]);
       read_value_codes(page, layout, dim_, token, scale, out);
       return;
     }
@@ -220,8 +222,10 @@ class PageRecoder {
         const size_t slot = static_cast<size_t>(search.stage(i).slot) * half;
         // the tokens of a group lie in one half of a page
         for (int at = 0; at < kSearchTokens && first + at < count_; at += kGroupTokens) {
-          const int shift = search.stage(i).shift + (first + at < half ? 0 : 4);
-          uint8_t* out = page_ + target_.layout.key_offset + slot + (first + at) % half;
+          const bool is_low = first + at < half;
+          const int shift = search.stage(i).shift + (is_low ? 0 : 4);
+          const int place = first + at - (is_low ? 0 : half);
+          uint8_t* out = page_ + target_.layout.key_offset + slot + place;
           for (int t = 0; t < kGroupTokens; ++t) {
             out[t] = static_cast<uint8_t>(out[t] | index[i][at + t] << shift);
           }

@@ -173,16 +173,19 @@ inline float clipped_start(const float* unit, int dim, const ClipTable& clips) {
       }
     }
   }
-  int32_t sums[2][kClipRatios];
-  std::memcpy(sums[0], along, sizeof along);
-  std::memcpy(sums[1], square, sizeof square);
-  float best = 0.0f, most = -1.0f;
-  for (int ratio = 0; ratio < kClipRatios; ++ratio) {
-    const auto sum = static_cast<float>(sums[0][ratio]);
-    const float step = sum / static_cast<float>(sums[1][ratio]);
-    if (sum * step > most) most = sum * step, best = step;
+  float step[kClipRatios], gain[kClipRatios];
+#pragma GCC unroll 4
+  for (int part = 0; part < kParts; ++part) {
+    const Floats sum = __builtin_convertvector(along[part], Floats);
+    const Floats own = sum / __builtin_convertvector(square[part], Floats);
+    store_floats(step + part * kLanes, own);
+    store_floats(gain + part * kLanes, sum * own);
   }
-  return best / per_unit;
+  int best = 0;
+  for (int ratio = 1; ratio < kClipRatios; ++ratio) {
+    if (gain[ratio] > gain[best]) best = ratio;
+  }
+  return step[best] / per_unit;
 }
 
 // Best step for the levels that `step` selects.

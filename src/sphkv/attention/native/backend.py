@@ -205,12 +205,12 @@ class NativeRecoder(CodecOnly):
 
     def _kinds(self, layout: PageLayout, codec: SphericalCodec, layers: set[int]) -> list[Any]:
         """Pages of a layout in every layer as the kernels see them; of use in ``layers`` alone."""
-        make, tier = require_kernels().make_kind, layout.tier
+        make, fields, tier = require_kernels().make_kind, layout_fields(layout), layout.tier
         books = [
             self._codebooks.get(codec, layer, tier) if tier.is_coded and layer in layers else None
             for layer in range(codec.calibration.geometry.num_layers)
         ]
-        return [make(layout_fields(layout), book) for book in books]
+        return [make(fields, book) for book in books]
 
 
 class NativeBackend(EagerBackend):
