@@ -15,8 +15,9 @@ struct PlaneTokens {
 };
 
 // Points to search, with half their squared length: that less the product with a token ranks them.
+template <int COUNT>
 struct PointList {
-  float x[kMaxPoints], y[kMaxPoints], half_square[kMaxPoints];
+  float x[COUNT], y[COUNT], half_square[COUNT];
 
   void set(int i, float px, float py) {
     x[i] = px;
@@ -25,9 +26,21 @@ struct PointList {
   }
 };
 
-// Index of the nearest of `count` points for every token; the first of equals.
-inline void find_nearest(const PlaneTokens& tokens, const PointList& points, int count,
-                         int32_t* index) {
+inline Floats smaller(Floats a, Floats b) {
+#if defined(__aarch64__)
+  return vminnmq_f32(a, b);
+#elif defined(__AVX512F__) && SPHKV_VECTOR_BYTES == 64
+  return _mm512_min_ps(a, b);  // GCC would compare and blend
+#else
+  return a < b ? a : b;
+#endif
+}
+
+// For every token, which of `count` sets has the nearest point, `size` points one after the other
+// in each; the first of equals.
+template <int COUNT>
+inline void find_nearest(const PlaneTokens& tokens, const PointList<COUNT>& points, int count,
+                         int size, int32_t* index) {
   Floats x[kVectors], y[kVectors], best[kVectors];
   Integers found[kVectors], now = {};
   std::memcpy(x, tokens.x, sizeof x);
@@ -36,13 +49,21 @@ inline void find_nearest(const PlaneTokens& tokens, const PointList& points, int
     best[v] = same(std::numeric_limits<float>::infinity());
     found[v] = Integers{};
   }
-  for (int i = 0; i < count; ++i, now += 1) {
+  for (int set = 0, i = 0; set < count; ++set, now += 1) {
+    Floats least[kVectors];
+    for (int v = 0; v < kVectors; ++v) least[v] = same(std::numeric_limits<float>::infinity());
+    for (const int end = i + size; i < end; ++i) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const Floats score = points.half_square[i] - x[v] * points.x[i] - y[v] * points.y[i];
+        least[v] = smaller(score, least[v]);
+      }
+    }
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      const Floats score = points.half_square[i] - x[v] * points.x[i] - y[v] * points.y[i];
-      const Integers is_nearer = score < best[v];
-      best[v] = score < best[v] ? score : best[v];
+      const Integers is_nearer = least[v] < best[v];
       found[v] = is_nearer ? now : found[v];
+      best[v] = smaller(least[v], best[v]);
     }
   }
   std::memcpy(index, found, sizeof found);
@@ -51,10 +72,11 @@ inline void find_nearest(const PlaneTokens& tokens, const PointList& points, int
 // Codes one plane of the keys of a head: single slots, adjacent, then half a pair slot; points add.
 class PlaneSearch {
  public:
-  // Points of one slot, or of half a slot.
+  // Points of one slot, or of half a slot, as they are and as queries see them (in the metric).
   struct Stage {
     int slot, shift, levels;
     float x[kSlotLevels], y[kSlotLevels];
+    PointList<kSlotLevels> seen;
   };
 
   explicit PlaneSearch(const float* metric_root) : root_(metric_root) {}
@@ -69,33 +91,38 @@ class PlaneSearch {
     out.shift = shift;
     out.levels = levels;
     for (int i = 0; i < levels; ++i) {
-      out.x[i] = unit * x[i * step];
-      out.y[i] = unit * y[i * step];
+      const float px = out.x[i] = unit * x[i * step], py = out.y[i] = unit * y[i * step];
+      out.seen.set(i, root_[0] * px + root_[1] * py, root_[2] * px + root_[3] * py);
     }
-    if (num_stages_ == 2) {
-      for (int i = 0; i < kSlotLevels; ++i) {
-        for (int j = 0; j < levels; ++j) {
-          see(i * levels + j, stages_[0].x[i] + out.x[j], stages_[0].y[i] + out.y[j], first_);
-        }
+    if (num_stages_ != 2) return;
+    const PointList<kSlotLevels>& first = stages_[0].seen;
+    for (int i = 0; i < kSlotLevels; ++i) {
+      for (int j = 0; j < levels; ++j) {
+        sums_.set(i * levels + j, first.x[i] + out.seen.x[j], first.y[i] + out.seen.y[j]);
       }
-    } else {
-      PointList& seen = num_stages_ == 1 ? first_ : last_;
-      for (int i = 0; i < levels; ++i) see(i, out.x[i], out.y[i], seen);
     }
   }
 
   // Codes of every stage, and the coded points.
   void find(const PlaneTokens& unit, int32_t (&index)[3][kSearchTokens], PlaneTokens& coded) const {
-    PlaneTokens seen;
+    PlaneTokens rest;
     for (int t = 0; t < kSearchTokens; ++t) {
-      seen.x[t] = root_[0] * unit.x[t] + root_[1] * unit.y[t];
-      seen.y[t] = root_[2] * unit.x[t] + root_[3] * unit.y[t];
+      rest.x[t] = root_[0] * unit.x[t] + root_[1] * unit.y[t];
+      rest.y[t] = root_[2] * unit.x[t] + root_[3] * unit.y[t];
     }
-    search(seen, index);
     coded = {};
     for (int i = 0; i < num_stages_; ++i) {
+      const Stage& stage = stages_[i];
+      if (i == 0 && num_stages_ > 1) {
+        // the code whose sums with the next stage come nearest
+        find_nearest(rest, sums_, kSlotLevels, stages_[1].levels, index[0]);
+      } else {
+        find_nearest(rest, stage.seen, stage.levels, 1, index[i]);
+      }
       for (int t = 0; t < kSearchTokens; t += kGroupTokens) {
-        add_picked(stages_[i].x, stages_[i].y, index[i] + t, 1.0f, coded.x + t, coded.y + t);
+        const int32_t* code = index[i] + t;
+        add_picked(stage.x, stage.y, code, 1.0f, coded.x + t, coded.y + t);
+        add_picked(stage.seen.x, stage.seen.y, code, -1.0f, rest.x + t, rest.y + t);
       }
     }
   }
@@ -104,33 +131,7 @@ class PlaneSearch {
   const float* root_;
   int num_stages_ = 0;
   Stage stages_[3];
-  // in the metric: sums of the first two stages, or the only one; the third
-  PointList first_, last_;
-
-  void see(int i, float x, float y, PointList& out) const {
-    out.set(i, root_[0] * x + root_[1] * y, root_[2] * x + root_[3] * y);
-  }
-
-  void search(PlaneTokens& seen, int32_t (&index)[3][kSearchTokens]) const {
-    if (num_stages_ == 1) {
-      find_nearest(seen, first_, stages_[0].levels, index[0]);
-      return;
-    }
-    // sixteen levels or four
-    const int levels = stages_[1].levels, bits = levels == kSlotLevels ? 4 : 2;
-    int32_t joint[kSearchTokens];
-    find_nearest(seen, first_, kSlotLevels * levels, joint);
-    for (int t = 0; t < kSearchTokens; ++t) {
-      index[0][t] = joint[t] >> bits;
-      index[1][t] = joint[t] & (levels - 1);
-    }
-    if (num_stages_ < 3) return;
-    for (int t = 0; t < kSearchTokens; ++t) {
-      seen.x[t] -= first_.x[joint[t]];
-      seen.y[t] -= first_.y[joint[t]];
-    }
-    find_nearest(seen, last_, stages_[2].levels, index[2]);
-  }
+  PointList<kMaxPoints> sums_;  // of the first two stages, in the metric
 };
 
 inline float inverse_or_zero(float x) {
