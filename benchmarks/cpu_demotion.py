@@ -105,7 +105,7 @@ class Demotions:
         self.stores[name].free(_COPY)
 
     def compare(self, name: str) -> dict[str, Any]:
-        """Shares of new codes and page bytes unlike the codec's, and squared errors over its own."""
+        """Shares of new codes and bytes unlike the codec's, and squared errors over its own."""
         unlike = {"key_codes": 0, "value_codes": 0, "bytes": 0}
         total = dict.fromkeys(unlike, 0)
         errors = [[0.0, 0.0], [0.0, 0.0]]
@@ -203,6 +203,7 @@ def main() -> None:
             row = measure(Demotions(shape, codec, before, after, every), args.rounds)
             told = {"shape": shape, "tokens": num_tokens, "before": before, "after": after}
             record["rows"].append({**told, "one_page_in": every, **row})
+            found = [row[name] for name in variants]
             print(
                 f"| {shape} | {', '.join(before)} -> {after} | {row['pages']} "
                 f"| {row[_CODEC]['us']:.1f} |",
