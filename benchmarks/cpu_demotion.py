@@ -207,10 +207,7 @@ def main() -> None:
             print(
                 f"| {shape} | {', '.join(before)} -> {after} | {row['pages']} "
                 f"| {row[_CODEC]['us']:.1f} |",
-                *(
-                    f"{row[name]['us']:.2f} ({row[name]['times_faster']:.1f}) |"
-                    for name in variants
-                ),
+                *(f"{each['us']:.2f} ({each['times_faster']:.1f}) |" for each in found),
                 flush=True,
             )
             args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
