@@ -13,6 +13,7 @@
 #include "attend.h"
 #include "encode.h"
 #include "engine.h"
+#include "recode.h"
 #include "team.h"
 
 namespace nb = nanobind;
@@ -138,12 +139,20 @@ void encode_keys(const std::vector<int>& sizes, const std::vector<uintptr_t>& in
                   reinterpret_cast<float*>(out[1]), reinterpret_cast<float*>(out[2]));
 }
 
+// clips: ratios, cells
+ClipTable clip_table(const std::vector<int>& clips, uintptr_t weights) {
+  if (clips.size() != 2 || clips[0] != kClipRatios || clips[1] != kClipCells) {
+    throw std::invalid_argument("a clip table has 16 ratios and 128 cells");
+  }
+  return {at_address<int32_t>(weights)};
+}
+
 // sizes: rows, tokens, dim, bits
 void fit_steps(const std::vector<int>& sizes, const std::vector<uintptr_t>& in,
                const std::vector<int>& clips, int num_refinements, int threads, uintptr_t step) {
   check_sizes(sizes, in, 2, {}, 0);
   const ValueRows values{sizes[0], sizes[1], sizes[2], sizes[3], at_address<float>(in[0])};
-  const ClipTable table{clips.at(0), clips.at(1), at_address<int16_t>(in[1])};
+  const ClipTable table = clip_table(clips, in[1]);
   nb::gil_scoped_release unlocked;
   fit_value_steps(values, table, num_refinements, threads, reinterpret_cast<float*>(step));
 }
@@ -157,6 +166,43 @@ void encode_values(const std::vector<int>& sizes, const std::vector<uintptr_t>& 
   nb::gil_scoped_release unlocked;
   encode_value_rows(values, scales, threads, reinterpret_cast<uint8_t*>(out[0]),
                     reinterpret_cast<uint8_t*>(out[1]));
+}
+
+RecodePage find_recoder(const std::string& name) {
+  if (name == "avx512") return avx512_recoder();
+  if (name == "avx2") return avx2_recoder();
+  if (name == "float32") return plain_recoder();
+  throw std::invalid_argument("no recoder is called " + name);
+}
+
+std::vector<std::string> recoders() {
+  std::vector<std::string> out;
+  for (const char* name : {"avx512", "avx2", "float32"}) {
+    if (find_recoder(name) != nullptr) out.emplace_back(name);
+  }
+  return out;
+}
+
+// sizes: head_dim, heads of a layer, rows; clips: ratios, cells, refinements; tensors in the order
+// of Recoding; reading: coarse, gain
+void recode(const std::vector<int>& sizes, const std::vector<PageKind>& sources,
+            const std::vector<PageKind>& targets, const std::vector<uintptr_t>& in,
+            const std::vector<int>& clips, const std::vector<float>& reading, int threads,
+            uintptr_t pages, const std::string& variant) {
+  if (sizes.size() != 3 || in.size() != 6 || clips.size() != 3 || reading.size() != 2) {
+    throw std::invalid_argument("a recoder got the wrong number of sizes or tensors");
+  }
+  const RecodePage recode_page = find_recoder(variant);
+  if (recode_page == nullptr) {
+    throw std::invalid_argument("this processor or build has no recoder " + variant);
+  }
+  const ValueRule rule{clip_table({clips[0], clips[1]}, in[5]), clips[2], reading[0], reading[1]};
+  const Recoding job{sizes[0], sizes[1], sources, targets, at_address<float>(in[0]),
+                     at_address<int64_t>(in[1]), at_address<int64_t>(in[2]), sizes[2],
+                     at_address<int64_t>(in[3]), at_address<int64_t>(in[4]), rule,
+                     reinterpret_cast<uint8_t*>(pages)};
+  nb::gil_scoped_release unlocked;
+  recode_pages(job, recode_page, threads);
 }
 
 }  // namespace
@@ -213,4 +259,6 @@ NB_MODULE(_kernels, m) {
   m.def("encode_keys", &encode_keys);
   m.def("fit_value_steps", &fit_steps);
   m.def("encode_values", &encode_values);
+  m.def("recoders", &recoders, "Variants of recode_pages here, fastest first.");
+  m.def("recode_pages", &recode);
 }

@@ -30,9 +30,9 @@ struct ValueRows {
 };
 
 // What components of each cell count for, clipping ratio by clipping ratio; see codec/clipping.py.
+constexpr int kClipCells = 128, kClipRatios = 16;
 struct ClipTable {
-  int ratios, cells;
-  const int16_t* weights;  // [2, ratios, cells]: along, square; null for a width without a choice
+  const int32_t* weights;  // [cells, 2, ratios]: along, square; null for a width without a choice
 };
 
 // Step of least squared error of every token, [rows, tokens]: that of the best clipping ratio, then
@@ -47,8 +47,6 @@ struct ScaleRows {
   const float* inverse_peak;  // [rows, tokens]
   const uint8_t* is_live;     // [rows, tokens]
   float coarse;               // a width above this part of a token's own step is coarse
-
-  float step(int row, int code) const { return low[row] + width[row] * static_cast<float>(code); }
 };
 
 // Moves each scale code, [rows, tokens], that is coarse to the best of itself and its neighbours, then

@@ -19,7 +19,10 @@ constexpr bool kIsExact = false;
 #include "query_table.h"
 #include "lookup.h"
 #include "values.h"
+#include "states.h"
 #include "rebuild.h"
+#include "search.h"
+#include "recode_impl.h"
 #include "engine_impl.h"
 }  // namespace avx2
 
@@ -33,6 +36,11 @@ std::unique_ptr<Engine> make_avx2_rebuild_engine() {
   return std::make_unique<avx2::KernelEngine<avx2::RebuildKernel>>("rebuild", 4);
 }
 
+RecodePage avx2_recoder() {
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return nullptr;
+  return &avx2::recode_page;
+}
+
 }  // namespace sphkv
 
 #else
@@ -40,6 +48,7 @@ std::unique_ptr<Engine> make_avx2_rebuild_engine() {
 namespace sphkv {
 std::unique_ptr<Engine> make_avx2_engine() { return nullptr; }
 std::unique_ptr<Engine> make_avx2_rebuild_engine() { return nullptr; }
+RecodePage avx2_recoder() { return nullptr; }
 }  // namespace sphkv
 
 #endif

@@ -23,6 +23,7 @@ constexpr bool kIsExact = false;
 #include "lookup.h"
 #include "values.h"
 #include "wide.h"
+#include "states.h"
 #include "rebuild.h"
 #include "engine_impl.h"
 }  // namespace avx512

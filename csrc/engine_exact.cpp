@@ -10,7 +10,10 @@ constexpr bool kIsExact = true;
 #include "dense.h"
 #include "driver.h"
 #include "exact.h"
+#include "states.h"
 #include "rebuild.h"
+#include "search.h"
+#include "recode_impl.h"
 #include "engine_impl.h"
 }  // namespace exact
 
@@ -21,5 +24,7 @@ std::unique_ptr<Engine> make_exact_engine() {
 std::unique_ptr<Engine> make_exact_rebuild_engine() {
   return std::make_unique<exact::KernelEngine<exact::RebuildKernel>>("rebuild", 4);
 }
+
+RecodePage plain_recoder() { return &exact::recode_page; }
 
 }  // namespace sphkv

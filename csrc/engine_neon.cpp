@@ -20,6 +20,7 @@ constexpr bool kIsExact = false;
 #include "query_table.h"
 #include "lookup.h"
 #include "values.h"
+#include "states.h"
 #include "rebuild.h"
 #include "engine_impl.h"
 

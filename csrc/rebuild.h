@@ -26,29 +26,6 @@ struct RebuildScratch {
   void forget_base() {}
 };
 
-// Adds to 16 floats the entries of a table of 16 that the codes of a group pick, times a unit.
-inline void add_picked(const float* table, const uint8_t* codes, float unit, float* out) {
-#if defined(__AVX512F__)
-  const __m512i index =
-      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-  const __m512 picked = _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
-  _mm512_storeu_ps(out, _mm512_fmadd_ps(picked, _mm512_set1_ps(unit), _mm512_loadu_ps(out)));
-#elif defined(__AVX2__)
-  const __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
-  for (int at = 0; at < kGroupTokens; at += 8) {
-    const __m256i index =
-        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + at)));
-    const __m256 is_high = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
-    const __m256 picked = _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index),
-                                           _mm256_permutevar8x32_ps(high, index), is_high);
-    _mm256_storeu_ps(out + at, _mm256_fmadd_ps(picked, _mm256_set1_ps(unit),
-                                               _mm256_loadu_ps(out + at)));
-  }
-#else
-  for (int i = 0; i < kGroupTokens; ++i) out[i] += unit * table[codes[i]];
-#endif
-}
-
 struct RebuildKernel {
   using Table = RebuildTable;
   using Scratch = RebuildScratch;
@@ -84,19 +61,11 @@ struct RebuildKernel {
 
   static void values(const uint8_t* page, const PageKind& kind, int num_rows, int dim,
                      Scratch& scratch, float* out) {
-    const int count = header_of(page).count, bits = kind.layout.value_bits;
-    const float middle = ((1 << bits) - 1) * 0.5f;
-    const uint8_t* stream = page + kind.layout.value_offset;
-    const uint8_t* top = stream + static_cast<size_t>(kind.layout.tokens) * dim / 4;
+    const int count = header_of(page).count;
     scratch.row.resize(dim);
     float* row = scratch.row.data();
     for (int t = 0; t < count; ++t) {
-      if (bits == 3) {
-        read_codes(stream, dim, 2, t, 1.0f, -middle, row);
-        add_codes(top, dim, 1, t, 4.0f, row);
-      } else {
-        read_codes(stream, dim, bits, t, 1.0f, -middle, row);
-      }
+      read_value_codes(page, kind.layout, dim, t, 1.0f, row);
       for (int v = 0; v < num_rows; ++v) {
         const float weight = scratch.logits[static_cast<size_t>(v) * kMaxPageTokens + t];
         if (weight == 0.0f) continue;
@@ -110,27 +79,12 @@ struct RebuildKernel {
   // Keys of a group before rotation, in planes, all of radius one.
   static void look_up(const uint8_t* page, const PageKind& kind, int head, int first,
                       std::vector<float>& keys) {
-    const HeadCodebook& points = kind.codebook->heads[head];
     const int half = kind.layout.slot_stride(), shift = first < half ? 0 : 4;
     const uint8_t* codes = page + kind.layout.key_offset + first % half;
-    std::fill(keys.begin(), keys.end(), 0.0f);
-    uint8_t code[kGroupTokens];
-    const float* x = points.scaled.data();
-    for (const Entry& entry : points.entries) {
-      float* out = keys.data() + static_cast<size_t>(entry.plane) * 2 * kGroupTokens;
-      if (entry.slot < 0) {
-        for (int i = 0; i < kGroupTokens; ++i) {
-          out[i] += x[0] * entry.unit();
-          out[kGroupTokens + i] += x[kSlotLevels] * entry.unit();
-        }
-      } else {
-        const uint8_t* at = codes + static_cast<size_t>(entry.slot) * half;
-        for (int i = 0; i < kGroupTokens; ++i) code[i] = at[i] >> shift & 15;
-        add_picked(x, code, entry.unit(), out);
-        add_picked(x + kSlotLevels, code, entry.unit(), out + kGroupTokens);
-      }
-      x += 2 * kSlotLevels;
-    }
+    look_up_points(kind.codebook->heads[head], keys, [&](int slot, int32_t* code) {
+      const uint8_t* at = codes + static_cast<size_t>(slot) * half;
+      for (int i = 0; i < kGroupTokens; ++i) code[i] = at[i] >> shift & 15;
+    });
   }
 
   // Rotates a group of consecutive positions.
@@ -171,34 +125,5 @@ struct RebuildKernel {
       }
     }
     for (int at = 0; at < kGroupTokens / kLanes; ++at) store_floats(out + at * kLanes, sum[at]);
-  }
-
-  // Words and shift of a token in a stream of blocks of 32 / width tokens, four bytes per dimension.
-  static const uint32_t* words_of(const uint8_t* stream, int dim, int width, int token,
-                                  int& shift) {
-    const int block_tokens = 32 / width, inside = token % block_tokens;
-    shift = 8 * (inside % 4) + inside / 4 * width;
-    return reinterpret_cast<const uint32_t*>(stream) +
-           static_cast<size_t>(token / block_tokens) * dim;
-  }
-
-  static void read_codes(const uint8_t* stream, int dim, int width, int token, float scale,
-                         float offset, float* out) {
-    int shift = 0;
-    const uint32_t* word = words_of(stream, dim, width, token, shift);
-    const uint32_t mask = (1u << width) - 1;
-    for (int i = 0; i < dim; ++i) {
-      out[i] = scale * static_cast<float>(static_cast<int32_t>(word[i] >> shift & mask)) + offset;
-    }
-  }
-
-  static void add_codes(const uint8_t* stream, int dim, int width, int token, float scale,
-                        float* out) {
-    int shift = 0;
-    const uint32_t* word = words_of(stream, dim, width, token, shift);
-    const uint32_t mask = (1u << width) - 1;
-    for (int i = 0; i < dim; ++i) {
-      out[i] += scale * static_cast<float>(static_cast<int32_t>(word[i] >> shift & mask));
-    }
   }
 };

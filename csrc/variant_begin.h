@@ -17,3 +17,5 @@
 #include "engine.h"
 #include "page.h"
 #include "plan.h"
+#include "recode.h"
+#include "rotation.h"

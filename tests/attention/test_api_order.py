@@ -12,7 +12,8 @@ from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.errors import BackendUnavailableError
 from sphkv.store.layout import PageView, write_pages
-from sphkv.testing.cases import CacheCase, CodecOnly, build_store, random_states, rope_of
+from sphkv.store.order import CodecOnly
+from sphkv.testing.cases import CacheCase, build_store, random_states, rope_of
 
 TIERS = TierTable(
     (

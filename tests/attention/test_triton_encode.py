@@ -13,9 +13,10 @@ from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout, PageView, write_pages
+from sphkv.store.order import CodecOnly
 from sphkv.store.paging import PageRows, PositionMode
 from sphkv.testing import cases
-from sphkv.testing.cases import CacheCase, CodecOnly, build_store, random_calibration, random_states
+from sphkv.testing.cases import CacheCase, build_store, random_calibration, random_states
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 

@@ -24,7 +24,8 @@ from sphkv.cache.plan import retention_tiers
 from sphkv.cache.retention import RetentionResidency
 from sphkv.cache.rows import CodedRows
 from sphkv.cache.step import StepTokens
-from sphkv.testing.cases import CodecOnly, JoiningCodec, MemoryCopier
+from sphkv.store.order import CodecOnly
+from sphkv.testing.cases import JoiningCodec, MemoryCopier
 
 
 class HostGraph:

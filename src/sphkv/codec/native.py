@@ -7,6 +7,8 @@ differ where two candidates are equally near to within that rounding.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -57,6 +59,13 @@ def snap_to_slots(unit: Tensor, codebook: AngleCodebook) -> tuple[Tensor, Tensor
     return codes, cosine, length
 
 
+@functools.lru_cache(maxsize=8)
+def clip_table(bits: int) -> Tensor:
+    """``clip_weights`` as the kernels read them: ``[NUM_CELLS, 2, NUM_RATIOS]`` int32."""
+    with torch.inference_mode(False):
+        return torch.stack(clip_weights(bits)).permute(2, 0, 1).to(torch.int32).contiguous()
+
+
 def fit_steps(unit: Tensor, *, bits: int, num_refinements: int) -> Tensor | None:
     """Step of least squared error of every token, ``[..., tokens, 1]`` float32, or None.
 
@@ -69,7 +78,7 @@ def fit_steps(unit: Tensor, *, bits: int, num_refinements: int) -> Tensor | None
         return None
     unit = unit.contiguous()
     step = torch.empty(*unit.shape[:-1], 1)
-    weights = torch.stack(clip_weights(bits)).to(torch.int16) if bits in CLIP_RANGE else None
+    weights = clip_table(bits) if bits in CLIP_RANGE else None
     native_kernels().fit_value_steps(  # type: ignore[union-attr]
         [*_rows(unit), bits],
         [unit.data_ptr(), 0 if weights is None else weights.data_ptr()],

@@ -271,10 +271,10 @@ def frame_parts(layout: PageLayout) -> tuple[slice, slice]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageFrames:
-    """Headers and positions of pages of one layout whose positions are in runs of 16.
+    """Headers and positions of pages of one layout.
 
     Attributes:
-        layout: Layout that all pages share; positions are contiguous or in runs.
+        layout: Layout that all pages share.
         frames: ``[rows, frame_bytes]`` uint8: what ``frame_parts`` names, side by side.
     """
 
@@ -286,12 +286,20 @@ class PageFrames:
         return _words(self.frames, COUNT_OFFSET, 1, torch.int16)[:, 0].to(torch.int64)
 
     def run_starts(self) -> Tensor:
-        """``[rows, runs]`` int64 first position of every run, live or not."""
+        """``[rows, runs]`` int64 first position of every run, live or not; not of single tokens."""
         runs = self.layout.page_tokens // RUN_TOKENS
         if self.layout.position_mode is PositionMode.CONTIGUOUS:
             base = _words(self.frames, POSITION_BASE_OFFSET, 1, torch.int32).to(torch.int64)
             return base + RUN_TOKENS * torch.arange(runs, device=base.device)
         return _words(self.frames, HEADER_BYTES, runs, torch.int32).to(torch.int64)
+
+    def positions(self) -> Tensor:
+        """``[rows, tokens]`` int64 position of every state, live or not."""
+        if self.layout.position_mode is PositionMode.TOKENS:
+            tokens = self.layout.page_tokens
+            return _words(self.frames, HEADER_BYTES, tokens, torch.int32).to(torch.int64)
+        inside = torch.arange(RUN_TOKENS, device=self.frames.device)
+        return (self.run_starts()[:, :, None] + inside).flatten(1)
 
     def is_protected(self) -> Tensor:
         """``[rows]`` bool, true for pages with a protected state."""

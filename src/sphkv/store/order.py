@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a device keeps the bytes of a page, and how its kernels make them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from sphkv.core.contract import StateCodec
 from sphkv.store.layout import PageLayout
-from sphkv.store.paging import PageRows
+from sphkv.store.paging import PageBatch, PageRows
 
 
 class PageOrder(Protocol):
@@ -163,3 +164,90 @@ class PageCodec(Protocol):
             states: Keys and values ``[states, head_dim]`` bfloat16 that are written.
         """
         ...
+
+
+@runtime_checkable
+class PageRecoder(Protocol):
+    """Kernels of the host that code states of pages again, at a lower tier, where they lie."""
+
+    def recodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
+        """Whether ``recode`` makes pages of a coded layout, of pages of any layouts."""
+        ...
+
+    def recode(
+        self,
+        sources: Sequence[tuple[PageLayout, Tensor]],
+        layout: PageLayout,
+        codec: StateCodec | None,
+        batch: PageBatch,
+    ) -> Tensor:
+        """Pages of several layers out of states of others.
+
+        Args:
+            sources: Layouts, and ``[pages]`` int64 addresses of their pages.
+            layout: Layout of the new pages, which ``recodes`` takes.
+            codec: Encoder of all of them.
+            batch: The new pages: ``head_ids`` counts through the heads of all layers, layer by
+                layer; ``source`` is a page, counted through ``sources``, times
+                ``MAX_PAGE_TOKENS``, plus the state's place in that page.
+
+        Returns:
+            ``[rows, page_bytes]`` uint8.
+        """
+        ...
+
+
+class CodecOnly:
+    """A ``PageCodec`` that leaves everything to the codec of a sequence."""
+
+    def copier(self, device: torch.device) -> PageCopier | None:
+        """Nothing is copied."""
+        return None
+
+    def prepare(
+        self, layout: PageLayout, layer: int, codec: StateCodec | None, device: torch.device
+    ) -> None:
+        """Nothing is needed."""
+
+    def encode(
+        self,
+        layout: PageLayout,
+        layer: int,
+        codec: StateCodec | None,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        head_ids: Tensor,
+    ) -> Tensor | None:
+        """Left to the codec."""
+        return None
+
+    def joins_layers(
+        self, layout: PageLayout, codec: StateCodec | None, device: torch.device
+    ) -> bool:
+        """Left to the codec."""
+        return False
+
+    def encode_layers(
+        self,
+        layout: PageLayout,
+        codec: StateCodec | None,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        heads: Tensor,
+    ) -> Tensor:
+        """Nobody may ask."""
+        raise AssertionError(f"pages of {layout} are encoded layer by layer")
+
+    def decodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
+        """Left to the codec."""
+        return False
+
+    def decode_runs(
+        self,
+        layout: PageLayout,
+        codec: StateCodec | None,
+        pages: PageRuns,
+        states: tuple[Tensor, Tensor],
+    ) -> None:
+        """Nobody may ask."""
+        raise AssertionError(f"pages of {layout} are not decoded")

@@ -11,7 +11,7 @@ from sphkv.core.contract import LayerContract, StateCodec
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.store.layout import PageLayout, PageView, write_dense_pages, write_pages
-from sphkv.store.order import PageCodec, PageOrder
+from sphkv.store.order import PageCodec, PageOrder, PageRecoder
 from sphkv.store.paging import (
     MAX_POSITION,
     PageBatch,
@@ -114,7 +114,9 @@ class PageEncoder:
     @classmethod
     def of(cls, pool: PagePool, layer: int, codec: StateCodec | None) -> "PageEncoder":
         """Encoder of pages that a pool will own."""
-        return cls(layer, codec, pool.allocator.order, pool.kernels)
+        # what codes pages of the host again encodes no dense states
+        kernels = None if isinstance(pool.kernels, PageRecoder) else pool.kernels
+        return cls(layer, codec, pool.allocator.order, kernels)
 
     @property
     def most_pages(self) -> int:

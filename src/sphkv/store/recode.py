@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Demotion on a device: pages of many layers are decoded and encoded again in a few launches.
+"""Demotion with kernels: pages of many layers are coded again in a few calls.
 
-What a page holds, and how many, is known on the host; which positions they are is not asked for.
-So runs of 16 states are counted there, sorted on the device, and nothing waits. Pages that hold
-parts of runs are left to the codec.
+On a device, what a page holds, and how many, is known on the host; which positions they are is not
+asked for. So runs of 16 states are counted there, sorted on the device, decoded and encoded, and
+nothing waits. Pages that hold parts of runs are left to the codec. In host memory any states will
+do: they are sorted one by one, and kernels that are a ``PageRecoder`` code them again in one step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,15 +16,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.core.devices import upload
-from sphkv.core.tiers import RUN_TOKENS
+from sphkv.core.tiers import MAX_PAGE_TOKENS, RUN_TOKENS
 from sphkv.store.layout import PageFrames, PageLayout, PageView
-from sphkv.store.order import PageCodec, PageRuns
+from sphkv.store.order import PageCodec, PageRecoder, PageRuns
 from sphkv.store.pages import PageEncoder
-from sphkv.store.paging import PageRows, PositionMode
+from sphkv.store.paging import (
+    MAX_POSITION,
+    PageRows,
+    PositionMode,
+    StateList,
+    live_mask,
+    plan_pages,
+)
 from sphkv.store.pool import EncodedPages, LayerChange, PagePool
 from sphkv.store.sequence import SequenceState, pool_of_tag
+from sphkv.store.slabs import PoolKey
 
 _Ids = NDArray[np.int64]
+_HEAD_SHIFT = MAX_POSITION.bit_length()
 _LAST = torch.iinfo(torch.int64).max
 
 
@@ -100,14 +110,11 @@ def plan_recoding(
         ValueError: A page is not of its layer, not above the tier, or holds a protected state.
     """
     kernels = pool.kernels
-    if kernels is None or not pool.allocator.has_copier or not pool.config.tiers[tier_id].is_coded:
+    if kernels is None or not pool.config.tiers[tier_id].is_coded:
         return None
     sources = _find(pool, state, layers, tier_id)
-    if not sources or not all(_is_taken(kernels, state, each) for each in sources):
+    if not sources or not _takes(pool, state, sources, tier_id):
         return None
-    num_heads = pool.config.geometry.num_kv_heads * pool.config.geometry.num_layers
-    size = pool.config.tiers[tier_id].page_tokens // RUN_TOKENS
-    targets = _Targets.of(sources, num_heads, size)
     frames = [_read_frames(pool, each) for each in sources]
     if not is_checked:
         for each, frame in zip(sources, frames, strict=True):
@@ -115,7 +122,82 @@ def plan_recoding(
             if guarded.any():
                 ids = each.page_ids[guarded].tolist()
                 raise ValueError(f"pages {ids} hold protected states")
-    return _Recoding(pool, state, tier_id, sources, targets).plan(frames, layers)
+    if isinstance(kernels, PageRecoder):
+        pending = _recode_states(pool, state, tier_id, sources, frames)
+        return _changes(state, layers, pending)
+    num_heads = pool.config.geometry.num_kv_heads * pool.config.geometry.num_layers
+    size = pool.config.tiers[tier_id].page_tokens // RUN_TOKENS
+    targets = _Targets.of(sources, num_heads, size)
+    return _changes(state, layers, _Recoding(pool, state, tier_id, sources, targets).plan(frames))
+
+
+def _changes(
+    state: SequenceState,
+    layers: Sequence[tuple[int, Tensor]],
+    found: Iterable[tuple[int, EncodedPages]],
+) -> list[LayerChange]:
+    """A change for every layer: its pages go, and those that were found for it come."""
+    pending: dict[int, list[EncodedPages]] = {layer: [] for layer, _ in layers}
+    for layer, encoded in found:
+        pending[layer].append(encoded)
+    return [
+        LayerChange(state.tables[layer], removed=ids, pending=pending[layer])
+        for layer, ids in layers
+    ]
+
+
+def _layer_parts(heads: _Ids, num_heads: int) -> Iterator[tuple[int, slice]]:
+    """Layers that occur in rising heads of all layers, and where."""
+    layer_ids = heads // num_heads
+    for layer in sorted({*layer_ids.tolist()}):
+        yield layer, slice(*np.searchsorted(layer_ids, [layer, layer + 1]).tolist())
+
+
+def _by_layer(
+    key: PoolKey, heads: _Ids, counts: _Ids, pages: Tensor, num_heads: int
+) -> Iterator[tuple[int, EncodedPages]]:
+    """Pages of every layer that has some, out of those of all layers."""
+    for layer, part in _layer_parts(heads, num_heads):
+        local = heads[part] - layer * num_heads
+        per_head = np.bincount(local, minlength=num_heads)
+        host = (torch.from_numpy(local), torch.from_numpy(counts[part]))
+        yield layer, EncodedPages(key, *host, pages[part], per_head)
+
+
+def _recode_states(
+    pool: PagePool,
+    state: SequenceState,
+    tier_id: int,
+    sources: Sequence[_Sources],
+    frames: Sequence[PageFrames],
+) -> Iterator[tuple[int, EncodedPages]]:
+    """States of pages in host memory, packed as ``plan_demotion`` does, in new pages."""
+    recoder, tier = pool.kernels, pool.config.tiers[tier_id]
+    assert isinstance(recoder, PageRecoder)
+    parts, first = [], 0
+    for each, frame in zip(sources, frames, strict=True):
+        live = live_mask(frame.counts(), each.layout.page_tokens)
+        page, place = live.nonzero(as_tuple=True)
+        key = torch.from_numpy(each.heads)[page] << _HEAD_SHIFT | frame.positions()[live]
+        parts.append((key, (first + page) * MAX_PAGE_TOKENS + place))
+        first += len(each.page_ids)
+    keys, order = torch.cat([key for key, _ in parts]).sort()
+    source = torch.cat([source for _, source in parts])[order]
+    heads, positions = keys >> _HEAD_SHIFT, keys & MAX_POSITION
+    batches = plan_pages(
+        StateList(heads, positions, torch.zeros_like(keys, dtype=torch.bool), source),
+        tier_id=tier_id,
+        page_tokens=tier.page_tokens,
+        as_runs=pool.config.is_in_runs(tier_id),
+    )
+    places = [
+        (each.layout, pool.allocator.addresses(torch.from_numpy(each.page_ids))) for each in sources
+    ]
+    for batch in batches:
+        pool_key = (tier_id, batch.position_mode)
+        pages = recoder.recode(places, pool.layout(pool_key), state.codec, batch)
+        told = (batch.head_ids.numpy(), batch.rows.counts.numpy())
+        yield from _by_layer(pool_key, *told, pages, pool.config.geometry.num_kv_heads)
 
 
 def _find(
@@ -142,6 +224,18 @@ def _find(
         num_runs = np.where(counts[at] % RUN_TOKENS, 0, counts[at] // RUN_TOKENS)
         sources.append(_Sources(layout, ids[at], head_ids[at], num_runs))
     return sources
+
+
+def _takes(pool: PagePool, state: SequenceState, sources: Sequence[_Sources], tier_id: int) -> bool:
+    """Whether the kernels code such pages again."""
+    kernels = pool.kernels
+    assert kernels is not None
+    if isinstance(kernels, PageRecoder):
+        layout = pool.layout((tier_id, PositionMode.RUNS))
+        is_plain = pool.device.type == "cpu" and pool.allocator.order is None
+        return is_plain and kernels.recodes(layout, state.codec)
+    is_taken = (_is_taken(kernels, state, each) for each in sources)
+    return pool.allocator.has_copier and all(is_taken)
 
 
 def _is_taken(kernels: PageCodec, state: SequenceState, sources: _Sources) -> bool:
@@ -171,10 +265,8 @@ class _Recoding:
         self._sources, self._targets = sources, targets
         self._size = pool.config.tiers[tier_id].page_tokens // RUN_TOKENS
 
-    def plan(
-        self, frames: Sequence[PageFrames], layers: Sequence[tuple[int, Tensor]]
-    ) -> list[LayerChange]:
-        """The changes of all layers."""
+    def plan(self, frames: Sequence[PageFrames]) -> Iterator[tuple[int, EncodedPages]]:
+        """The new pages, layer by layer."""
         runs, positions = self._sort(frames)
         states = self._decode(runs)
         starts = positions[:, ::RUN_TOKENS]
@@ -187,14 +279,8 @@ class _Recoding:
             is_contiguous = ((starts == starts[:, :1] + follow) | is_dead).all(1).cpu().numpy()
             modes = ((PositionMode.CONTIGUOUS, is_contiguous), (mode, ~is_contiguous))
             batches = [(mode, np.flatnonzero(chosen)) for mode, chosen in modes if chosen.any()]
-        pending: dict[int, list[EncodedPages]] = {layer: [] for layer, _ in layers}
         for mode, at in batches:
-            for layer, encoded in self._encode(mode, at, states, positions):
-                pending[layer].append(encoded)
-        return [
-            LayerChange(self._state.tables[layer], removed=ids, pending=pending[layer])
-            for layer, ids in layers
-        ]
+            yield from self._encode(mode, at, states, positions)
 
     def _sort(self, frames: Sequence[PageFrames]) -> tuple[list[PageRuns], Tensor]:
         """Where runs are and go, and ``[pages, tokens]`` int64 positions of the new pages."""
@@ -251,7 +337,7 @@ class _Recoding:
 
     def _encode(
         self, mode: PositionMode, at: _Ids, states: tuple[Tensor, Tensor], positions: Tensor
-    ) -> list[tuple[int, EncodedPages]]:
+    ) -> Iterator[tuple[int, EncodedPages]]:
         """New pages ``at`` of every layer that has some."""
         pool, key = self._pool, (self._tier_id, mode)
         assert pool.kernels is not None
@@ -264,22 +350,20 @@ class _Recoding:
         flags = torch.zeros(positions.shape, dtype=torch.bool, device=pool.device)
         rows = PageRows(positions, on_device[len(at) :], flags)
         own = on_device[: len(at)]
-        pages, codec = None, self._state.codec
+        codec = self._state.codec
         if pool.kernels.joins_layers(layout, codec, pool.device):
             pages = pool.kernels.encode_layers(layout, codec, states, rows, own)
-        found = []
-        for layer in sorted({*(heads // num_heads).tolist()}):
-            index = np.flatnonzero(heads // num_heads == layer)
-            part = slice(int(index[0]), int(index[-1]) + 1)
-            local = heads[part] - layer * num_heads
-            if pages is None:
-                encoder = PageEncoder.of(pool, layer, codec)
-                dense = (states[0][part], states[1][part])
-                rest = own[part] - layer * num_heads
-                made = encoder.encode(layout, dense, rows.select(part), rest)
-            else:
-                made = pages[part]
-            per_head = np.bincount(local, minlength=num_heads)
-            host = (torch.from_numpy(local), torch.from_numpy(counts[part]))
-            found.append((layer, EncodedPages(key, *host, made, per_head)))
-        return found
+        else:
+            pages = torch.cat([*self._encode_apart(layout, states, rows, heads)])
+        yield from _by_layer(key, heads, counts, pages, num_heads)
+
+    def _encode_apart(
+        self, layout: PageLayout, states: tuple[Tensor, Tensor], rows: PageRows, heads: _Ids
+    ) -> Iterator[Tensor]:
+        """Pages of each layer in turn."""
+        num_heads = self._pool.config.geometry.num_kv_heads
+        for layer, part in _layer_parts(heads, num_heads):
+            encoder = PageEncoder.of(self._pool, layer, self._state.codec)
+            local = upload(heads[part] - layer * num_heads, self._pool.device)
+            dense = (states[0][part], states[1][part])
+            yield encoder.encode(layout, dense, rows.select(part), local)

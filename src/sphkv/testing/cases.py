@@ -25,7 +25,7 @@ from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, TierTable, ladder
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout, write_pages
-from sphkv.store.order import PageCodec, PageCopier, PageOrder, PageRuns
+from sphkv.store.order import CodecOnly, PageCodec, PageCopier, PageOrder
 from sphkv.store.paging import PageRows
 from sphkv.store.store import PageStore
 
@@ -67,62 +67,6 @@ class CacheCase:
         return KVGeometry(
             self.num_layers, self.num_kv_heads, self.num_kv_heads * self.group_size, self.head_dim
         )
-
-
-class CodecOnly:
-    """A ``PageCodec`` that leaves everything to the codec of a sequence."""
-
-    def copier(self, device: torch.device) -> PageCopier | None:
-        """Nothing is copied."""
-        return None
-
-    def prepare(
-        self, layout: PageLayout, layer: int, codec: StateCodec | None, device: torch.device
-    ) -> None:
-        """Nothing is needed."""
-
-    def encode(
-        self,
-        layout: PageLayout,
-        layer: int,
-        codec: StateCodec | None,
-        states: tuple[Tensor, Tensor],
-        rows: PageRows,
-        head_ids: Tensor,
-    ) -> Tensor | None:
-        """Left to the codec."""
-        return None
-
-    def joins_layers(
-        self, layout: PageLayout, codec: StateCodec | None, device: torch.device
-    ) -> bool:
-        """Left to the codec."""
-        return False
-
-    def encode_layers(
-        self,
-        layout: PageLayout,
-        codec: StateCodec | None,
-        states: tuple[Tensor, Tensor],
-        rows: PageRows,
-        heads: Tensor,
-    ) -> Tensor:
-        """Nobody may ask."""
-        raise AssertionError(f"pages of {layout} are encoded layer by layer")
-
-    def decodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
-        """Left to the codec."""
-        return False
-
-    def decode_runs(
-        self,
-        layout: PageLayout,
-        codec: StateCodec | None,
-        pages: PageRuns,
-        states: tuple[Tensor, Tensor],
-    ) -> None:
-        """Nobody may ask."""
-        raise AssertionError(f"pages of {layout} are not decoded")
 
 
 class MemoryCopier:

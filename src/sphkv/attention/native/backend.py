@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention in native code: one call per sequence, layer and step.
+"""Decode attention in native code: one call per sequence, layer and step; and demotion.
 
 What the kernels read, page addresses and codebooks, is prepared once per change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -22,13 +23,18 @@ from sphkv.attention.request import (
     EagerBackend,
     spherical_codec,
 )
+from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS, NUM_RATIOS
 from sphkv.codec.codebook import AngleCodebook
+from sphkv.codec.native import clip_table
 from sphkv.codec.states import SphericalCodec
+from sphkv.codec.values import COARSE_STEP, NUM_REFINEMENTS, READ_GAIN
+from sphkv.core.contract import StateCodec
 from sphkv.core.devices import require_kernels
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
-from sphkv.store.layout import PageLayout
-from sphkv.store.order import PageCodec, PageOrder
+from sphkv.store.layout import PageLayout, blank_pages
+from sphkv.store.order import CodecOnly, PageCodec, PageOrder
+from sphkv.store.paging import PageBatch
 from sphkv.store.sequence import PageGroup
 from sphkv.store.store import PageStore
 
@@ -146,19 +152,80 @@ def layout_fields(layout: PageLayout) -> list[int]:
     ]
 
 
+class NativeRecoder(CodecOnly):
+    """A ``PageRecoder`` of pages in host memory; everything else is left to the codec.
+
+    Args:
+        codebooks: Codebooks in the kernels' form.
+        num_threads: Threads of a call; ``torch.get_num_threads()`` if None.
+        variant: One of ``_kernels.recoders()``; the fastest if None.
+    """
+
+    def __init__(
+        self, codebooks: CodebookCache, num_threads: int | None = None, variant: str | None = None
+    ) -> None:
+        self._codebooks, self._num_threads = codebooks, num_threads
+        self._variant = variant or require_kernels().recoders()[0]
+
+    def recodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
+        """Where values are coded; see ``PageRecoder.recodes``."""
+        return isinstance(codec, SphericalCodec) and layout.tier.has_value_codes
+
+    def recode(
+        self,
+        sources: Sequence[tuple[PageLayout, Tensor]],
+        layout: PageLayout,
+        codec: StateCodec | None,
+        batch: PageBatch,
+    ) -> Tensor:
+        """Code states of pages again; see ``PageRecoder.recode``."""
+        assert isinstance(codec, SphericalCodec)
+        geometry, bits = codec.calibration.geometry, layout.tier.value_bits
+        pages = blank_pages(layout, batch.rows)
+        roots = codec.calibration.planes.metric_root.float().contiguous()
+        layers = {*(batch.head_ids // geometry.num_kv_heads).unique().tolist()}
+        addresses = torch.cat([address for _, address in sources])
+        sizes = torch.tensor([len(address) for _, address in sources])
+        kind_ids = torch.arange(len(sources)).repeat_interleave(sizes)
+        heads, source = batch.head_ids.contiguous(), batch.source.contiguous()
+        weights = clip_table(bits) if bits in CLIP_RANGE else None
+        parts = (roots, addresses, kind_ids, heads, source)
+        require_kernels().recode_pages(
+            [layout.head_dim, geometry.num_kv_heads, len(pages)],
+            [kind for each, _ in sources for kind in self._kinds(each, codec, layers)],
+            self._kinds(layout, codec, layers),
+            [*(part.data_ptr() for part in parts), 0 if weights is None else weights.data_ptr()],
+            [NUM_RATIOS, NUM_CELLS, NUM_REFINEMENTS],
+            [COARSE_STEP[bits], READ_GAIN[bits]],
+            self._num_threads or torch.get_num_threads(),
+            pages.data_ptr(),
+            self._variant,
+        )
+        return pages
+
+    def _kinds(self, layout: PageLayout, codec: SphericalCodec, layers: set[int]) -> list[Any]:
+        """Pages of a layout in every layer as the kernels see them; of use in ``layers`` alone."""
+        make, fields, tier = require_kernels().make_kind, layout_fields(layout), layout.tier
+        books = [
+            self._codebooks.get(codec, layer, tier) if tier.is_coded and layer in layers else None
+            for layer in range(codec.calibration.geometry.num_layers)
+        ]
+        return [make(fields, book) for book in books]
+
+
 class NativeBackend(EagerBackend):
     """C++ kernels on CPU pages.
 
     Attributes:
         name: ``"native"``.
         page_order: None: pages as ``store/layout.py`` has them.
-        page_codec: None: the codec encodes, with native kernels of its own.
+        page_codec: Codes pages again at lower tiers; the codec encodes all else, natively too.
         variant: Instruction set that runs, such as ``"neon"``; ``"float32"`` is portable.
     """
 
     name = "native"
     page_order: PageOrder | None = None
-    page_codec: PageCodec | None = None
+    page_codec: PageCodec | None
 
     def __init__(
         self,
@@ -194,6 +261,7 @@ class NativeBackend(EagerBackend):
         self._exact = self._kernels.make_engine(EXACT_VARIANT)
         self._num_threads = num_threads
         self._codebooks = CodebookCache()
+        self.page_codec = NativeRecoder(self._codebooks, num_threads)
         self._plans = PlanCache(self._build_plan)
 
     def _build_plan(self, store: PageStore, sequences: tuple[int, ...], layer: int) -> Any:
