@@ -263,19 +263,27 @@ def profile():
 
 
 def dram_ratios(path):
-    """DRAM bytes read over page bytes by case, from the profiler's output of ``--profile``."""
-    ratios, read = {}, None
+    """DRAM bytes read over page bytes by case, from the profiler's output of ``--profile``.
+
+    A case is one launch, or as many as its line says.
+    """
+    ratios = {}
     scale = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
     reads, cases = [], []
     for line in path.read_text().splitlines():
         words = line.split()
         if words[:1] == ["dram__bytes_read.sum"]:
-            read = float(words[2].replace(",", "")) * scale[words[1]]
-            reads.append(read)
+            reads.append(float(words[2].replace(",", "")) * scale[words[1]])
         if words[:1] == ["CASE"]:
             cases.append(words[1:])
-    for (name, bits, batch, context, ledger), read in zip(cases, reads, strict=True):
-        ratios[name, int(bits), int(batch), int(context)] = read / int(ledger)
+    for name, bits, batch, context, ledger, *launches in cases:
+        count = int(launches[0]) if launches else 1
+        own, reads = reads[:count], reads[count:]
+        if len(own) < count:
+            raise ValueError(f"{path} has {len(own)} of {count} launches of {name} {bits}")
+        ratios[name, int(bits), int(batch), int(context)] = sum(own) / int(ledger)
+    if reads:
+        raise ValueError(f"{path} has {len(reads)} launches of no case")
     return ratios
 
 

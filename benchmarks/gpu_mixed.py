@@ -8,7 +8,7 @@ every layer and head, by budget. They are tiled to the length, a shift apart in 
 and filled with random codes; heads of neighbouring layers make up a layer of Llama-3.1-8B's
 shape. A few rows are compared with a float64 oracle first. FlashAttention 3 and FlashInfer run
 beside, where they are installed. ``--profile`` launches every case once, for a profiler that
-counts DRAM bytes.
+counts DRAM bytes of kernels ``regex:sphkv``.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from gpu_rivals import rivals
 
 from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.dense import DenseDecode, DenseStates
-from sphkv.attention.cuda.geometry import PAGE_TOKENS, KernelShape
+from sphkv.attention.cuda.geometry import PAGE_SIZES, KernelShape
 from sphkv.attention.cuda.pages import PageLists, PagePool
 from sphkv.attention.cuda.steps import DENSE_PROCESSORS, share_blocks
 from sphkv.attention.cuda.synthetic import (
@@ -48,8 +48,7 @@ from sphkv.testing.decode_cases import case_rope, error_limit, relative_error
 
 MODEL = MODELS[0]
 POINTS = ((1, 131072), (8, 32768), (8, 131072))
-RUN, PAGE_RUNS = 16, PAGE_TOKENS // 16
-TAIL = 64
+RUN = 16
 # a codebook's planes without bits, by key bits: as calibrated models have them
 OPTIONS = AttentionOptions(scale=MODEL.head_dim**-0.5)
 
@@ -87,12 +86,13 @@ def build_kind(layout, tiers, tier, rope, turns, seed, batch):
     positions, counts = runs_of(tiers, tier)
     if not len(positions):
         return None
-    pages_of = -(-counts // PAGE_RUNS)
+    page_runs = layout.page_tokens // RUN
+    pages_of = -(-counts // page_runs)
     total = int(pages_of.sum())
     rank = torch.arange(len(positions)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     first = (pages_of.cumsum(0) - pages_of).repeat_interleave(counts)
-    row, column = first + rank // PAGE_RUNS, rank % PAGE_RUNS
-    bases = torch.zeros(total, PAGE_RUNS, dtype=torch.int64)
+    row, column = first + rank // page_runs, rank % page_runs
+    bases = torch.zeros(total, page_runs, dtype=torch.int64)
     bases[row, column] = positions
     live = RUN * row.bincount(minlength=total)
     pages = random_pages(layout, total, device=DEVICE)
@@ -109,8 +109,9 @@ def build_kind(layout, tiers, tier, rope, turns, seed, batch):
         MODEL.kv_heads, MODEL.head_dim // 2, nibbles, seed=seed, device=DEVICE
     )
     shape = KernelShape.of_codebook(
-        book, value_bits=layout.tier.value_bits, group=MODEL.group, positions=PositionMode.RUNS
-    )
+        book, value_bits=layout.tier.value_bits, group=MODEL.group, positions=PositionMode.RUNS,
+        page_tokens=layout.page_tokens,
+    )  # fmt: skip
     decoder = CudaDecode(
         book, rope, turns, value_bits=layout.tier.value_bits, group=MODEL.group, max_batch=batch,
         shape=shape,
@@ -122,12 +123,12 @@ def build_kind(layout, tiers, tier, rope, turns, seed, batch):
 class Layer:
     """What a captured step reads of one layer, and how."""
 
-    def __init__(self, names, tiers, rope, turns, seed):
+    def __init__(self, names, tiers, rope, turns, seed, page_tokens):
         heads, batch, runs = tiers.shape
-        self.batch, self.context = batch, runs * RUN
+        self.batch, self.context, self.tail = batch, runs * RUN, page_tokens // 2
         kinds = []
         for tier, name in enumerate(names):
-            spec = parse_tier(name)
+            spec = parse_tier(name, page_tokens=page_tokens)
             if spec.is_coded:
                 layout = PageLayout(tier, spec, MODEL.head_dim, PositionMode.RUNS)
                 kinds.append(build_kind(layout, tiers, tier, rope, turns, seed, batch))
@@ -153,10 +154,12 @@ class Layer:
         self.parts.output.fill_(torch.nan)
         self.result = self.kinds[0].decoder.empty_result(batch, torch.bfloat16)
         self.result.output.fill_(torch.nan)
-        self.where = torch.full((batch,), self.context + TAIL, device=DEVICE, dtype=torch.int32)
+        self.where = torch.full(
+            (batch,), self.context + self.tail, device=DEVICE, dtype=torch.int32
+        )
 
     def _dense_pages(self, tiers, dense_id):
-        """Dense pages of one run each, and tails of 64 states."""
+        """Dense pages of one run each, and tails that are half full."""
         heads, batch, _ = tiers.shape
         positions, counts = runs_of(tiers.transpose(0, 1).contiguous(), dense_id)
         self.layout = PageLayout(dense_id, DENSE, MODEL.head_dim, PositionMode.CONTIGUOUS)
@@ -172,12 +175,14 @@ class Layer:
         starts = torch.zeros(heads * batch + 1, dtype=torch.int32)
         starts[1:] = counts.cumsum(0)
         addresses = pages.data_ptr() + self.layout.page_bytes * torch.arange(len(pages))
-        self.tails = torch.randn(2, batch, heads, TAIL, MODEL.head_dim, device=DEVICE).bfloat16()
-        size = TAIL * MODEL.head_dim * 2
+        self.tails = torch.randn(
+            2, batch, heads, self.tail, MODEL.head_dim, device=DEVICE
+        ).bfloat16()
+        size = self.tail * MODEL.head_dim * 2
         at = self.tails.data_ptr() + size * torch.arange(2 * batch * heads).view(2, batch, heads)
         self.states = DenseStates(
             at.permute(1, 2, 0).contiguous().to(DEVICE),
-            torch.tensor([[TAIL, self.context]] * batch, device=DEVICE),
+            torch.tensor([[self.tail, self.context]] * batch, device=DEVICE),
             addresses.to(DEVICE), starts.to(DEVICE), self.layout,
         )  # fmt: skip
         self.page_start = starts
@@ -234,34 +239,39 @@ class Layer:
         return PartialAttention(logits.softmax(-1) @ values, logits.logsumexp(-1))
 
 
-def layers_of(tier_id, names, batch, context, rope, turns, count):
+def layers_of(tier_id, names, batch, context, rope, turns, count, page_tokens):
     """Layers of eight KV heads, from the heads of neighbouring layers of the real model."""
     heads = tier_id.flatten(0, 1)
     groups = [heads[at : at + MODEL.kv_heads] for at in range(0, len(heads), MODEL.kv_heads)]
     step = max(1, len(groups) // count)
     return [
-        Layer(names, tile(own, batch, context, seed), rope, turns, seed)
+        Layer(names, tile(own, batch, context, seed), rope, turns, seed, page_tokens)
         for seed, own in list(enumerate(groups))[::step][:count]
     ]
 
 
-def main():
+def read_arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--allocation", type=Path, required=True)
     parser.add_argument("--budgets", default="20,10,5")
     parser.add_argument("--layers", type=int, default=7)
+    parser.add_argument("--page-tokens", type=int, choices=PAGE_SIZES, default=PAGE_SIZES[0])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     parser.add_argument("--dram", type=Path, help="output of the profiler on --profile")
     parser.add_argument("--profile", action="store_true")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    args = read_arguments()
     torch.manual_seed(args.seed)
     print(f"seed {args.seed}", flush=True)
     held = load_file(args.allocation)
     names = bytes(held["tiers"].tolist()).decode().split(",")
     rope = case_rope(MODEL.head_dim)
-    turns = TurnTable.build(rope, max_positions=131072 + PAGE_TOKENS, device=DEVICE)
+    turns = TurnTable.build(rope, max_positions=131072 + args.page_tokens, device=DEVICE)
     dram = dram_ratios(args.dram) if args.dram else {}
     copy = 0.0 if args.profile else copy_bandwidth()
     rows = []
@@ -270,11 +280,15 @@ def main():
         dense_bytes = 2 * 2 * batch * context * MODEL.kv_heads * MODEL.head_dim
         for budget in args.budgets.split(","):
             count = 1 if args.profile else args.layers
-            layers = layers_of(held[budget], names, batch, context, rope, turns, count)
+            layers = layers_of(
+                held[budget], names, batch, context, rope, turns, count, args.page_tokens
+            )
             layers[0].attend()
             torch.cuda.synchronize()
             if args.profile:
-                print("CASE", MODEL.name, budget, batch, context, layers[0].num_bytes, flush=True)
+                launches = 1 + len(layers[0].kinds)
+                case = (MODEL.name, budget, batch, context, layers[0].num_bytes, launches)
+                print("CASE", *case, flush=True)
                 continue
             for layer in layers:
                 layer.attend()
@@ -286,13 +300,14 @@ def main():
             us = median_us(lambda i, own=layers: own[i].attend(), 2 * len(layers), len(layers))
             num_bytes = sum(layer.num_bytes for layer in layers) / len(layers)
             states = sum(
-                int(kind.lists.row_start[-1]) * PAGE_TOKENS
+                int(kind.lists.row_start[-1]) * args.page_tokens
                 for layer in layers
                 for kind in layer.kinds
             ) / len(layers)
             row = {
                 "budget": int(budget) / 100, "batch": batch, "context": context, "us": us,
-                "shape": MODEL.name, "share_of_dense": num_bytes / dense_bytes,
+                "shape": MODEL.name, "page_tokens": args.page_tokens,
+                "share_of_dense": num_bytes / dense_bytes,
                 "kept": states / (batch * context * MODEL.kv_heads), "error": error,
                 "tb_per_s": num_bytes / us / 1e6, "share_of_copy": num_bytes / us / 1e6 / copy,
                 "launches": [len(layer.kinds) for layer in layers],
@@ -303,6 +318,7 @@ def main():
             row |= {name.replace("_us", "_ratio"): value / us for name, value in beside.items()}
             row["command"] = (
                 f"PYTHONPATH=src python3 benchmarks/gpu_mixed.py --allocation {args.allocation}"
+                f" --page-tokens {args.page_tokens}"
             )
             rows.append(row)
             ratios = " ".join(f"{k[:-3]} {v:.0f} us x{v / us:.2f}" for k, v in beside.items())

@@ -19,31 +19,33 @@ MOST_UNLIKE = 2e-3
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "key_bits", "value_bits", "mode"),
+    ("head_dim", "key_bits", "value_bits", "mode", "size"),
     [
-        (128, 2.0, 4, PositionMode.CONTIGUOUS),
-        (64, 3.0, 3, PositionMode.RUNS),
-        (64, 2.0, 2, PositionMode.TOKENS),
-        (128, 1.0, 8, PositionMode.CONTIGUOUS),
+        (128, 2.0, 4, PositionMode.CONTIGUOUS, 128),
+        (64, 3.0, 3, PositionMode.RUNS, 128),
+        (64, 2.0, 2, PositionMode.TOKENS, 128),
+        (128, 1.0, 8, PositionMode.CONTIGUOUS, 128),
+        (128, 2.0, 2, PositionMode.RUNS, 64),
+        (64, 3.0, 4, PositionMode.CONTIGUOUS, 64),
     ],
 )
-def test_bytes_are_those_of_the_codec(on_the_host, head_dim, key_bits, value_bits, mode):
+def test_bytes_are_those_of_the_codec(on_the_host, head_dim, key_bits, value_bits, mode, size):
     on_the_host()
     rope = RopeSpec.from_config({"rope_theta": 500000.0}, head_dim)
     geometry = KVGeometry(1, 2, 4, head_dim)
     codec = SphericalCodec(random_calibration(geometry, rope))
-    tier = coded_tier(key_bits, value_bits)
+    tier = coded_tier(key_bits, value_bits, page_tokens=size)
     layout = PageLayout(1, tier, head_dim, mode)
     keys, values = (
-        part.view(2, 2, 128, head_dim).flatten(0, 1).bfloat16()
-        for part in random_states(geometry, rope, 256)[:2]
+        part.view(2, 2, size, head_dim).flatten(0, 1).bfloat16()
+        for part in random_states(geometry, rope, 2 * size)[:2]
     )
     values[2, 5] *= 100.0  # makes the scales of its page coarse
-    counts = torch.tensor([128, 77, 128, 1])
+    counts = torch.tensor([size, size // 2 + 13, size, 1])
     rows = PageRows(
-        torch.arange(256).view(2, 128).repeat(2, 1),
+        torch.arange(2 * size).view(2, size).repeat(2, 1),
         counts,
-        torch.rand(4, 128) < 0.1,
+        torch.rand(4, size) < 0.1,
     )
     heads = torch.tensor([0, 0, 1, 1])
     given = (layout, 0, codec, (keys, values), rows, heads)

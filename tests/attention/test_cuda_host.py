@@ -32,6 +32,13 @@ CHOSEN = (
     "128 slots",
     "128 slots, group 6",
     "128 slots, group 6, runs",
+    "pages of 64",
+    "pages of 64, runs",
+    "pages of 64, runs, group 6",
+    "pages of 64, d=64, runs, group 3, window",
+    "pages of 64, d=64, group 7",
+    "pages of 64, 128 slots, group 6, runs",
+    "pages of 64, 32 slots, runs",
 )
 
 

@@ -18,7 +18,7 @@ from sphkv.attention.cuda.fragments import (
     unpack_keys,
     unpack_values,
 )
-from sphkv.attention.cuda.geometry import KernelShape, lane_coordinates
+from sphkv.attention.cuda.geometry import PAGE_SIZES, KernelShape, lane_coordinates
 from sphkv.attention.cuda.synthetic import (
     Oracle,
     random_pages,
@@ -40,21 +40,24 @@ def _rope(head_dim: int) -> RopeSpec:
     )
 
 
+@pytest.mark.parametrize("tokens", [64, 128])
 @pytest.mark.parametrize("slots", [16, 32, 48, 64, 96, 112, 128])
-def test_key_codes_round_trip(slots):
-    codes = torch.randint(0, 16, (3, slots, 128), dtype=torch.uint8)
+def test_key_codes_round_trip(slots, tokens):
+    codes = torch.randint(0, 16, (3, slots, tokens), dtype=torch.uint8)
     packed = pack_keys(codes)
-    assert packed.shape == (3, 64 * slots)
-    assert torch.equal(unpack_keys(packed), codes)
+    assert packed.shape == (3, tokens // 2 * slots)
+    assert torch.equal(unpack_keys(packed, tokens=tokens), codes)
 
 
+@pytest.mark.parametrize("tokens", [64, 128])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_value_codes_round_trip(bits, head_dim):
-    codes = torch.randint(0, 1 << bits, (3, 128, head_dim), dtype=torch.uint8)
+def test_value_codes_round_trip(bits, head_dim, tokens):
+    codes = torch.randint(0, 1 << bits, (3, tokens, head_dim), dtype=torch.uint8)
     packed = pack_values(codes, bits=bits)
-    assert packed.shape == (3, 16 * head_dim * bits)
-    assert torch.equal(unpack_values(packed, bits=bits, head_dim=head_dim), codes)
+    assert packed.shape == (3, tokens * head_dim * bits // 8)
+    unpacked = unpack_values(packed, bits=bits, head_dim=head_dim, tokens=tokens)
+    assert torch.equal(unpacked, codes)
 
 
 def test_bfloat_values_round_trip():
@@ -255,7 +258,9 @@ def _layout_source(shape, index):
     text = compiler.sources()["layout.cuh"]
     body = text[text.index("// What a build is for.") : text.index("struct Params")]
     names = [flag[2:].split("=") for flag in shape.defines()]
-    layout = tier_layout(shape.head_dim, shape.nibbles, shape.value_bits, shape.positions)
+    layout = tier_layout(
+        shape.head_dim, shape.nibbles, shape.value_bits, shape.positions, shape.page_tokens
+    )
     is_contiguous = shape.positions == PositionMode.CONTIGUOUS
     defines = "\n".join(f"#undef {name}\n#define {name} {value}" for name, value in names)
     expected = {
@@ -282,12 +287,15 @@ def test_kernel_computes_the_same_layout(tmp_path):
     if compile_command is None:
         pytest.skip("no C++ compiler to evaluate the kernel's constants")
     shapes = [
-        KernelShape(head_dim, nibbles, double, 1, bits, columns, positions=mode).fitted()
-        for (head_dim, nibbles, double), bits, columns, mode in itertools.product(
+        KernelShape(
+            head_dim, nibbles, double, 1, bits, columns, positions=mode, page_tokens=tokens
+        ).fitted()
+        for (head_dim, nibbles, double), bits, columns, mode, tokens in itertools.product(
             ((64, 32, 1), (128, 48, 1), (128, 64, 1), (128, 96, 1), (128, 96, 6)),
             (2, 3, 4, 8),
             (4, 8),
             PositionMode,
+            PAGE_SIZES,
         )
     ]
     source = tmp_path / "layout.cpp"

@@ -140,7 +140,7 @@ def tiers() -> TierTable:
 class ReversedOrder:
     """Keeps the bytes of a page from the last to the first."""
 
-    page_tokens = 32
+    page_sizes: tuple[int, ...] = (32,)
 
     def takes(self, layout: PageLayout) -> bool:
         return layout.tier.is_coded

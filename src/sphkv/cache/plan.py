@@ -38,8 +38,9 @@ RETENTION_TIERS = ("k1v2", "k1.5v2", "k2v2", "k2v3", "k3v3", "k3v4", "k4v4", "k6
 FAST_RETENTION_TIERS = ("k2v2", "k3v4", "k4v8", "k6v8")
 """Fewer of them, where every tier of a layer is a launch of a kernel."""
 
-# Part of the ceiling that is freed at once where changing pages means listing them anew.
-_FAST_REFRESH_SHARE = 1 / 8
+# Part of the ceiling that is freed at once where changing pages means listing them anew: little
+# enough that its pages can be given up beside the steps until the next one seals.
+_FAST_REFRESH_SHARE = 1 / 32
 
 # Budgets from this share on seal new states at the finer of two tiers (key and value bits).
 _FINE_SEAL_SHARE = 0.04
@@ -343,15 +344,15 @@ def retention_tiers(
 
     Args:
         head_dim: Elements of one key.
-        page_tokens: States of a coded page; as the kernel wants them if None, or as a tight budget
-            does where any will do.
+        page_tokens: States of a coded page; as few as the kernel reads if None, or as a tight
+            budget wants them where any will do.
         table: Tiers to take instead of the default ones.
         order: How the backend keeps pages; with pages of its kernel's size, tiers that the kernel
             reads.
     """
-    fits_kernel = order is not None and page_tokens in (None, order.page_tokens)
+    fits_kernel = order is not None and page_tokens in (None, *order.page_sizes)
     if page_tokens is None:
-        page_tokens = RETENTION_PAGE_TOKENS if order is None else order.page_tokens
+        page_tokens = RETENTION_PAGE_TOKENS if order is None else order.page_sizes[0]
     names: Iterable[str] = FAST_RETENTION_TIERS if fits_kernel else RETENTION_TIERS
     if table is not None:
         names = [tier.name for tier in table if tier.is_coded]
@@ -368,7 +369,7 @@ def _is_read(order: PageOrder, tier: TierSpec, head_dim: int) -> bool:
 def is_fast(tiers: TierTable, order: PageOrder | None) -> bool:
     """Whether coded pages are of the size that the backend's kernel reads."""
     coded = next((tier for tier in tiers if tier.is_coded), None)
-    return order is not None and coded is not None and coded.page_tokens == order.page_tokens
+    return order is not None and coded is not None and coded.page_tokens in order.page_sizes
 
 
 def refresh_share(tiers: TierTable, order: PageOrder | None) -> float:

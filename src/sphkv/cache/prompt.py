@@ -15,6 +15,7 @@ from sphkv.cache.notes import SequenceNotes
 from sphkv.cache.residency import window_start
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
+from sphkv.core.devices import beside, join_beside
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.gate import tier_bounds
@@ -94,7 +95,9 @@ class PromptDecision:
             raise ValueError(f"layer {layer} is out of order: {len(self._layers)} came before")
         self._layers.append((keys, values))
         if self._config.windows[layer] is None and keys.shape[1] >= _LEAST_RUNS * RUN_TOKENS:
-            self._price(layer, query, keys, values)
+            # the next layers of the model do not wait for it
+            with beside(query, keys, values):
+                self._price(layer, query, keys, values)
 
     def _price(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
         """Measure, price and note a layer where its states are, without waiting for them."""
@@ -156,6 +159,7 @@ class PromptDecision:
             BudgetError: The parts that must stay dense do not fit.
         """
         self._num_paged = self._paged_tokens()
+        join_beside(self._layers[0][0].device)
         if self._notes.is_measured:
             return self._decide_measured(limit)
         self._notes.keep_unmeasured(self._plan.tiers)

@@ -3,14 +3,16 @@
 
 Copying a constant to a GPU waits for all work before it, and launching many short operations takes
 longer than they do: small constants are made once per device, numbers that change go through pinned
-memory, such functions are captured once and replayed with other tensors.
+memory, such functions are captured once and replayed with other tensors. What nobody waits for yet
+runs beside the rest.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -132,6 +134,36 @@ def upload(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
     return _buffers(device).send(numbers)
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def beside(*inputs: Tensor) -> Iterator[None]:
+    """On a GPU, queue what follows beside later work; elsewhere it is just done.
+
+    Args:
+        inputs: Tensors that it reads and that others may give up before it is done.
+    """
+    device = inputs[0].device
+    if device.type != "cuda":
+        yield
+        return
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    for each in inputs:
+        each.record_stream(side)
+    with torch.cuda.stream(side):
+        yield
+
+
+def join_beside(device: torch.device) -> None:
+    """What the caller queues from now on comes after all that was queued ``beside``."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -143,7 +175,8 @@ class Replay:
     """Calls a function; from the third call with tensors of the same shapes on by replaying it.
 
     The function must wait for nothing, copy nothing from the CPU, and depend on its tensors alone.
-    Results are overwritten by the next call of the same thread, so they must be used up by then.
+    Results are overwritten by the next call of the same thread on the same stream, so they must be
+    used up by then.
     Elsewhere than on a GPU, and while something else is being captured, it is just called.
     """
 
@@ -157,7 +190,8 @@ class Replay:
         """What the function gives for some tensors."""
         if not inputs[0].is_cuda or torch.cuda.is_current_stream_capturing():
             return self._function(*inputs)
-        key: _Key = (threading.get_ident(), inputs[0].device)
+        stream = torch.cuda.current_stream(inputs[0].device)
+        key: _Key = (threading.get_ident(), stream)
         key += tuple((each.shape, each.dtype) for each in inputs)
         if key not in self._captured:
             # the first call may still make constants, which copies from the CPU

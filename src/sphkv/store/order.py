@@ -19,10 +19,10 @@ class PageOrder(Protocol):
     """A permutation of the bytes of a page, for a kernel that wants them in another order.
 
     Attributes:
-        page_tokens: States of the coded pages that the kernel reads.
+        page_sizes: States of the coded pages that the kernel reads, the smallest first.
     """
 
-    page_tokens: int
+    page_sizes: tuple[int, ...]
 
     def takes(self, layout: PageLayout) -> bool:
         """Whether the kernel reads pages of a layout; others are kept as they are."""

@@ -47,6 +47,7 @@ class Case:
         nibbles: Slots per key.
         value_bits: Width of value codes.
         blocks: Thread blocks that heads share by their pages; None gives them as many each.
+        page_tokens: States of a page.
     """
 
     counts: tuple[tuple[int, ...], ...] = ((9, 9), (9, 9))
@@ -60,6 +61,7 @@ class Case:
     nibbles: int = 64
     value_bits: int = 4
     blocks: int | None = None
+    page_tokens: int = PAGE_TOKENS
 
     def codebook(self, device: torch.device) -> AngleCodebook:
         """The same for every case of a shape."""
@@ -100,6 +102,27 @@ CASES = {
     **{f"{n} slots": Case(nibbles=n) for n in (32, 48, 96, 128)},
     "128 slots, group 6": Case(nibbles=128, group=6, value_bits=8, counts=RAGGED, merge=True),
     "128 slots, group 6, runs": Case(mode=PositionMode.RUNS, nibbles=128, group=6, value_bits=8),
+    "pages of 64": Case(counts=RAGGED, partial=True, page_tokens=64),
+    "pages of 64, runs": Case(
+        counts=((1, 0, 30), (2, 19, 0)), mode=PositionMode.RUNS, partial=True, blocks=11,
+        merge=True, sinks=True, page_tokens=64,
+    ),
+    "pages of 64, runs, group 6": Case(
+        counts=RAGGED, mode=PositionMode.RUNS, partial=True, group=6, value_bits=2, page_tokens=64
+    ),
+    "pages of 64, d=64, runs, group 3, window": Case(
+        mode=PositionMode.RUNS, options=LIMITS, group=3, head_dim=64, nibbles=32, page_tokens=64
+    ),
+    "pages of 64, d=64, group 7": Case(group=7, head_dim=64, nibbles=64, page_tokens=64),
+    "pages of 64, 128 slots, group 6, runs": Case(
+        mode=PositionMode.RUNS, nibbles=128, group=6, value_bits=8, partial=True, page_tokens=64
+    ),
+    "pages of 64, 32 slots, runs": Case(
+        mode=PositionMode.RUNS, nibbles=32, value_bits=2, partial=True, page_tokens=64
+    ),
+    "pages of 64, a position per token": Case(
+        mode=PositionMode.TOKENS, partial=True, page_tokens=64
+    ),
 }  # fmt: skip
 
 
@@ -138,11 +161,11 @@ def run_cases(device: torch.device) -> int:
     return len(CASES)
 
 
-def random_bases(mode: PositionMode, num_pages: int) -> Tensor:
+def random_bases(layout: PageLayout, num_pages: int) -> Tensor:
     """Positions of consecutive pages in the form of their mode."""
+    mode, words = layout.position_mode, layout.num_position_words
     if mode is PositionMode.CONTIGUOUS:
-        return torch.arange(num_pages) * PAGE_TOKENS + 4
-    words = 8 if mode is PositionMode.RUNS else PAGE_TOKENS
+        return torch.arange(num_pages) * layout.page_tokens + 4
     gaps = torch.randint(1, 4, (num_pages, words))
     if mode is not PositionMode.RUNS:
         return (gaps.flatten().cumsum(0) + 3).view(num_pages, words)
@@ -162,16 +185,16 @@ def build_pages(
     pages = random_pages(layout, total, device=device)
     table = torch.zeros(HEADS, batch, int(num.max()), dtype=torch.int64)
     order, at = torch.randperm(total), 0
-    width = random_bases(case.mode, 1).shape[1:]
-    bases, live = torch.zeros(total, *width, dtype=torch.int64), torch.full((total,), PAGE_TOKENS)
+    width, tokens = random_bases(layout, 1).shape[1:], layout.page_tokens
+    bases, live = torch.zeros(total, *width, dtype=torch.int64), torch.full((total,), tokens)
     for h, b in torch.cartesian_prod(torch.arange(HEADS), torch.arange(batch)).tolist():
         n = int(num[h, b])
         ids = table[h, b, :n] = order[at : at + n]
         at += n
-        bases[ids] = random_bases(case.mode, n)
+        bases[ids] = random_bases(layout, n)
         if case.partial and n:
-            live[ids[-1]] = int(torch.randint(1, PAGE_TOKENS, (1,)))
-    last = int(bases.max()) + PAGE_TOKENS
+            live[ids[-1]] = int(torch.randint(1, tokens, (1,)))
+    last = int(bases.max()) + tokens
     set_counts(pages, live.to(device))
     set_bases(pages, layout, bases.to(device))
     return pages, table.to(device), last
@@ -187,13 +210,17 @@ def run_case(case: Case, device: torch.device) -> float:
     num = torch.tensor(case.counts)
     batch, group = num.shape[1], case.group
     rope, layout = case_rope(case.head_dim), tier_layout(
-        case.head_dim, case.nibbles, case.value_bits, case.mode
+        case.head_dim, case.nibbles, case.value_bits, case.mode, case.page_tokens
     )  # fmt: skip
     book = case.codebook(device)
     pages, table, last = build_pages(case, layout, num, device)
     turns = TurnTable.build(rope, max_positions=last, device=device)
     shape = KernelShape.of_codebook(
-        book, value_bits=case.value_bits, group=group, positions=case.mode
+        book,
+        value_bits=case.value_bits,
+        group=group,
+        positions=case.mode,
+        page_tokens=case.page_tokens,
     )
     decoder = CudaDecode(
         book, rope, turns, value_bits=case.value_bits, group=group, max_batch=batch, shape=shape

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sphkv.attention.cuda.compiler import architecture, load_cubin
 from sphkv.attention.cuda.driver import Kernel
-from sphkv.attention.cuda.geometry import PAGE_TOKENS, is_served
+from sphkv.attention.cuda.geometry import PAGE_TOKENS, TILE_KEYS, is_served
 from sphkv.attention.cuda.search_tables import (
     PLANE_WORDS,
     SLOT_WORDS,
@@ -29,8 +29,7 @@ from sphkv.core.tiers import TierTable
 from sphkv.store.layout import PageLayout, header_words
 from sphkv.store.paging import PageRows, PositionMode
 
-_THREADS = 256
-_RANGE_BYTES = 2 * _THREADS // 32 * 4
+_WARPS = 8
 _POINTERS = (
     *("keys", "values", "positions", "counts", "heads", "flags", "pages"),
     *("kinds", "planes", "slots", "places", "grid", "weights"),
@@ -70,7 +69,7 @@ def _launch(
 
 
 class CudaEncoder:
-    """Encodes pages of 128 bfloat16 states with coded values."""
+    """Encodes pages of bfloat16 states with coded values."""
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[str, ...], Kernel] = {}
@@ -85,13 +84,19 @@ class CudaEncoder:
         return is_bfloat and is_served(layout) and layout.tier.has_value_codes
 
     def _kernel(
-        self, name: str, defines: tuple[str, ...], shared_bytes: int, device: torch.device
+        self,
+        name: str,
+        defines: tuple[str, ...],
+        shared_bytes: int,
+        device: torch.device,
+        *,
+        warps: int = _WARPS,
     ) -> Kernel:
         # pages of one shape differ in size by how they store positions
         key = (name, str(shared_bytes), *defines)
         if key not in self._kernels:
             image = load_cubin(name, defines, architecture(device))
-            self._kernels[key] = Kernel(image, name, shared_bytes=shared_bytes, threads=_THREADS)
+            self._kernels[key] = Kernel(image, name, shared_bytes=shared_bytes, threads=32 * warps)
         return self._kernels[key]
 
     def _encode_kernels(self, layout: PageLayout, device: torch.device) -> tuple[Kernel, Kernel]:
@@ -99,7 +104,7 @@ class CudaEncoder:
         if layout not in self._encode:
             sizes = _memories(layout)
             keys, values = (
-                self._kernel(name, defines, sizes[name], device)
+                self._kernel(name, defines, sizes[name], device, warps=_warps(name, layout))
                 for name, defines in encode_builds(layout)
             )
             self._encode[layout] = (keys, values)
@@ -232,6 +237,7 @@ def encode_builds(layout: PageLayout) -> list[tuple[str, tuple[str, ...]]]:
             (
                 *_page_defines(layout),
                 f"-DSPHKV_SHARED_BYTES={size}",
+                f"-DSPHKV_WARPS={_warps(name, layout)}",
                 f"-DSPHKV_POSITIONS={int(layout.position_mode)}",
                 f"-DSPHKV_CELLS={NUM_CELLS}",
                 f"-DSPHKV_REFINEMENTS={NUM_REFINEMENTS}",
@@ -252,7 +258,17 @@ def _page_defines(layout: PageLayout) -> tuple[str, ...]:
         f"-DSPHKV_HEAD_DIM={layout.head_dim}",
         f"-DSPHKV_SLOTS={layout.num_nibbles}",
         f"-DSPHKV_VALUE_BITS={layout.tier.value_bits}",
+        f"-DSPHKV_PAGE_TOKENS={layout.page_tokens}",
     )
+
+
+def _warps(name: str, layout: PageLayout) -> int:
+    """Warps of a block: they share a page's planes, or its values tile by tile."""
+    return _WARPS if name == "sphkv_encode_keys" else layout.page_tokens // TILE_KEYS
+
+
+def _range_bytes(warps: int) -> int:
+    return 2 * warps * 4
 
 
 def _memories(layout: PageLayout) -> dict[str, int]:
@@ -264,14 +280,18 @@ def _memories(layout: PageLayout) -> dict[str, int]:
 
 
 def _key_memory(layout: PageLayout) -> int:
-    """Size of ``KeyMemory``: slots or sums, planes, keys, places of codes, squares, ranges."""
+    """Size of ``KeyMemory``: slots or sums, planes, keys, places of codes, squares, ranges.
+
+    It has room for the largest page, whatever the page's size.
+    """
     slots, sums = 4 * SLOT_WORDS * layout.num_nibbles, 2 * 8 * 4 * PAGE_TOKENS
     planes, keys = 2 * PLANE_WORDS * layout.head_dim, 2 * layout.head_dim * PAGE_TOKENS
     places, squares = 2 * layout.num_nibbles, 4 * PAGE_TOKENS
-    return max(slots, sums) + planes + keys + places + squares + _RANGE_BYTES + 16
+    return max(slots, sums) + planes + keys + places + squares + _range_bytes(_WARPS) + 16
 
 
 def _value_memory(layout: PageLayout) -> int:
     """Size of ``ValueMemory``: histograms of four states a word and cell, ranges."""
     is_clipped = layout.tier.value_bits in CLIP_RANGE
-    return is_clipped * _THREADS // 32 * 4 * 4 * (NUM_CELLS + 16) + _RANGE_BYTES
+    warps = _warps("sphkv_encode_values", layout)
+    return is_clipped * warps * 4 * 4 * (NUM_CELLS + 16) + _range_bytes(warps)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sphkv.attention.cuda.geometry import LANES, PAGE_TOKENS, TILE_KEYS
+from sphkv.attention.cuda.geometry import LANES, PAGE_SIZES, PAGE_TOKENS, TILE_KEYS
 from sphkv.store.layout import PageLayout, PageView
 
-TILES = PAGE_TOKENS // TILE_KEYS
 _CHUNK_WORDS = (4, 2, 1)
 
 
@@ -24,54 +23,57 @@ def pack_keys(codes: Tensor) -> Tensor:
     the tile in its low nibble and of key ``g + 8`` in its high nibble.
 
     Args:
-        codes: ``[pages, slots, 128]`` uint8 below 16; slots a multiple of 16.
+        codes: ``[pages, slots, tokens]`` uint8 below 16; slots a multiple of 16.
 
     Returns:
-        ``[pages, 64 * slots]`` uint8.
+        ``[pages, slots * tokens / 2]`` uint8.
     """
     pages, slots, tokens = codes.shape
-    if slots % 16 or tokens != PAGE_TOKENS:
-        raise ValueError(f"codes must be [pages, 16 * n, {PAGE_TOKENS}], got {tuple(codes.shape)}")
+    if slots % 16 or tokens not in PAGE_SIZES:
+        wanted = f"[pages, 16 * n, {' or '.join(map(str, PAGE_SIZES))}]"
+        raise ValueError(f"codes must be {wanted}, got {tuple(codes.shape)}")
+    tiles = tokens // TILE_KEYS
     # [pages, word, byte, t, tile, half, g]
-    split = codes.reshape(pages, slots // 16, 4, 4, TILES, 2, 8)
+    split = codes.reshape(pages, slots // 16, 4, 4, tiles, 2, 8)
     byte = split[..., 0, :] | (split[..., 1, :] << 4)
     words = byte.permute(0, 4, 1, 5, 3, 2)  # [pages, tile, word, g, t, byte]
-    return _interleave(words.reshape(pages, TILES, slots // 16, LANES, 4))
+    return _interleave(words.reshape(pages, tiles, slots // 16, LANES, 4))
 
 
-def unpack_keys(packed: Tensor) -> Tensor:
-    """Undo :func:`pack_keys`: ``[pages, 64 * slots]`` to ``[pages, slots, 128]``."""
-    pages = packed.shape[0]
-    words = _separate(packed)
+def unpack_keys(packed: Tensor, *, tokens: int = PAGE_TOKENS) -> Tensor:
+    """Undo :func:`pack_keys`: ``[pages, bytes]`` to ``[pages, slots, tokens]``."""
+    pages, tiles = packed.shape[0], tokens // TILE_KEYS
+    words = _separate(packed, tiles)
     num_words = words.shape[2]
-    byte = words.reshape(pages, TILES, num_words, 8, 4, 4).permute(0, 2, 5, 4, 1, 3)
+    byte = words.reshape(pages, tiles, num_words, 8, 4, 4).permute(0, 2, 5, 4, 1, 3)
     codes = torch.stack([byte & 15, byte >> 4], dim=5)  # [pages, word, byte, t, tile, half, g]
-    return codes.reshape(pages, 16 * num_words, PAGE_TOKENS)
+    return codes.reshape(pages, 16 * num_words, tokens)
 
 
 def pack_gains(radius_code: Tensor, scale_code: Tensor | None) -> Tensor:
     """Radius and scale codes, side by side for the lane that needs them.
 
     Args:
-        radius_code: ``[pages, 128]`` uint8.
-        scale_code: ``[pages, 128]`` uint8; None if values have no scale.
+        radius_code: ``[pages, tokens]`` uint8.
+        scale_code: ``[pages, tokens]`` uint8; None if values have no scale.
 
     Returns:
-        ``[pages, 256]`` (or 128) uint8: per tile and ``g`` the radii of keys ``g`` and ``g + 8``,
-        then their scales.
+        ``[pages, 2 * tokens]`` (or ``tokens``) uint8: per tile and ``g`` the radii of keys
+        ``g`` and ``g + 8``, then their scales.
     """
-    pages = radius_code.shape[0]
+    pages, tokens = radius_code.shape
     parts = [radius_code] if scale_code is None else [radius_code, scale_code]
-    split = torch.stack([part.reshape(pages, TILES, 2, 8) for part in parts], dim=2)
+    tiles = tokens // TILE_KEYS
+    split = torch.stack([part.reshape(pages, tiles, 2, 8) for part in parts], dim=2)
     return split.permute(0, 1, 4, 2, 3).reshape(pages, -1)
 
 
-def unpack_gains(packed: Tensor) -> Tensor:
-    """Undo :func:`pack_gains`: ``[pages, kinds, 128]``, radius first."""
+def unpack_gains(packed: Tensor, *, tokens: int = PAGE_TOKENS) -> Tensor:
+    """Undo :func:`pack_gains`: ``[pages, kinds, tokens]``, radius first."""
     pages = packed.shape[0]
-    kinds = packed.shape[1] // PAGE_TOKENS
-    split = packed.reshape(pages, TILES, 8, kinds, 2)
-    return split.permute(0, 3, 1, 4, 2).reshape(pages, kinds, PAGE_TOKENS)
+    kinds = packed.shape[1] // tokens
+    split = packed.reshape(pages, tokens // TILE_KEYS, 8, kinds, 2)
+    return split.permute(0, 3, 1, 4, 2).reshape(pages, kinds, tokens)
 
 
 def pack_values(codes: Tensor, *, bits: int) -> Tensor:
@@ -82,36 +84,37 @@ def pack_values(codes: Tensor, *, bits: int) -> Tensor:
     ``8 / bits`` features. Three bits use the 16 bits of a half, see :func:`_three_bit_places`.
 
     Args:
-        codes: ``[pages, 128, head_dim]`` uint8 below ``2**bits``; bfloat16 at 16 bits.
+        codes: ``[pages, tokens, head_dim]`` uint8 below ``2**bits``; bfloat16 at 16 bits.
         bits: 2, 3, 4, 8 or 16.
 
     Returns:
-        ``[pages, 16 * head_dim * bits]`` uint8.
+        ``[pages, tokens * head_dim * bits / 8]`` uint8.
     """
-    pages, _, head_dim = codes.shape
+    pages, tokens, head_dim = codes.shape
+    tiles = tokens // TILE_KEYS
     # [pages, tile, upper, t, odd, feature, g]
-    split = codes.reshape(pages, TILES, 2, 4, 2, head_dim // 8, 8)
+    split = codes.reshape(pages, tiles, 2, 4, 2, head_dim // 8, 8)
     by_lane = split.permute(0, 1, 5, 6, 3, 4, 2)  # [pages, tile, feature, g, t, odd, upper]
-    by_lane = by_lane.reshape(pages, TILES, head_dim // 8, LANES, 2, 2)
+    by_lane = by_lane.reshape(pages, tiles, head_dim // 8, LANES, 2, 2)
     if bits == 16:
         return _pack_bfloat(by_lane)
     if bits == 3:
         return _interleave(_pack_three(by_lane))
     per_byte = 8 // bits
-    grouped = by_lane.reshape(pages, TILES, -1, per_byte, LANES, 4)
+    grouped = by_lane.reshape(pages, tiles, -1, per_byte, LANES, 4)
     word = grouped[:, :, :, 0].clone()
     for k in range(1, per_byte):
         word |= grouped[:, :, :, k] << (k * bits)
     return _interleave(word)
 
 
-def unpack_values(packed: Tensor, *, bits: int, head_dim: int) -> Tensor:
-    """Undo :func:`pack_values`: ``[pages, 128, head_dim]``."""
-    pages = packed.shape[0]
-    words = _separate(packed)
+def unpack_values(packed: Tensor, *, bits: int, head_dim: int, tokens: int = PAGE_TOKENS) -> Tensor:
+    """Undo :func:`pack_values`: ``[pages, tokens, head_dim]``."""
+    pages, tiles = packed.shape[0], tokens // TILE_KEYS
+    words = _separate(packed, tiles)
     if bits == 16:
         halves = words.contiguous().view(torch.bfloat16)  # [pages, tile, word, lane, odd]
-        split = halves.reshape(pages, TILES, head_dim // 16, 2, 2, LANES, 2)
+        split = halves.reshape(pages, tiles, head_dim // 16, 2, 2, LANES, 2)
         by_lane = split.permute(0, 1, 2, 4, 5, 6, 3)  # upper is the outer of a tile's words
     elif bits == 3:
         by_lane = _unpack_three(words, head_dim)
@@ -119,16 +122,16 @@ def unpack_values(packed: Tensor, *, bits: int, head_dim: int) -> Tensor:
         per_byte, mask = 8 // bits, (1 << bits) - 1
         fields = [(words >> (k * bits)) & mask for k in range(per_byte)]
         by_lane = torch.stack(fields, dim=3)
-    by_lane = by_lane.reshape(pages, TILES, head_dim // 8, 8, 4, 2, 2)
+    by_lane = by_lane.reshape(pages, tiles, head_dim // 8, 8, 4, 2, 2)
     split = by_lane.permute(0, 1, 6, 4, 5, 2, 3)
-    return split.reshape(pages, PAGE_TOKENS, head_dim)
+    return split.reshape(pages, tokens, head_dim)
 
 
 def to_fragment_order(view: PageView) -> Tensor:
     """Pages of a coded tier with their payload in fragment order; headers stay as they are.
 
     Args:
-        view: Token-transposed pages, CONTIGUOUS or RUNS, 128 states each.
+        view: Token-transposed pages, CONTIGUOUS or RUNS.
 
     Returns:
         ``[rows, page_bytes]`` uint8.
@@ -151,10 +154,10 @@ def to_fragment_order(view: PageView) -> Tensor:
 
 def check_layout(layout: PageLayout) -> None:
     """Reject layouts that the kernel cannot read."""
-    if not layout.tier.is_coded or layout.page_tokens != PAGE_TOKENS:
+    if not layout.tier.is_coded or layout.page_tokens not in PAGE_SIZES:
+        sizes = " or ".join(map(str, PAGE_SIZES))
         raise ValueError(
-            f"fragment order needs a coded tier with {PAGE_TOKENS} states per page, "
-            f"got {layout.tier}"
+            f"fragment order needs a coded tier with {sizes} states per page, got {layout.tier}"
         )
     if layout.num_nibbles % 16:
         raise ValueError(f"slots per key must be a multiple of 16, got {layout.num_nibbles}")
@@ -172,17 +175,17 @@ def _interleave(words: Tensor) -> Tensor:
     return torch.cat(parts, dim=2).reshape(pages, -1)
 
 
-def _separate(packed: Tensor) -> Tensor:
+def _separate(packed: Tensor, tiles: int) -> Tensor:
     """Undo :func:`_interleave`: ``[pages, bytes]`` to ``[pages, tile, word, lane, 4]``."""
     pages = packed.shape[0]
-    stream = packed.reshape(pages, TILES, -1)
+    stream = packed.reshape(pages, tiles, -1)
     num_words = stream.shape[2] // (4 * LANES)
     parts, start = [], 0
     for size in _CHUNK_WORDS:
         while num_words - start >= size:
             at = start * 4 * LANES
             chunk = stream[:, :, at : at + size * 4 * LANES]
-            parts.append(chunk.reshape(pages, TILES, LANES, size, 4).transpose(2, 3))
+            parts.append(chunk.reshape(pages, tiles, LANES, size, 4).transpose(2, 3))
             start += size
     return torch.cat(parts, dim=2)
 

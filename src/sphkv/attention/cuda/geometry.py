@@ -15,18 +15,21 @@ from sphkv.store.paging import PositionMode
 HEAD_DIMS = (64, 128)
 VALUE_BITS = (2, 3, 4, 8, 16)
 PAGE_TOKENS = 128
+"""States of a page where nothing asks for smaller ones."""
+PAGE_SIZES = (64, PAGE_TOKENS)
+"""States of a page that kernels are written for, the fewest first."""
 TILE_KEYS = 16
 LANES = 32
 LEVELS = 16
 MAX_COLUMNS = 8
 ROWS_BEFORE = PAGE_TOKENS // TILE_KEYS - 1
 """Rows of turns before position zero, see ``kernels/layout.cuh``."""
-MAX_TEAMS = 4
+WARP_KEYS = 32
+MAX_WARPS = 16
 MAX_SLOTS = 128
 SLOT_MULTIPLE = 16
 
 _SLOT_WORDS = LANES
-_PAGE_TILES = PAGE_TOKENS // TILE_KEYS
 _SPREAD_STRIDE = 4096
 _SHARED_LIMIT = 232_448
 _STEP_ENTRIES = 8
@@ -44,7 +47,7 @@ def is_served(layout: PageLayout) -> bool:
     """Whether the kernel reads pages of this layout, so that they are kept in fragment order."""
     return (
         layout.tier.is_coded
-        and layout.page_tokens == PAGE_TOKENS
+        and layout.page_tokens in PAGE_SIZES
         and layout.head_dim in HEAD_DIMS
         and layout.num_nibbles % SLOT_MULTIPLE == 0
         and layout.num_nibbles <= MAX_SLOTS
@@ -62,9 +65,10 @@ class KernelShape:
         constant_steps: Groups of eight planes without bits.
         value_bits: 2, 3, 4, 8 or 16.
         columns: Query heads per pass: 4 or 8.
-        teams: Groups of four warps in a thread block.
+        teams: Groups of warps in a thread block, each at work on a page.
         spread: Leave high nibbles where they are in their byte; costs table space, saves a shift.
         positions: How pages store positions.
+        page_tokens: States of a page: 64 or 128.
     """
 
     head_dim: int
@@ -73,9 +77,10 @@ class KernelShape:
     constant_steps: int
     value_bits: int
     columns: int
-    teams: int = MAX_TEAMS
+    teams: int = MAX_WARPS // (PAGE_TOKENS // WARP_KEYS)
     spread: bool = False
     positions: PositionMode = PositionMode.CONTIGUOUS
+    page_tokens: int = PAGE_TOKENS
 
     def __post_init__(self) -> None:
         """Reject shapes that no kernel is written for."""
@@ -90,6 +95,8 @@ class KernelShape:
             raise ValueError(f"value_bits must be one of {VALUE_BITS}, got {self.value_bits}")
         if self.columns not in (4, MAX_COLUMNS):
             raise ValueError(f"columns must be 4 or {MAX_COLUMNS}, got {self.columns}")
+        if self.page_tokens not in PAGE_SIZES:
+            raise ValueError(f"page_tokens must be one of {PAGE_SIZES}, got {self.page_tokens}")
         if not 0 <= self.double_steps <= self.nibbles // _STEP_ENTRIES:
             raise ValueError(f"double_steps must be at most the steps, got {self.double_steps}")
         if not 0 <= self.constant_steps <= self.head_dim // 16:
@@ -103,6 +110,7 @@ class KernelShape:
         value_bits: int,
         group: int,
         positions: PositionMode = PositionMode.CONTIGUOUS,
+        page_tokens: int = PAGE_TOKENS,
     ) -> KernelShape:
         """The shape that fits all heads of a codebook."""
         pairs = int(codebook.num_pairs.max())
@@ -115,17 +123,18 @@ class KernelShape:
             value_bits=value_bits,
             columns=4 if group <= 4 else MAX_COLUMNS,
             positions=positions,
+            page_tokens=page_tokens,
         ).fitted()
 
     def fitted(self) -> KernelShape:
         """This shape with as many teams as registers and shared memory allow.
 
         Queries of many entries, and points that are turned one by one, need more registers than
-        four teams leave. A spread table pays in wide heads, whose pages take long enough for two
+        sixteen warps leave. A spread table pays in wide heads, whose pages take long enough for two
         stages per team to do.
         """
         is_wide = self.entries > _LONG_ENTRIES or self.positions is PositionMode.TOKENS
-        most = min(self.teams, 3 if is_wide else MAX_TEAMS)
+        most = (12 if is_wide else MAX_WARPS) // self.team_warps
         is_spread = self.head_dim == 128 and self.positions is PositionMode.CONTIGUOUS
         for buffers, spread in ((2, is_spread), (2, False), (1, False)):
             for teams in range(most, 0, -1):
@@ -135,6 +144,15 @@ class KernelShape:
                 if not spread or teams == most:
                     return shape
         raise ValueError(f"{self} needs more shared memory than a multiprocessor has")
+
+    @property
+    def team_warps(self) -> int:
+        """Warps that work on a page."""
+        return self.page_tokens // WARP_KEYS
+
+    @property
+    def _page_tiles(self) -> int:
+        return self.page_tokens // TILE_KEYS
 
     @property
     def planes(self) -> int:
@@ -200,17 +218,17 @@ class KernelShape:
     def page_bytes(self) -> int:
         """Bytes of one page."""
         state_bytes = self.nibbles // 2 + (1 if self.value_bits == 16 else 2)
-        payload = PAGE_TOKENS * state_bytes + PAGE_TOKENS * self.head_dim * self.value_bits // 8
+        payload = self.page_tokens * (state_bytes + self.head_dim * self.value_bits // 8)
         position_words = {
             PositionMode.CONTIGUOUS: 0,
-            PositionMode.RUNS: _PAGE_TILES,
-            PositionMode.TOKENS: PAGE_TOKENS,
+            PositionMode.RUNS: self._page_tiles,
+            PositionMode.TOKENS: self.page_tokens,
         }[self.positions]
         return ceil_div(64 + payload + 4 * position_words, 64) * 64
 
     @property
     def _fixed_bytes(self) -> int:
-        warps = 4 * self.teams
+        warps = self.team_warps * self.teams
         results = self.columns * self.head_dim * 4 + 16 * warps * self.columns
         sums = warps * self.columns * (_PASS_DIMS + 8) * 4
         scratch = max(self._query_bytes, sums + results)
@@ -226,9 +244,9 @@ class KernelShape:
             row = 2 * self.entries + 4
         else:
             row = self.entries + (0 if self.entries // 16 % 2 else 16)
-        turned = (4 if self.columns == MAX_COLUMNS else 8) if is_contiguous else 1
-        if self.positions is PositionMode.RUNS and self.columns != MAX_COLUMNS:
-            turned = 8
+        turned = self.team_warps if is_contiguous else 1
+        if self.positions is not PositionMode.TOKENS and self.columns != MAX_COLUMNS:
+            turned = self._page_tiles
         return 4 * turned * self.columns * row
 
     @property
@@ -246,7 +264,7 @@ class KernelShape:
         is_single = self.columns == 4 or self.head_dim == 64
         turn_rows = {
             PositionMode.CONTIGUOUS: 1 if is_single else 2,
-            PositionMode.RUNS: _PAGE_TILES,
+            PositionMode.RUNS: self._page_tiles,
             PositionMode.TOKENS: 0,
         }[self.positions]
         return self.page_bytes + turn_rows * self._turn_bytes
@@ -271,12 +289,12 @@ class KernelShape:
     @property
     def has_suppliers(self) -> bool:
         """Whether four warps more ask for pages; see ``kernels/layout.cuh``."""
-        return self.head_dim == 64 and self.teams > 1
+        return self.head_dim == 64 and self.teams > 1 and self.page_tokens == PAGE_TOKENS
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 4 * (self.teams + int(self.has_suppliers)) * LANES
+        return self.team_warps * (self.teams + int(self.has_suppliers)) * LANES
 
     def defines(self) -> tuple[str, ...]:
         """Compiler definitions that select this shape."""
@@ -290,6 +308,7 @@ class KernelShape:
             "TEAMS": self.teams,
             "SPREAD": int(self.spread),
             "POSITIONS": int(self.positions),
+            "PAGE_TOKENS": self.page_tokens,
         }
         return tuple(f"-DSPHKV_{name}={value}" for name, value in values.items())
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from sphkv.attention.cuda.build import prepare
 from sphkv.attention.cuda.compiler import architecture
 from sphkv.attention.cuda.decode import ENTRY_POINT, CudaDecode, TurnTable
-from sphkv.attention.cuda.geometry import MAX_TEAMS, PAGE_TOKENS, TILE_KEYS, KernelShape
+from sphkv.attention.cuda.geometry import PAGE_TOKENS, TILE_KEYS, KernelShape
 from sphkv.attention.cuda.pages import PageLists, PagePool
 from sphkv.attention.cuda.synthetic import Oracle, random_pages, set_bases, set_counts, tier_layout
 from sphkv.attention.cuda.tables import build_tables
@@ -31,13 +31,12 @@ from sphkv.store.paging import PositionMode
 # Relative error of the output: half-precision products and weights.
 ERROR_FLOOR = 5e-3
 _ROW_PAGES = 5
-_PAGE_RUNS = PAGE_TOKENS // TILE_KEYS
 _LEAST_POSITIONS = 8192
 # Product steps a layer may do in vain to share its kernel with others.
 _SPARE_STEPS = 2
 
 
-_Kind = tuple[int, str, PositionMode]
+_Kind = tuple[int, TierSpec, PositionMode]
 
 # Kernels that were found right on a device by this process: a cache is made for every prompt, and
 # what is compiled for a shape does not change.
@@ -70,15 +69,16 @@ def self_test(
     device = codebook.points.device
     heads, head_dim = codebook.points.shape[0], rope.head_dim
     mode = PositionMode.CONTIGUOUS if shape is None else shape.positions
-    layout = tier_layout(head_dim, codebook.num_slots, value_bits, mode)
+    tokens = PAGE_TOKENS if shape is None else shape.page_tokens
+    layout = tier_layout(head_dim, codebook.num_slots, value_bits, mode, tokens)
     pages = random_pages(layout, heads * _ROW_PAGES, device=device)
-    counts = torch.full((len(pages),), PAGE_TOKENS, device=device)
-    counts[_ROW_PAGES - 1 :: _ROW_PAGES] = PAGE_TOKENS // 2 + 1
+    counts = torch.full((len(pages),), tokens, device=device)
+    counts[_ROW_PAGES - 1 :: _ROW_PAGES] = tokens // 2 + 1
     set_counts(pages, counts)
-    words = {PositionMode.CONTIGUOUS: 1, PositionMode.RUNS: _PAGE_RUNS}.get(mode, PAGE_TOKENS)
-    bases = torch.arange(_ROW_PAGES * words, device=device) * (PAGE_TOKENS // words)
+    words = {PositionMode.CONTIGUOUS: 1, PositionMode.RUNS: tokens // TILE_KEYS}.get(mode, tokens)
+    bases = torch.arange(_ROW_PAGES * words, device=device) * (tokens // words)
     set_bases(pages, layout, bases.view(_ROW_PAGES, words).repeat(heads, 1).squeeze(1))
-    turns = TurnTable.build(rope, max_positions=PAGE_TOKENS * _ROW_PAGES, device=device)
+    turns = TurnTable.build(rope, max_positions=tokens * _ROW_PAGES, device=device)
     decoder = CudaDecode(
         codebook, rope, turns, value_bits=value_bits, group=group, max_batch=1, shape=shape
     )
@@ -170,7 +170,7 @@ class DecodeKernels:
         self._num_positions = self._tables.num_positions
         self._held: WeakKeyDictionary[SphericalCodec, dict[_Kind, CudaDecode]]
         self._held = WeakKeyDictionary()
-        self._shapes: WeakKeyDictionary[SphericalCodec, dict[str, list[KernelShape]]]
+        self._shapes: WeakKeyDictionary[SphericalCodec, dict[TierSpec, list[KernelShape]]]
         self._shapes = WeakKeyDictionary()
 
     def reserve(self, num_positions: int, batch: int) -> None:
@@ -195,7 +195,7 @@ class DecodeKernels:
             KernelMismatchError: It does not give what the oracle gives.
         """
         held = self._held.setdefault(codec, {})
-        key = (layer, tier.name, mode)
+        key = (layer, tier, mode)
         if key not in held:
             held[key] = self._build(codec, layer, tier, mode)
         return held[key]
@@ -240,14 +240,14 @@ class DecodeKernels:
     ) -> KernelShape:
         """One shape for all layers where that costs little: every shape is a compilation."""
         held = self._shapes.setdefault(codec, {})
-        if tier.name not in held:
-            held[tier.name] = _layer_shapes(codec, tier)
-        own, common = held[tier.name][layer], _largest(held[tier.name])
+        if tier not in held:
+            held[tier] = _layer_shapes(codec, tier)
+        own, common = held[tier][layer], _largest(held[tier])
         if common is not None and common.steps <= own.steps + _SPARE_STEPS:
             own = common
         if mode is PositionMode.CONTIGUOUS:
             return own
-        return replace(own, positions=mode, teams=MAX_TEAMS).fitted()
+        return replace(own, positions=mode).fitted()
 
 
 def _layer_shapes(codec: SphericalCodec, tier: TierSpec) -> list[KernelShape]:
@@ -255,7 +255,10 @@ def _layer_shapes(codec: SphericalCodec, tier: TierSpec) -> list[KernelShape]:
     geometry = codec.calibration.geometry
     return [
         KernelShape.of_codebook(
-            codec.codebook(layer, tier), value_bits=tier.value_bits, group=geometry.group_size
+            codec.codebook(layer, tier),
+            value_bits=tier.value_bits,
+            group=geometry.group_size,
+            page_tokens=tier.page_tokens,
         )
         for layer in range(geometry.num_layers)
     ]

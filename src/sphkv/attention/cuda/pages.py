@@ -25,7 +25,7 @@ from sphkv.attention.cuda.fragments import (
     unpack_keys,
     unpack_values,
 )
-from sphkv.attention.cuda.geometry import PAGE_TOKENS, is_served
+from sphkv.attention.cuda.geometry import PAGE_SIZES, is_served
 from sphkv.attention.plans import ListedPages, count_pages, list_starts
 from sphkv.codec.packing import pack_nibbles, pack_value_codes
 from sphkv.codec.states import SphericalCodec
@@ -327,7 +327,7 @@ class FixedLists:
 class FragmentOrder:
     """A ``PageOrder`` of the store: fragment order where the kernel serves a layout."""
 
-    page_tokens = PAGE_TOKENS
+    page_sizes: tuple[int, ...] = PAGE_SIZES
 
     def __init__(self) -> None:
         self._cuda: CudaEncoder | None = None
@@ -495,13 +495,13 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _from_fragment_order(layout: PageLayout, pages: Tensor) -> Tensor:
-    out, bits = pages.clone(), layout.tier.value_bits
-    codes = unpack_keys(pages[:, layout.key_offset : layout.radius_offset])
+    out, bits, tokens = pages.clone(), layout.tier.value_bits, layout.page_tokens
+    codes = unpack_keys(pages[:, layout.key_offset : layout.radius_offset], tokens=tokens)
     out[:, layout.key_offset : layout.radius_offset] = pack_nibbles(codes).flatten(1)
-    gains = unpack_gains(pages[:, layout.radius_offset : layout.value_offset])
+    gains = unpack_gains(pages[:, layout.radius_offset : layout.value_offset], tokens=tokens)
     out[:, layout.radius_offset : layout.value_offset] = gains.flatten(1)
     stream = pages[:, layout.value_offset : layout.position_offset]
-    values = unpack_values(stream, bits=bits, head_dim=layout.head_dim)
+    values = unpack_values(stream, bits=bits, head_dim=layout.head_dim, tokens=tokens)
     if bits == 16:
         packed = values.contiguous().view(torch.uint8).flatten(1)
     else:

@@ -70,10 +70,14 @@ def synthetic_codebook(
 
 
 def tier_layout(
-    head_dim: int, nibbles: int, value_bits: int, mode: PositionMode = PositionMode.CONTIGUOUS
+    head_dim: int,
+    nibbles: int,
+    value_bits: int,
+    mode: PositionMode = PositionMode.CONTIGUOUS,
+    page_tokens: int = PAGE_TOKENS,
 ) -> PageLayout:
     """Layout of a coded tier with so many slots."""
-    tier = TierSpec("case", "coded", 4 * nibbles / head_dim, value_bits, PAGE_TOKENS)
+    tier = TierSpec("case", "coded", 4 * nibbles / head_dim, value_bits, page_tokens)
     return PageLayout(1, tier, head_dim, mode)
 
 
@@ -89,7 +93,7 @@ def random_pages(layout: PageLayout, num_pages: int, *, device: torch.device | s
     affine = torch.tensor([*_RADIUS, *_SCALE], device=device).expand(num_pages, -1)
     header[:, RADIUS_LO_OFFSET : SCALE_STEP_OFFSET + 4] = affine.contiguous().view(torch.uint8)
     pages[:, :64] = header
-    set_counts(pages, torch.full((num_pages,), PAGE_TOKENS, device=device))
+    set_counts(pages, torch.full((num_pages,), layout.page_tokens, device=device))
     return pages
 
 
@@ -99,7 +103,7 @@ def set_counts(pages: Tensor, counts: Tensor) -> None:
 
 
 def set_bases(pages: Tensor, layout: PageLayout, bases: Tensor) -> None:
-    """Write positions: ``[pages]`` of contiguous pages, ``[pages, 8]`` of runs, 128 of tokens."""
+    """Write positions: ``[pages]`` of contiguous pages, ``[pages, runs]``, or of each token."""
     is_contiguous = layout.position_mode is PositionMode.CONTIGUOUS
     first = bases if is_contiguous else bases[:, 0]
     pages[:, POSITION_BASE_OFFSET : POSITION_BASE_OFFSET + 4] = (
@@ -115,8 +119,8 @@ def _floats(pages: Tensor, offset: int) -> Tensor:
 
 
 def _positions(pages: Tensor, layout: PageLayout) -> Tensor:
-    """``[pages, 128]`` int64."""
-    index = torch.arange(PAGE_TOKENS, device=pages.device)
+    """``[pages, tokens]`` int64."""
+    index = torch.arange(layout.page_tokens, device=pages.device)
     if layout.position_mode is PositionMode.CONTIGUOUS:
         base = (
             pages[:, POSITION_BASE_OFFSET : POSITION_BASE_OFFSET + 4]
@@ -150,9 +154,10 @@ class Oracle:
     dtype: torch.dtype = torch.float64
 
     def _logits(self, query: Tensor, pages: Tensor, head: int) -> Tensor:
-        """``[queries, pages * 128]`` without soft-cap or mask, scale left out."""
+        """``[queries, pages * tokens]`` without soft-cap or mask, scale left out."""
         layout, book = self.layout, self.codebook
-        codes = unpack_keys(pages[:, layout.key_offset : layout.radius_offset]).long()
+        stream = pages[:, layout.key_offset : layout.radius_offset]
+        codes = unpack_keys(stream, tokens=layout.page_tokens).long()
         codes = codes.transpose(0, 1).flatten(1)  # [slots, tokens]
         z = book.constant[head].to(self.dtype)[:, None].expand(-1, codes.shape[1], -1).clone()
         slot = torch.arange(codes.shape[0], device=codes.device)[:, None]
@@ -167,7 +172,7 @@ class Oracle:
             torch.complex128 if self.dtype == torch.float64 else torch.complex64
         )
         planes = torch.view_as_complex(self.rope.to_planes(query.to(self.dtype)).contiguous())
-        gains = unpack_gains(pages[:, layout.radius_offset : layout.value_offset])
+        gains = self._gains(pages)
         radius = (
             _floats(pages, RADIUS_LO_OFFSET)
             + _floats(pages, RADIUS_STEP_OFFSET) * gains[:, 0].double()
@@ -181,18 +186,25 @@ class Oracle:
         return float(self._logits(query, pages, head).abs().amax()) * options.scale
 
     def _values(self, pages: Tensor) -> Tensor:
-        """``[pages * 128, head_dim]``, rotated where coded."""
+        """``[pages * tokens, head_dim]``, rotated where coded."""
         layout, bits = self.layout, self.layout.tier.value_bits
         stream = pages[:, layout.value_offset : layout.position_offset]
-        codes = unpack_values(stream, bits=bits, head_dim=layout.head_dim).to(self.dtype)
+        codes = unpack_values(
+            stream, bits=bits, head_dim=layout.head_dim, tokens=layout.page_tokens
+        ).to(self.dtype)
         if bits == 16:
             return codes.flatten(0, 1)
-        gains = unpack_gains(pages[:, layout.radius_offset : layout.value_offset])
+        gains = self._gains(pages)
         scale = (
             _floats(pages, SCALE_LO_OFFSET)
             + _floats(pages, SCALE_STEP_OFFSET) * gains[:, 1].double()
         ).to(self.dtype)
         return ((codes - ((1 << bits) - 1) / 2) * scale[..., None]).flatten(0, 1)
+
+    def _gains(self, pages: Tensor) -> Tensor:
+        layout = self.layout
+        stream = pages[:, layout.radius_offset : layout.value_offset]
+        return unpack_gains(stream, tokens=layout.page_tokens)
 
     def _nothing(self, query: Tensor, sinks: Tensor | None) -> PartialAttention:
         empty = query.new_full(query.shape[:1], -torch.inf, dtype=self.dtype)
@@ -216,7 +228,7 @@ class Oracle:
         if options.softcap is not None:
             logits = options.softcap * torch.tanh(logits / options.softcap)
         counts = pages[:, COUNT_OFFSET : COUNT_OFFSET + 2].contiguous().view(torch.int16).long()
-        index = torch.arange(PAGE_TOKENS, device=pages.device)
+        index = torch.arange(self.layout.page_tokens, device=pages.device)
         hidden = index >= counts
         if options.window is not None and query_position is not None:
             distance = query_position - _positions(pages, self.layout)

@@ -190,9 +190,9 @@ INLINE void write_empty_rows(const Params& p, Row row, int tid) {
   }
 }
 
-// Short lists are spread until every block has two pages: teams without one leave their share of the
+// Short lists are spread until every block has 256 keys: teams without a page leave their share of the
 // multiprocessor to the others, while every block has a table to fetch and sums to merge.
-constexpr int LEAST_PAGES = 2;
+constexpr int LEAST_PAGES = 256 / PAGE_TOKENS;
 
 // Which head a block has, and which of the head's blocks it is. Found once and kept in shared memory:
 // while a block works on pages it has no register to spare.

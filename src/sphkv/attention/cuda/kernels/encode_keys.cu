@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dense keys to their part of pages in fragment order, and the header. A block encodes a page of 128
-// states of one head. See docs/gpu-transformers.md, section 3.
+// Dense keys to their part of pages in fragment order, and the header. A block encodes a page
+// of one head. See docs/gpu-transformers.md, section 3.
 #include "encode_keys.cuh"
 
 // All but the range of the steps, which is known to the other kernel.
@@ -8,8 +8,8 @@ INLINE void write_header(const EncodeParams& p, uint8_t* page, long long row, in
                          const Affine& radius, int tid) {
   const long long* positions = p.positions + row * PAGE;
   uint32_t* words = (uint32_t*)page;
-  if (tid < PAGE) {
-    const bool is_flagged = p.flags[row * PAGE + tid] && tid < count;
+  if (tid < ROOM) {
+    const bool is_flagged = tid < min(count, PAGE) && p.flags[row * PAGE + tid];
     const uint32_t bits = __ballot_sync(ALL_LANES, is_flagged);
     if (tid % 32 == 0) words[FLAGS_OFFSET / 4 + tid / 32] = bits;
   }

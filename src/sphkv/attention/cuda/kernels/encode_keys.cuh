@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keys to slot codes and radius codes: norm, un-rotate, snap, pack. The arithmetic is that of
-// codec/keys.py. A lane has four neighbouring keys; the warps share the planes.
+// codec/keys.py. A lane has four neighbouring keys, in a page of 64 half of them
+// none; the warps share the planes.
 #pragma once
 #include "encode_layout.cuh"
 #include "lane_words.cuh"
 
-constexpr int OWN = PAGE / 32;      // keys of a lane
+constexpr int OWN = 4;              // keys of a lane
+constexpr int ROOM = 32 * OWN;      // keys of a block; those past the page count as zero
 constexpr int GRID = 48;            // cells of a search grid along each axis
 constexpr float LEAST_COSINE = 0.2f;  // below it the radius only keeps the norm
 constexpr float TINY = 1.17549435e-38f;
@@ -14,14 +16,14 @@ constexpr float RADIANS = 1.46291808e-9f;  // 2 pi / 2^32
 struct KeyMemory {
   union {
     Slots slot;
-    float part[2][WARPS][PAGE];  // when the keys are done: cosines, squared lengths by warp
+    float part[2][WARPS][ROOM];  // when the keys are done: cosines, squared lengths by warp
   };
   Plane plane[PLANES];
   // Channels in the order `load_keys` leaves them in; pieces of 16 bytes change places within a row
   // against bank conflicts. A plane that is done leaves its codes here, at their `place`.
-  uint16_t key[HEAD_DIM][PAGE];
+  uint16_t key[HEAD_DIM][ROOM];
   uint16_t place[SLOTS];
-  float square[PAGE];
+  float square[ROOM];
   float edge[2][WARPS];
   uint64_t tables_arrived;
 };
@@ -314,10 +316,11 @@ INLINE void load_keys(const EncodeParams& p, KeyMemory& m, long long row, int co
   const uint32_t row_address = shared_address(m.key[lane]);
   const uint32_t to = row_address + ((2 * first) ^ (lane % 8 * 16));
   const uint32_t other = row_address + ((2 * first + 16) ^ (lane % 8 * 16));
-  uint4 word[2][HEAD_DIM / 32];
+  uint4 word[2][HEAD_DIM / 32] = {};
+  if (PAGE == ROOM || first < PAGE)
 #pragma unroll
-  for (int chunk = 0; chunk < HEAD_DIM / 32; chunk++)
-    word[0][chunk] = key[4 * chunk], word[1][chunk] = key[HEAD_DIM + 4 * chunk];
+    for (int chunk = 0; chunk < HEAD_DIM / 32; chunk++)
+      word[0][chunk] = key[4 * chunk], word[1][chunk] = key[HEAD_DIM + 4 * chunk];
   if (count < PAGE)
 #pragma unroll
     for (int chunk = 0; chunk < HEAD_DIM / 32; chunk++) {
@@ -331,8 +334,8 @@ INLINE void load_keys(const EncodeParams& p, KeyMemory& m, long long row, int co
     mma_bf16(low, a.z, b.z, a.w, b.w, a.z, a.w);
     mma_bf16(high, a.x, b.x, a.y, b.y, b.x, b.y);
     mma_bf16(high, a.z, b.z, a.w, b.w, b.z, b.w);
-    store_transposed(to + chunk * 32 * PAGE * 2, a);
-    store_transposed(other + chunk * 32 * PAGE * 2, b);
+    store_transposed(to + chunk * 32 * ROOM * 2, a);
+    store_transposed(other + chunk * 32 * ROOM * 2, b);
   }
   if (g / 2 == t) {
     m.square[first + g] = g % 2 ? low[1] : low[0];
@@ -393,7 +396,7 @@ INLINE Affine encode_keys(const EncodeParams& p, KeyMemory& m, uint8_t* page, lo
   for (int i = 0; i < 5; i++) kinds[i] = p.kinds[head * 5 + i];
 #pragma unroll
   for (int i = 0; i < OWN; i++)
-    keys.position[i] = (uint32_t)p.positions[row * PAGE + OWN * lane + i];
+    keys.position[i] = (uint32_t)p.positions[row * PAGE + min(OWN * lane, PAGE - OWN) + i];
   load_keys(p, m, row, count, warp, lane);
   __syncthreads();
   keys.lane = lane, keys.live = 0;

@@ -9,10 +9,10 @@ constexpr int SLOTS = SPHKV_SLOTS;
 constexpr int VALUE_BITS = SPHKV_VALUE_BITS;
 constexpr int POSITIONS = SPHKV_POSITIONS;  // 0: one base, 1: one per 16 states, 2: one per state
 
-constexpr int THREADS = 256;
-constexpr int WARPS = THREADS / 32;
-constexpr int PAGE = 128;
-constexpr int TILE = PAGE / WARPS;  // states of a warp
+constexpr int WARPS = SPHKV_WARPS;
+constexpr int THREADS = 32 * WARPS;
+constexpr int PAGE = SPHKV_PAGE_TOKENS;  // 64 or 128
+constexpr int TILE = 16;                 // states of a warp, as long as there are any
 constexpr int PLANES = HEAD_DIM / 2;
 constexpr int LEVELS = 16;
 

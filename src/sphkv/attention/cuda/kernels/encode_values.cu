@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dense values to their part of pages in fragment order. A block encodes a page of 128 states of one
+// Dense values to their part of pages in fragment order. A block encodes a page of one
 // head. See docs/gpu-transformers.md, section 3.
 #include "encode_values.cuh"
 
 static_assert(sizeof(ValueMemory) == SPHKV_SHARED_BYTES, "encode.py asks for it");
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     sphkv_encode_values(const __grid_constant__ EncodeParams p) {
   extern __shared__ __align__(128) uint8_t shared_memory[];
   const long long row = blockIdx.x;

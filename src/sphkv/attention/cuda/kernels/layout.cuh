@@ -12,6 +12,7 @@ constexpr int CONSTANT_STEPS = SPHKV_CONSTANT_STEPS;  // 8 planes without bits e
 constexpr int VALUE_BITS = SPHKV_VALUE_BITS;
 constexpr int COLUMNS = SPHKV_COLUMNS;  // query columns per key tile: 4 or 8
 constexpr int TEAMS = SPHKV_TEAMS;
+constexpr int PAGE_TOKENS = SPHKV_PAGE_TOKENS;  // 64 or 128
 constexpr bool SPREAD = SPHKV_SPREAD != 0;  // high nibbles stay where they are, see high_slot
 
 // How a page stores positions, as in the page header: one base, one per 16 keys, one per key.
@@ -23,21 +24,22 @@ CONSTANT_FUNCTION int round_up(int x, int multiple) { return (x + multiple - 1) 
 CONSTANT_FUNCTION int smaller(int a, int b) { return a < b ? a : b; }
 CONSTANT_FUNCTION int larger(int a, int b) { return a > b ? a : b; }
 
-// A team of four warps works on one page; a warp on two tiles of 16 keys.
-constexpr int TEAM_WARPS = 4;
+// A team of warps works on one page; a warp on two tiles of 16 keys.
+constexpr int WARP_KEYS = 32;
+constexpr int TEAM_WARPS = PAGE_TOKENS / WARP_KEYS;
+static_assert(TEAM_WARPS == 2 || TEAM_WARPS == 4, "warps of a team take turns by masks");
 constexpr int WARPS = TEAMS * TEAM_WARPS;
 constexpr int THREADS = WARPS * 32;
 
 // With narrow heads four warps more ask for pages, on registers that the teams can spare. With wide
-// ones they can't, and a team's warps ask in turn.
-constexpr bool HAS_SUPPLIERS = HEAD_DIM == 64 && TEAMS > 1;
+// ones they can't, and a team's warps ask in turn; so they do where there are more teams than four.
+constexpr bool HAS_SUPPLIERS = HEAD_DIM == 64 && TEAMS > 1 && TEAM_WARPS == 4;
 constexpr int BLOCK_THREADS = THREADS + (HAS_SUPPLIERS ? 128 : 0);
 constexpr int SUPPLY_REGISTERS = 24;
 // A quarter of a multiprocessor has 512 registers per lane, and a warp of each team.
 constexpr int START_REGISTERS = 512 / (TEAMS + 1) / 8 * 8;
 constexpr int TEAM_REGISTERS =
     ((TEAMS + 1) * START_REGISTERS - SUPPLY_REGISTERS) / TEAMS / 8 * 8;
-constexpr int PAGE_TOKENS = 128;
 constexpr int TILE_KEYS = 16;
 constexpr int PAGE_TILES = PAGE_TOKENS / TILE_KEYS;
 
@@ -82,8 +84,9 @@ constexpr bool TURNED_BY_PRODUCT = !SHARED_COLUMNS && !IS_TOKENS;
 // A page of runs has eight rows: with four columns they hold (sin, cos) alone, and a lane finds the
 // other word itself, so that more pages fit beside the table.
 constexpr bool HALF_TURNS = IS_RUNS && !TURNED_BY_PRODUCT;
-// Rows of positions before the first: the queries of a page's last tile are turned that far ahead.
-constexpr int ROWS_BEFORE = PAGE_TILES - 1;
+// Rows of positions before the first: the queries of a page's last tile are turned that far ahead, in
+// the largest pages, because all kernels share the rows.
+constexpr int ROWS_BEFORE = 128 / TILE_KEYS - 1;
 constexpr int TURN_PLANE_BYTES = HALF_TURNS ? 4 : 8;  // in device memory
 constexpr int TURN_ROW_BYTES = TURN_PLANE_BYTES * PLANES;
 constexpr int TURN_PAIR_BYTES = HALF_TURNS ? 64 : 128;  // of two steps

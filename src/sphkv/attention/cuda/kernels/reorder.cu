@@ -8,7 +8,7 @@ constexpr int SLOTS = SPHKV_SLOTS;
 constexpr int BITS = SPHKV_VALUE_BITS;
 
 constexpr int THREADS = 256;
-constexpr int PAGE = 128;
+constexpr int PAGE = SPHKV_PAGE_TOKENS;
 constexpr int TILE = 16;
 constexpr int LANES = 32;
 
