@@ -63,6 +63,8 @@ COPIED_STEPS = 256
 # steps of generate before the captured one runs by itself, and of an eager one
 SETTLE, EAGER_STEPS = 6, 8
 SET_UP_TOKENS = 4096
+# a prompt before the one that is timed is no longer than this
+WARM_TOKENS = 32768
 # newest tokens whose queries a controller decides by
 WATCHED = 512
 # what a dense batch needs beside its pages: a layer of states, buffers of a step
@@ -91,7 +93,7 @@ def measure_prefill(model, cache, context):
     """Seconds of a prompt into a dense cache, and into codes; both are warm."""
     record = {}
     for name, is_coded in (("t_prefill_s", False), ("t_prefill_coded_s", True)):
-        for length in (1024, context):
+        for length in (min(context, WARM_TOKENS), context):
             cache.reset()
             into = cache if is_coded else DynamicCache(config=model.config)
             record[name] = prefill(model, length, into)

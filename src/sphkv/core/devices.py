@@ -139,27 +139,44 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@contextmanager
-def beside(*inputs: Tensor) -> Iterator[None]:
-    """On a GPU, queue what follows beside later work; elsewhere it is just done.
+class ReadyTensors:
+    """Tensors for work that nobody waits for, which a GPU may begin as soon as it has them.
 
-    Args:
-        inputs: Tensors that it reads and that others may give up before it is done.
+    Attributes:
+        tensors: The tensors.
     """
-    device = inputs[0].device
-    if device.type != "cuda":
-        yield
-        return
-    side = _side_stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    for each in inputs:
-        each.record_stream(side)
-    with torch.cuda.stream(side):
-        yield
+
+    def __init__(self, *tensors: Tensor) -> None:
+        """All that was queued so far comes before them."""
+        self.tensors = tensors
+        self._device = tensors[0].device
+        self._event: torch.cuda.Event | None = None
+        if self.is_on_gpu:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether there is something to run beside."""
+        return self._device.type == "cuda"
+
+    @contextmanager
+    def beside(self) -> Iterator[Tensors]:
+        """On a GPU, queue what follows beside other work; elsewhere it is just done."""
+        if self._event is None:
+            yield self.tensors
+            return
+        side = _side_stream(self._device)
+        side.wait_event(self._event)
+        for each in self.tensors:
+            # their owner may give them up before the work is done
+            each.record_stream(side)
+        with torch.cuda.stream(side):
+            yield self.tensors
 
 
 def join_beside(device: torch.device) -> None:
-    """What the caller queues from now on comes after all that was queued ``beside``."""
+    """What the caller queues from now on comes after all that was queued beside it."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_side_stream(device))
 

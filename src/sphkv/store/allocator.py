@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -398,44 +399,41 @@ class PageAllocator:
         """Move the pages of some slabs to the others of their pool; old and new ids."""
         every = self._slabs.slots(key)
         every = every[~np.isin(every, slots)]
-        kept = iter(every[self._slabs.num_free(every) > 0].tolist())
-        moves = [_no_moves()]
-        target, places = -1, np.empty(0, dtype=np.int64)
-        for slot in slots:
-            pages = np.flatnonzero(self._slabs[slot].refcounts.numpy())
-            while pages.size:
-                if not places.size:
-                    target = next(kept)
-                    places = np.flatnonzero(self._slabs[target].refcounts.numpy() == 0)
-                    continue
-                num = min(pages.size, places.size)
-                self._move(slot, pages[:num], target, places[:num])
-                ids = (
-                    slot * self._slabs.stride + pages[:num],
-                    target * self._slabs.stride + places[:num],
-                )
-                moves.append(ids)
-                pages, places = pages[num:], places[num:]
-        old_ids, new_ids = (np.concatenate(each) for each in zip(*moves, strict=True))
-        if len(old_ids):
-            old, new = self._slabs.addresses(old_ids), self._slabs.addresses(new_ids)
-            if self._copier is not None:
-                self._copier.copy(old, new, self._layout_of(key).page_bytes)
-            self._followers.tell_moved(key, old, new)
+        old_ids = self._slabs.pages_of(np.asarray(slots, dtype=np.int64), are_free=False)
+        if not len(old_ids):
+            return _no_moves()
+        # as few of the others as have room, in the order they came
+        room = self._slabs.num_free(every).cumsum()
+        every = every[: int(np.searchsorted(room, len(old_ids))) + 1]
+        new_ids = self._slabs.pages_of(every, are_free=True)[: len(old_ids)]
+        old, new = self._slabs.addresses(old_ids), self._slabs.addresses(new_ids)
+        if self._copier is not None:
+            self._copier.copy(old, new, self._layout_of(key).page_bytes)
+        self._move(old_ids, new_ids)
+        self._followers.tell_moved(key, old, new)
         return old_ids, new_ids
 
-    def _move(self, slot: int, pages: Ids, target: int, places: Ids) -> None:
-        """Hand pages of one slab to free places of another; a copier copies their bytes later."""
-        source, other = self._slabs[slot], self._slabs[target]
-        if self._copier is None:
-            index, place = torch.from_numpy(pages), torch.from_numpy(places)
-            other.data[_places(place, self._device)] = source.data[_places(index, self._device)]
-        for old, new in ((source.refcounts, other.refcounts), (source.counts, other.counts)):
-            new.numpy()[places] = old.numpy()[pages]
-            old.numpy()[pages] = 0
-        other.owners.update(source.owners)
-        self._slabs.add_free(slot, len(pages))
-        self._slabs.add_free(target, -len(pages))
+    def _move(self, old_ids: Ids, new_ids: Ids) -> None:
+        """Hand pages to free places; without a copier their bytes too, slab by slab."""
+        table = self._slabs
+        for held in (table.refcounts, table.counts):
+            held[new_ids] = held[old_ids]
+            held[old_ids] = 0
+        sources, targets = old_ids // table.stride, new_ids // table.stride
+        # pages of a slab lie together, so that a pair of slabs comes once
+        starts = np.flatnonzero(np.diff(sources, prepend=-1) | np.diff(targets, prepend=-1))
+        for first, end in pairwise([*starts.tolist(), len(old_ids)]):
+            slot, target = int(sources[first]), int(targets[first])
+            source, other = table[slot], table[target]
+            if self._copier is None:
+                index, place = (
+                    _places(torch.from_numpy(ids[first:end] % table.stride), self._device)
+                    for ids in (old_ids, new_ids)
+                )
+                other.data[place] = source.data[index]
+            other.owners.update(source.owners)
+            table.add_free(slot, end - first)
+            table.add_free(target, first - end)
 
     def gather(self, page_ids: Tensor) -> Tensor:
         """Copy of pages of one pool.

@@ -150,6 +150,14 @@ class SlabTable:
         found: Ids = self._free_at[slots]
         return found
 
+    def pages_of(self, slots: Ids, *, are_free: bool) -> Ids:
+        """Ids of the pages of some slabs that are free, or of those that are not; slab by slab."""
+        index = np.arange(self.stride)
+        ids = slots[:, None] * self.stride + index
+        is_there = index < self._pages_at[slots][:, None]
+        found: Ids = ids[is_there & ((self.refcounts[ids] == 0) == are_free)]
+        return found
+
     def place(self, slab: Slab) -> None:
         """Add a slab, in the lowest slot there is."""
         if self._empty_slots:
