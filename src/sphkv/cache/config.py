@@ -38,6 +38,7 @@ class RetentionConfig:
     Attributes:
         tiers: Tiers it chooses from; coded pages all of one size.
         seal_tier: Tier at which new states leave the dense tail.
+        long_tiers: The same tiers with larger pages, for long prompts; None for none.
         policy: Weights of the distortion.
         options: Variant, shapes and solver.
         protection: States that stay dense.
@@ -49,12 +50,14 @@ class RetentionConfig:
         young_pages: Newest sealed pages of a head that keep their tier.
         refresh_share: Part of the ceiling that is freed at once when old pages must give way, so
             that the next pages to seal find room.
+        long_refresh_share: The same with the larger pages of long prompts.
         demotes: Whether pages at the seal tier may be coded again at a lower one before they are
             dropped; without it pages, those of the prompt too, stay as they are or go.
     """
 
     tiers: TierTable
     seal_tier: str = "k4v4"
+    long_tiers: TierTable | None = None
     policy: RetentionPolicy = field(default_factory=RetentionPolicy)
     options: ControlOptions = field(default_factory=ControlOptions)
     protection: ProtectionRule = field(default_factory=ProtectionRule)
@@ -65,19 +68,27 @@ class RetentionConfig:
     new_run_scale: float = 0.3
     young_pages: int = 1
     refresh_share: float = 0.0
+    long_refresh_share: float = 0.0
     demotes: bool = True
 
     def __post_init__(self) -> None:
         """Reject tiers that cannot be decided about together."""
-        sizes = {tier.page_tokens for tier in self.tiers if tier.is_coded}
-        if len(sizes) != 1:
-            raise ValueError(f"coded pages must all hold as many states, got {sorted(sizes)}")
-        if self.tiers[self.tiers.dense_id].page_tokens != RUN_TOKENS:
-            raise ValueError(f"dense pages must hold {RUN_TOKENS} states")
+        for tiers in (self.tiers, self.long_tiers):
+            if tiers is not None:
+                _check_pages(tiers)
+        names, long = ([tier.name for tier in each] for each in (self.tiers, self.paged_long))
+        if names != long:
+            raise ValueError(f"long_tiers must be the same tiers, got {long} for {names}")
         if not self.tiers[self.seal_tier].is_coded:
             raise ValueError(f"seal_tier must be a coded tier, got {self.seal_tier!r}")
-        if not 0 <= self.refresh_share < 1:
-            raise ValueError(f"refresh_share must be in [0, 1), got {self.refresh_share!r}")
+        for name in ("refresh_share", "long_refresh_share"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)!r}")
+
+    @property
+    def paged_long(self) -> TierTable:
+        """Tiers with the pages of long prompts."""
+        return self.tiers if self.long_tiers is None else self.long_tiers
 
     @property
     def page_tokens(self) -> int:
@@ -166,6 +177,7 @@ class ResidencyPlan:
         tier: Tier at which pages seal.
         recent_tokens: Newest tokens that stay dense when a page seals.
         max_bytes: Hard limit on the bytes of one sequence; None for none.
+        refresh_share: Part of the ceiling that is freed at once; see ``RetentionConfig``.
     """
 
     kind: str
@@ -173,6 +185,7 @@ class ResidencyPlan:
     tier: str
     recent_tokens: int
     max_bytes: int | None = None
+    refresh_share: float = 0.0
 
     @property
     def spec(self) -> TierSpec:
@@ -222,6 +235,15 @@ def allowed_bytes(budget: ByteBudget, config: CacheConfig, num_tokens: int) -> i
         num_tokens if window is None else min(window, num_tokens) for window in config.windows
     )
     return budget.resolve(replace(config.geometry, num_layers=1), held)
+
+
+def _check_pages(tiers: TierTable) -> None:
+    """Reject tiers whose pages cannot stand for one another."""
+    sizes = {tier.page_tokens for tier in tiers if tier.is_coded}
+    if len(sizes) != 1:
+        raise ValueError(f"coded pages must all hold as many states, got {sorted(sizes)}")
+    if tiers[tiers.dense_id].page_tokens != RUN_TOKENS:
+        raise ValueError(f"dense pages must hold {RUN_TOKENS} states")
 
 
 def _check_count(name: str, value: object, least: int) -> None:

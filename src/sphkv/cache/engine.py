@@ -77,8 +77,11 @@ class CacheEngine:
         self._calibrator: PromptCalibrator | None = None
         self._codec: SphericalCodec | None = None
         self.backend = backend or get_backend("auto", config.device)
-        tiers = config.tiers if config.retention is None else config.retention.tiers
-        self.backend.prepare(tiers, config.geometry)
+        retention = config.retention
+        tables = [config.tiers] if retention is None else [retention.tiers, retention.long_tiers]
+        for tiers in tables:
+            if tiers is not None:
+                self.backend.prepare(tiers, config.geometry)
         if calibration is not None:
             self.use_calibration(calibration)
         self._coded: CodedRows | None = None

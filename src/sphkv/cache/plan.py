@@ -38,9 +38,19 @@ RETENTION_TIERS = ("k1v2", "k1.5v2", "k2v2", "k2v3", "k3v3", "k3v4", "k4v4", "k6
 FAST_RETENTION_TIERS = ("k2v2", "k3v4", "k4v8", "k6v8")
 """Fewer of them, where every tier of a layer is a launch of a kernel."""
 
-# Part of the ceiling that is freed at once where changing pages means listing them anew: little
-# enough that its pages can be given up beside the steps until the next one seals.
-_FAST_REFRESH_SHARE = 1 / 32
+LONG_PROMPT_TOKENS = 32768
+"""Prompts from this length on have the largest pages that a backend's kernels read.
+
+Half as many pages are read, listed and given up in less time; what tails and half-filled pages
+take of a ceiling, which is why shorter prompts have small ones, is little here.
+"""
+
+# Part of a ceiling that tails, sinks and first seals may take where pages are large.
+_LONG_FIXED_PART = 1 / 8
+
+# Part of the ceiling that is freed at once where changing pages means listing them anew, by the
+# smallest and the largest pages: many pages take long to list, so that it is done rarely.
+_FAST_REFRESH_SHARE, _LONG_REFRESH_SHARE = 1 / 32, 1 / 8
 
 # Budgets from this share on seal new states at the finer of two tiers (key and value bits).
 _FINE_SEAL_SHARE = 0.04
@@ -80,7 +90,25 @@ def choose_residency(config: CacheConfig, num_tokens: int) -> ResidencyPlan | No
         return None
     if num_tokens < retention_holds_from(config):
         return None
-    return ResidencyPlan("retention", retention.tiers, retention.seal_tier, 0)
+    is_long = _has_long_pages(config, num_tokens)
+    return ResidencyPlan(
+        "retention",
+        retention.paged_long if is_long else retention.tiers,
+        retention.seal_tier,
+        0,
+        refresh_share=retention.long_refresh_share if is_long else retention.refresh_share,
+    )
+
+
+def _has_long_pages(config: CacheConfig, num_tokens: int) -> bool:
+    """Whether sequences of at least so many tokens have the controller's larger pages."""
+    budget, retention = config.budget, config.retention
+    assert budget is not None
+    assert retention is not None
+    if num_tokens < LONG_PROMPT_TOKENS or retention.long_tiers is None:
+        return False
+    fixed = retention_fixed_bytes(config, num_tokens, retention.long_tiers)
+    return fixed <= _LONG_FIXED_PART * allowed_bytes(budget, config, num_tokens)
 
 
 def _is_good(tier: TierSpec) -> bool:
@@ -278,12 +306,20 @@ def sequence_bytes(config: CacheConfig, plan: ResidencyPlan, num_tokens: int) ->
     return total + _pool_bytes(config, plan, plan.tiers[plan.tiers.dense_id].name, sink_pages)
 
 
-def retention_fixed_bytes(config: CacheConfig, num_tokens: int) -> int:
-    """Bytes that no decision can give up: tails, sinks, windows, notes, and one sealing page."""
+def retention_fixed_bytes(
+    config: CacheConfig, num_tokens: int, tiers: TierTable | None = None
+) -> int:
+    """Bytes that no decision can give up: tails, sinks, windows, notes, and one sealing page.
+
+    Args:
+        config: The cache; has a retention part.
+        num_tokens: Tokens of the sequence.
+        tiers: Tiers of its pages; those of short prompts if None.
+    """
     retention = config.retention
     assert retention is not None
-    geometry, seal = config.geometry, retention.tiers[retention.seal_tier]
-    plan = ResidencyPlan("retention", retention.tiers, retention.seal_tier, 0)
+    plan = ResidencyPlan("retention", tiers or retention.tiers, retention.seal_tier, 0)
+    geometry, seal = config.geometry, plan.spec
     heads, layers = geometry.num_kv_heads, geometry.num_layers
     tails = layers * heads * seal.page_tokens * geometry.dense_state_bytes
     sinks = -(-retention.protection.sink_tokens // RUN_TOKENS) * heads * layers
@@ -372,9 +408,35 @@ def is_fast(tiers: TierTable, order: PageOrder | None) -> bool:
     return order is not None and coded is not None and coded.page_tokens in order.page_sizes
 
 
-def refresh_share(tiers: TierTable, order: PageOrder | None) -> float:
-    """Part of the ceiling to free at once when old pages must give way, see ``RetentionConfig``."""
-    return _FAST_REFRESH_SHARE if is_fast(tiers, order) else 0.0
+def long_tiers(tiers: TierTable, order: PageOrder | None, head_dim: int) -> TierTable | None:
+    """Tiers with the largest pages that the backend's kernel reads; None if there are no larger.
+
+    Args:
+        tiers: Tiers of shorter prompts.
+        order: How the backend keeps pages.
+        head_dim: Elements of one key.
+    """
+    if order is None or not is_fast(tiers, order):
+        return None
+    coded = [tier for tier in tiers if tier.is_coded]
+    largest = order.page_sizes[-1]
+    if coded[0].page_tokens == largest:
+        return None
+    return ladder(head_dim, page_tokens=largest, names=[tier.name for tier in coded])
+
+
+def refresh_shares(tiers: TierTable, order: PageOrder | None) -> tuple[float, float]:
+    """Parts of the ceiling to free at once, of short and of long prompts; see ``RetentionConfig``.
+
+    Args:
+        tiers: Tiers of shorter prompts.
+        order: How the backend keeps pages.
+    """
+    if order is None or not is_fast(tiers, order):
+        return 0.0, 0.0
+    sizes = {tier.page_tokens for tier in tiers if tier.is_coded}
+    has_small = order.page_sizes[-1] not in sizes
+    return _FAST_REFRESH_SHARE if has_small else _LONG_REFRESH_SHARE, _LONG_REFRESH_SHARE
 
 
 def choose_seal_tier(

@@ -15,7 +15,6 @@ from sphkv.cache.notes import SequenceNotes
 from sphkv.cache.residency import window_start
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
-from sphkv.core.devices import ReadyTensors, join_beside
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.gate import tier_bounds
@@ -71,7 +70,6 @@ class PromptDecision:
         self._costs = costs
         self._work = work
         self._layers: list[tuple[Tensor, Tensor]] = []
-        self._waiting: tuple[int, ReadyTensors] | None = None
         self._num_paged = 0
         self._controller = RetentionController(costs, config.retention.options)
         self._pricer: LayerPricer | None = None
@@ -95,23 +93,7 @@ class PromptDecision:
         if layer != len(self._layers):
             raise ValueError(f"layer {layer} is out of order: {len(self._layers)} came before")
         self._layers.append((keys, values))
-        self._price_waiting()
         if self._config.windows[layer] is None and keys.shape[1] >= _LEAST_RUNS * RUN_TOKENS:
-            self._waiting = layer, ReadyTensors(query, keys, values)
-            if self.is_complete or not self._waiting[1].is_on_gpu:
-                self._price_waiting()
-
-    def _price_waiting(self) -> None:
-        """Measure the layer before, beside what the model does next.
-
-        A GPU takes so many launches ahead and no more: were a layer measured at once, its launches
-        would keep those of the next layer back.
-        """
-        if self._waiting is None:
-            return
-        layer, states = self._waiting
-        self._waiting = None
-        with states.beside() as (query, keys, values):
             self._price(layer, query, keys, values)
 
     def _price(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -174,8 +156,6 @@ class PromptDecision:
             BudgetError: The parts that must stay dense do not fit.
         """
         self._num_paged = self._paged_tokens()
-        self._price_waiting()
-        join_beside(self._layers[0][0].device)
         if self._notes.is_measured:
             return self._decide_measured(limit)
         self._notes.keep_unmeasured(self._plan.tiers)

@@ -156,7 +156,7 @@ class Rebalancer:
             return
         self.num_rebalances += 1
         # once pages must change, as many do as the next pages to seal will ask for
-        target, spare = limit, int(limit * self._retention.refresh_share)
+        target, spare = limit, int(limit * self._plan.refresh_share)
         for _ in range(_REBALANCE_ROUNDS):
             moved = self._store.allocator.num_moved
             pages = self._store.page_list(self._sequence)

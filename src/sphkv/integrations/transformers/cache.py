@@ -24,8 +24,9 @@ from sphkv.cache.plan import (
     choose_residency,
     choose_seal_tier,
     is_fast,
+    long_tiers,
     parse_tiers,
-    refresh_share,
+    refresh_shares,
     retention_tiers,
 )
 from sphkv.codec.calibration import Calibration, CalibrationOptions
@@ -100,8 +101,8 @@ class RetentionOptions:
             heads are found by a short pass of the model. Without a policy only.
         score: What values states, a name of ``sphkv.retention.scores.SCORES``.
         gate: Stability gate, told the margin of the two best tokens of every pass; off if None.
-        page_tokens: States of a coded page, a multiple of 32; as many as the backend's kernels
-            read fastest if None. Small pages suit tight budgets and short prompts.
+        page_tokens: States of a coded page, a multiple of 32. If None, what suits the prompt's
+            length: 64, and 128 from 32,768 tokens on, where a GPU's kernels read them; else 32.
         seal_tier: Tier at which new states leave the dense tail; the budget chooses if None.
         refresh_share: Part of the ceiling that is freed at once when old pages must give way; as
             suits the backend if None.
@@ -428,16 +429,21 @@ def _retention_config(
         policy = load_policy(Path(policy))
     tiers = retention_tiers(layout.geometry.head_dim, asked.page_tokens, table, order=order)
     seal = asked.seal_tier or choose_seal_tier(tiers, budget, layout.geometry, order=order)
-    has_fast_pages, share = is_fast(tiers, order), asked.refresh_share
+    has_fast_pages, shares = is_fast(tiers, order), refresh_shares(tiers, order)
+    if asked.refresh_share is not None:
+        shares = asked.refresh_share, asked.refresh_share
+    larger = None if asked.page_tokens else long_tiers(tiers, order, layout.geometry.head_dim)
     return RetentionConfig(
         tiers,
         seal,
+        larger,
         policy=policy or RetentionPolicy(),
         options=ControlOptions(score=asked.score, may_be_dense=not has_fast_pages),
         protection=ProtectionRule(spans=tuple(asked.protect)),
         segments=SegmentSpans(tuple(asked.retrieved)),
         gate=asked.gate,
-        refresh_share=refresh_share(tiers, order) if share is None else share,
+        refresh_share=shares[0],
+        long_refresh_share=shares[1],
         demotes=not has_fast_pages if asked.demotes is None else asked.demotes,
     )
 
