@@ -96,6 +96,15 @@ def test_every_command_is_tried():
     assert {name for name, _ in leaves(build_parser())} == set(COMMANDS)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_parser():
+    """Thousands of lines are parsed here; a parser is made of all commands, and keeps nothing."""
+    parser = build_parser()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sphkv.cli.main.build_parser", lambda: parser)
+        yield
+
+
 @pytest.fixture
 def fill(model_folder, text_file, tmp_path, monkeypatch):
     work = tmp_path / "work"

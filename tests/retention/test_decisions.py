@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from tests.retention.test_controller import BOTH, decide
 
+from sphkv.codec.calibration import CalibrationOptions
+from sphkv.codec.codebook import CodebookFit
 from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions
 from sphkv.retention.scores import SCORES
 
@@ -28,16 +30,23 @@ def test_random_layers_get_the_same_tiers(golden):
 def test_a_book_gets_the_same_tiers(
     golden: Any, smollm2: tuple[Any, Any], shared_data: Path
 ) -> None:
-    from sphkv.integrations.transformers.cache import RetentionOptions, SphericalCache
+    from sphkv.integrations.transformers.cache import CacheOptions, RetentionOptions, SphericalCache
 
     model, tokenizer = smollm2
     text = (shared_data / "pg19" / "10146.txt").read_text(encoding="utf-8")[20_000:40_000]
     tokens = tokenizer(text, return_tensors="pt").input_ids[:, :1024]
+    # decisions are compared, not codebooks: these may be coarse
+    effort = CalibrationOptions(max_tokens=256, fit=CodebookFit(iterations=3, refinements=2))
+    options = CacheOptions(calibration=effort)
     calibration = None
     for percent in (20, 35):
         contracts: list[Any] = []
         with SphericalCache.for_model(
-            model, f"{percent}%", retention=RetentionOptions(), calibration=calibration
+            model,
+            f"{percent}%",
+            retention=RetentionOptions(),
+            calibration=calibration,
+            options=options,
         ) as cache:
             cache.engine.on_contract = contracts.append
             with torch.no_grad():

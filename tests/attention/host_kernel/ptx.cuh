@@ -2,11 +2,6 @@
 // The functions of the kernels' own ptx.cuh, for a CPU. What memory and barriers do is done at once;
 // rounding is that of the instructions.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <string>
-
 #include "threads.h"
 
 #define __device__
@@ -32,24 +27,21 @@ To cast(From from) {
   std::memcpy(&to, &from, sizeof to);
   return to;
 }
+// By bits: tensor cores convert every element of their operands.
 inline float half_to_float(uint16_t h) {
-  const int exponent = h >> 10 & 31, mantissa = h & 1023;
-  float x = exponent ? std::ldexp(1024.f + mantissa, exponent - 25) : std::ldexp((float)mantissa, -24);
-  if (exponent == 31) x = mantissa ? NAN : INFINITY;
-  return h >> 15 ? -x : x;
+  const uint32_t exponent = h >> 10 & 31, mantissa = h & 1023, sign = (uint32_t)(h >> 15) << 31;
+  if (exponent == 0) return std::copysign((float)mantissa * 0x1p-24f, cast<float>(sign));
+  const uint32_t wide = exponent == 31 ? 255 : exponent + 112;
+  return cast<float>(sign | wide << 23 | mantissa << 13);
 }
 inline uint16_t float_to_half(float x) {
-  const uint16_t sign = std::signbit(x) << 15;
-  const float size = std::fabs(x);
+  const uint32_t bits = cast<uint32_t>(x), size = bits & 0x7fffffff;
+  const uint16_t sign = bits >> 16 & 0x8000;
   if (std::isnan(x)) return 0x7fff;
-  if (size >= 65520.f) return sign | 0x7c00;
-  if (size == 0.f) return sign;
-  int exponent;
-  std::frexp(size, &exponent);  // size < 2^exponent
-  const int unit = std::max(exponent - 11, -24);
+  if (size >= cast<uint32_t>(65520.f)) return sign | 0x7c00;
   // ties to even; a carry moves on to the exponent by itself
-  const int mantissa = (int)std::nearbyint(std::ldexp(size, -unit));
-  return sign | (uint16_t)(mantissa + (unit + 24) * 1024);
+  if (size < cast<uint32_t>(0x1p-14f)) return sign | (uint16_t)std::nearbyint(cast<float>(size) * 0x1p24f);
+  return sign | (uint16_t)((size + 0xfff + (size >> 13 & 1) >> 13) - (112 << 10));
 }
 inline float bfloat_to_float(uint16_t h) { return cast<float>((uint32_t)h << 16); }
 inline uint16_t float_to_bfloat(float x) {
@@ -202,7 +194,7 @@ INLINE void barrier_init(uint32_t barrier, uint32_t arrivals) {
 INLINE void barrier_expect(uint32_t barrier, uint32_t bytes) { host::arrive(barrier, 1, (int)bytes); }
 INLINE void barrier_arrive(uint32_t barrier) { host::arrive(barrier, 1, 0); }
 INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
-  while (host::block.barriers.at(barrier).phase == parity) host::give_way();
+  host::wait_while(host::block.barriers.at(barrier).phase, parity);
 }
 INLINE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   if (to % 16 || (uint64_t)from % 16 || bytes % 16)
