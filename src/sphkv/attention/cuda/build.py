@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from sphkv.attention.cuda import compiler, decode, dense
 from sphkv.attention.cuda.encode import encode_builds, reorder_build
-from sphkv.attention.cuda.geometry import HEAD_DIMS, KernelShape, is_served
+from sphkv.attention.cuda.geometry import HEAD_DIMS, PAGE_SIZES, KernelShape, is_served
 from sphkv.core.tiers import TierTable, ladder
 from sphkv.errors import CudaUnavailableError
 from sphkv.store.layout import PageLayout
@@ -59,8 +59,8 @@ def usual_builds() -> Iterator[Build]:
         yield decode.ENTRY_POINT, shape.fitted().defines()
     for head_dim, group in itertools.product(HEAD_DIMS, _GROUPS):
         yield dense.ENTRY_POINT, dense.definitions(head_dim, group)
-    for head_dim in HEAD_DIMS:
-        yield from tier_builds(ladder(head_dim), head_dim)
+    for head_dim, tokens in itertools.product(HEAD_DIMS, PAGE_SIZES):
+        yield from tier_builds(ladder(head_dim, page_tokens=tokens), head_dim)
 
 
 def tier_builds(tiers: TierTable, head_dim: int) -> Iterator[Build]:

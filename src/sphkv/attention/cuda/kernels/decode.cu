@@ -77,20 +77,20 @@ INLINE void limit_logits(const Params& p, int row, uint32_t page, int count, int
 
 // Where the keys of this warp's two tiles are.
 INLINE KeyPlaces key_places(uint32_t page, const WarpPlace& place) {
-  const int lane = place.lane, quarter = place.quarter;
+  const int lane = place.lane, slice = place.slice;
   KeyPlaces places = {};
   const bool has_row_per_tile =
       IS_RUNS && !runs_follow(key_position(page, lane % PAGE_TILES, 0), lane);
 #pragma unroll
   for (int u = 0; u < 2; u++) {
     if (u < TURN_SETS) {
-      const int own = 2 * quarter + (SHARED_COLUMNS ? lane / 16 : u);
+      const int own = 2 * slice + (SHARED_COLUMNS ? lane / 16 : u);
       const int row = has_row_per_tile ? own : u;
       places.turns[u % TURN_SETS] = turn_address(page + PAGE_BYTES + row * TURN_BYTES, lane);
     }
     if (IS_TOKENS) {
-      places.position[u][0] = key_position(page, 2 * quarter + u, lane / 4);
-      places.position[u][1] = key_position(page, 2 * quarter + u, lane / 4 + 8);
+      places.position[u][0] = key_position(page, 2 * slice + u, lane / 4);
+      places.position[u][1] = key_position(page, 2 * slice + u, lane / 4 + 8);
     }
   }
   return places;
@@ -110,7 +110,7 @@ INLINE void scale_logits(Logits& logits, const float (&dots)[2][4],
     logits.radius[u][0] = gains[u].radius[0];
     logits.radius[u][1] = gains[u].radius[1];
     if (is_limited) {
-      const int tile = 2 * place.quarter + (SHARED_COLUMNS ? t / 2 : u);
+      const int tile = 2 * place.slice + (SHARED_COLUMNS ? t / 2 : u);
 #pragma unroll
       for (int k = 0; k < 4; k++) logits.dot[u][k] *= gains[u].radius[k / 2];
       limit_logits(p, row, page, count, tile, g, logits.dot[u]);
@@ -138,13 +138,13 @@ INLINE void weigh(uint32_t (&weight)[2], const float (&above)[4], const Gains& g
   }
 }
 
-// One warp's quarter of a page.
+// One warp's slice of a page.
 INLINE void attend_page(const Params& p, int row, const QueryLane& query, Running& run,
                         Accumulator& acc, uint32_t page, const WarpPlace& place, Supply& supply,
                         int number, ConstantPoints& constants) {
-  const int lane = place.lane, quarter = place.quarter, g = lane / 4, t = lane & 3;
+  const int lane = place.lane, slice = place.slice, g = lane / 4, t = lane & 3;
   float dots[2][4];
-  tile_logits(dots, query, page + KEY_OFFSET + 2 * quarter * KEY_TILE_BYTES,
+  tile_logits(dots, query, page + KEY_OFFSET + 2 * slice * KEY_TILE_BYTES,
               key_places(page, place), lane, constants, [&] {
                 if constexpr (!HAS_SUPPLIERS) supply.send(p, number, lane);
               });
@@ -153,7 +153,7 @@ INLINE void attend_page(const Params& p, int row, const QueryLane& query, Runnin
   Gains gains[TILE_SETS];
 #pragma unroll
   for (int u = 0; u < TILE_SETS; u++)
-    gains[u] = load_gains(affine, page, 2 * quarter + (SHARED_COLUMNS ? t / 2 : u), g);
+    gains[u] = load_gains(affine, page, 2 * slice + (SHARED_COLUMNS ? t / 2 : u), g);
   Logits logits;
   scale_logits(logits, dots, gains, p, row, page, affine.count, place);
   Above above;
@@ -166,7 +166,7 @@ INLINE void attend_page(const Params& p, int row, const QueryLane& query, Runnin
   uint32_t weights[TILE_SETS][2];
 #pragma unroll
   for (int u = 0; u < TILE_SETS; u++) weigh(weights[u], above.at[u], gains[u], run);
-  const uint32_t values = page + VALUE_OFFSET + 2 * quarter * VALUE_TILE_BYTES;
+  const uint32_t values = page + VALUE_OFFSET + 2 * slice * VALUE_TILE_BYTES;
 #pragma unroll
   for (int u = 0; u < 2; u++) {
     // with shared columns a tile's weights sit in half the columns; the others must weigh nothing

@@ -71,7 +71,7 @@ constexpr int POSITION_OFFSET = IS_CONTIGUOUS ? POSITION_BASE_OFFSET : PAYLOAD_E
 constexpr int PAGE_BYTES = round_up(PAYLOAD_END + 4 * POSITION_WORDS, 64);
 
 // Turns: (cos, -sin) and (sin, cos) of each plane in device memory, of each entry in shared memory.
-// A warp's queries are turned to its quarter beforehand, so that a contiguous page needs one row. A
+// A warp's queries are turned to its 32 keys beforehand, so that a contiguous page needs one row. A
 // page of runs has a row per tile; with four columns they hold what is missing to how far the queries
 // are turned already, so that where the runs follow each other all rows are alike and one does as well
 // (eight columns would take the room of pages). With eight columns each tile has its own turned queries: from a query set of its own
@@ -81,7 +81,7 @@ constexpr int TURN_SETS = IS_TOKENS || SHARED_COLUMNS || QUERY_SETS == 2 ? 1 : 2
 constexpr bool IS_TURNED_BEFORE = IS_CONTIGUOUS || (IS_RUNS && SHARED_COLUMNS);
 constexpr int TURN_ROWS = IS_TOKENS ? 0 : IS_RUNS ? PAGE_TILES : TURN_SETS;
 constexpr bool TURNED_BY_PRODUCT = !SHARED_COLUMNS && !IS_TOKENS;
-// A page of runs has eight rows: with four columns they hold (sin, cos) alone, and a lane finds the
+// A page of runs has a row per tile: with four columns they hold (sin, cos) alone, and a lane finds the
 // other word itself, so that more pages fit beside the table.
 constexpr bool HALF_TURNS = IS_RUNS && !TURNED_BY_PRODUCT;
 // Rows of positions before the first: the queries of a page's last tile are turned that far ahead, in
@@ -113,8 +113,8 @@ constexpr int STAGE_BYTES = PAGE_BYTES + TURN_ROWS * TURN_BYTES;
 // lanes fall on different banks; a row has all entries of a column, words of both sets side by side.
 constexpr int QUERY_ROW =
     QUERY_SETS == 2 ? 2 * ENTRIES + 4 : ENTRIES + (STEP_PAIRS % 2 ? 0 : 16);
-constexpr int QUARTER_ROWS = SHARED_COLUMNS ? 2 : 1;  // of a column: one per warp, or one per tile
-constexpr int TURNED = IS_TURNED_BEFORE ? TEAM_WARPS * QUARTER_ROWS : 1;
+constexpr int WARP_ROWS = SHARED_COLUMNS ? 2 : 1;  // of a column: one per warp, or one per tile
+constexpr int TURNED = IS_TURNED_BEFORE ? TEAM_WARPS * WARP_ROWS : 1;
 constexpr int TURNED_BYTES = COLUMNS * QUERY_ROW * 4;
 constexpr int PASS_DIMS = 32;
 constexpr int PASS_ROW = PASS_DIMS + 8;

@@ -5,24 +5,24 @@
 #include "keys.cuh"
 #include "layout.cuh"
 
-// Whether the compiler must keep the quarter, and the lane, in a register: left alone it finds them, and
+// Whether the compiler must keep the slice, and the lane, in a register: left alone it finds them, and
 // what depends on them, anew for every page. Where registers are fewest that is the better choice.
-constexpr bool KEEPS_QUARTER = !IS_RUNS;
+constexpr bool KEEPS_SLICE = !IS_RUNS;
 constexpr bool KEEPS_LANE = !IS_RUNS && (SHARED_COLUMNS || HEAD_DIM == 64);
 
 // What a warp knows about itself.
 struct WarpPlace {
-  int lane, team, quarter;  // quarter: which 32 keys of a page
+  int lane, team, slice;  // slice: which 32 keys of a page
   int plain_count;          // a page with so many keys has no logit to limit or hide
 
   INLINE WarpPlace(const Params& p, int tid)
       : lane(KEEPS_LANE ? unknown(tid & 31) : tid & 31),
         team((uint32_t)tid / 32 / TEAM_WARPS),
-        quarter(KEEPS_QUARTER ? unknown(tid / 32 & TEAM_WARPS - 1) : tid / 32 & TEAM_WARPS - 1) {
+        slice(KEEPS_SLICE ? unknown(tid / 32 & TEAM_WARPS - 1) : tid / 32 & TEAM_WARPS - 1) {
     plain_count = p.window > 0 || p.softcap > 0.f ? PAGE_TOKENS + 1 : PAGE_TOKENS;
   }
   // Which pages this warp asks for, of WARPS in a row.
-  INLINE int supply_order() const { return team + (quarter - team & TEAM_WARPS - 1) * TEAMS; }
+  INLINE int supply_order() const { return team + (slice - team & TEAM_WARPS - 1) * TEAMS; }
 };
 
 // One thread's share of a row's queries: pairs of components in the order of the head's entries (map
@@ -110,12 +110,12 @@ struct RowStart {
   }
 };
 
-// This lane's queries, turned to the warp's quarter, so that a page's own turn does for all tiles that
+// This lane's queries, turned to the warp's keys, so that a page's own turn does for all tiles that
 // follow each other.
 INLINE void take_query(QueryLane& query, const WarpPlace& place) {
   constexpr int WORDS = 4 * STEP_PAIRS * QUERY_SETS;
   const int lane = place.lane, t = lane & 3, column = SHARED_COLUMNS ? lane / 4 & 3 : lane / 4;
-  const int turned = place.quarter * QUARTER_ROWS + (SHARED_COLUMNS ? lane / 16 : 0);
+  const int turned = place.slice * WARP_ROWS + (SHARED_COLUMNS ? lane / 16 : 0);
   const uint32_t from = RowStart::query_at(IS_TURNED_BEFORE ? turned : 0, column);
 #pragma unroll
   for (int w = 0; w < WORDS; w += 4) {
