@@ -102,6 +102,7 @@ def captured(rows: int, budget: str = "22%") -> tuple[CacheEngine, HostGraph]:
 def test_room_is_made_beside_the_steps_as_it_would_be_at_once(monkeypatch):
     """Parts of a refresh leave what one leaves that is done whole."""
     monkeypatch.setattr(rebalance, "_MOVES_AT_ONCE", 4)
+    monkeypatch.setattr(rebalance, "_DROPS_AT_ONCE", 1)
     ahead, graph = captured(1)
     whole, other = captured(1)
     begun = 0
@@ -122,6 +123,21 @@ def test_room_is_made_beside_the_steps_as_it_would_be_at_once(monkeypatch):
     assert sum(count > 0 for count in graph.dropped) >= begun * GEOMETRY.num_layers
     # a slab more at most
     assert 0 < max(graph.moved) < 4 + 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [([3, 4, 5], [7, 5]), ([9, 1, 1], [9, 2]), ([6], [6]), ([2, 2, 2, 2], [6, 2]), ([], [0])],
+)
+def test_layers_that_drop_few_pages_do_so_together(monkeypatch, sizes, parts):
+    monkeypatch.setattr(rebalance, "_DROPS_AT_ONCE", 6)
+    layer_ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+    # every second page stays
+    layer_ids = layer_ids.repeat_interleave(2)
+    index = torch.arange(0, len(layer_ids), 2)
+    found = rebalance._split_layers(index, layer_ids)
+    assert [len(part) for part in found] == parts
+    assert torch.equal(torch.cat(found), index)
 
 
 class CountedWork:

@@ -19,8 +19,9 @@ from sphkv.store.page_list import PageList
 from sphkv.store.store import PageStore
 
 _REBALANCE_ROUNDS = 12
-# Beside one step, pages of so many layers are dropped, and so many pages moved.
-_LAYERS_AT_ONCE = 1
+# Beside one step so many pages are dropped, or those of a layer, and so many moved: a part has
+# costs of its own, which many pages share.
+_DROPS_AT_ONCE = 512
 _MOVES_AT_ONCE = 2048
 
 
@@ -113,8 +114,8 @@ class Rebalancer:
 
     @property
     def _usual_parts(self) -> int:
-        """Parts of making room: to list pages, to decide, and to drop those of every layer."""
-        return 2 + -(-len(self._config.full_layers) // _LAYERS_AT_ONCE)
+        """Parts of making room, at most: to list pages, to decide, to drop those of every layer."""
+        return 2 + len(self._config.full_layers)
 
     def work(self) -> bool:
         """Do a bounded part of what was begun; False if there was nothing to do."""
@@ -299,10 +300,11 @@ class Rebalancer:
 
 
 def _split_layers(index: Tensor, layer_ids: Tensor) -> list[Tensor]:
-    """``index [pages]`` of pages listed layer by layer, cut where so many layers are full."""
-    layers, sizes = layer_ids[index].unique_consecutive(return_counts=True)
-    per_layer = index.split(sizes.tolist())
-    return [
-        torch.cat(per_layer[at : at + _LAYERS_AT_ONCE])
-        for at in range(0, len(layers), _LAYERS_AT_ONCE)
-    ]
+    """``index [pages]`` of pages listed layer by layer, cut where layers end and parts are full."""
+    _, sizes = layer_ids[index].unique_consecutive(return_counts=True)
+    parts = [0]
+    for size in sizes.tolist():
+        if parts[-1] >= _DROPS_AT_ONCE:
+            parts.append(0)
+        parts[-1] += size
+    return list(index.split(parts))
