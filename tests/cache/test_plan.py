@@ -4,7 +4,7 @@
 from dataclasses import replace
 
 import pytest
-from tests.cache.test_retention import GEOMETRY, check_bytes, make_engine, run
+from tests.cache.test_retention import GEOMETRY, NoAttention, check_bytes, make_engine, run
 
 from sphkv.cache import plan
 from sphkv.cache.config import CacheConfig, RetentionConfig
@@ -132,3 +132,18 @@ def test_a_long_prompt_is_stored_in_large_pages(monkeypatch):
             run(engine, 1)
         check_bytes(engine)
         assert engine.resident_bytes() <= (engine.limit_bytes() or 0)
+
+
+def test_kernels_of_both_page_sizes_are_made_ready(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        NoAttention, "prepare", lambda self, tables, geometry: asked.append((tables, geometry))
+    )
+    larger = retention_tiers(GEOMETRY.head_dim, 64)
+    make_engine("25%", long_tiers=larger)
+    make_engine("25%")
+    sizes = [
+        [{tier.page_tokens for tier in tiers if tier.is_coded} for tiers in tables]
+        for tables, _ in asked
+    ]
+    assert sizes == [[{32}, {64}], [{32}]]

@@ -243,8 +243,13 @@ class DecodeBackend(Protocol):
     page_order: PageOrder | None
     page_codec: PageCodec | None
 
-    def prepare(self, tiers: TierTable, geometry: KVGeometry) -> None:
-        """Begin to make ready what a cache of these tiers will need; returns at once."""
+    def prepare(self, tables: Sequence[TierTable], geometry: KVGeometry) -> None:
+        """Begin to make ready what a cache of these tiers will need; returns at once.
+
+        Args:
+            tables: Tiers that its pages may have; which table they come from a prompt decides.
+            geometry: Shape of the cache.
+        """
         ...
 
     def attend(self, request: DecodeRequest) -> PartialAttention:
@@ -301,7 +306,7 @@ class EagerBackend:
 
     name: str
 
-    def prepare(self, tiers: TierTable, geometry: KVGeometry) -> None:
+    def prepare(self, tables: Sequence[TierTable], geometry: KVGeometry) -> None:
         """Nothing has to be compiled ahead."""
 
     def capture(

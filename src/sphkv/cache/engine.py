@@ -78,10 +78,8 @@ class CacheEngine:
         self._codec: SphericalCodec | None = None
         self.backend = backend or get_backend("auto", config.device)
         retention = config.retention
-        tables = [config.tiers] if retention is None else [retention.tiers, retention.long_tiers]
-        for tiers in tables:
-            if tiers is not None:
-                self.backend.prepare(tiers, config.geometry)
+        tables = (config.tiers,) if retention is None else (retention.tiers, retention.long_tiers)
+        self.backend.prepare([tiers for tiers in tables if tiers is not None], config.geometry)
         if calibration is not None:
             self.use_calibration(calibration)
         self._coded: CodedRows | None = None

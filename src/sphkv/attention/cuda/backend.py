@@ -74,9 +74,9 @@ class CudaBackend:
         self._served = PlanCache(self._place_served)
         self._others = PlanCache(self._list_others)
 
-    def prepare(self, tiers: TierTable, geometry: KVGeometry) -> None:
+    def prepare(self, tables: Sequence[TierTable], geometry: KVGeometry) -> None:
         """Compile what encodes these tiers in a thread of its own, while the prompt is read."""
-        builds = [*tier_builds(tiers, geometry.head_dim)]
+        builds = [build for tiers in tables for build in tier_builds(tiers, geometry.head_dim)]
         if geometry.head_dim in HEAD_DIMS and geometry.group_size <= MAX_GROUP:
             shape = definitions(geometry.head_dim, geometry.group_size)
             builds.append((DENSE_ENTRY_POINT, shape))
