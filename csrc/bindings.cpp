@@ -213,6 +213,7 @@ NB_MODULE(_kernels, m) {
   m.def("team_name", &team_name, "Whose threads a step uses.");
   m.attr("HEADER_BYTES") = static_cast<int>(sizeof(PageHeader));
   m.attr("PAGE_VERSION") = static_cast<int>(kPageVersion);
+  m.attr("SOURCES") = SPHKV_SOURCES;
 
   nb::class_<Rotary>(m, "Rotary")
       .def("__init__",

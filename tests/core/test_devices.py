@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replayed functions give what the functions give, on a GPU captured and elsewhere called."""
+"""Replayed functions give what the functions give; a stale extension is refused."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sphkv.core import devices
 from sphkv.core.devices import Replay
+from sphkv.errors import NativeUnavailableError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -25,3 +29,28 @@ def test_every_call_gives_what_the_function_gives(shape):
         assert float(total) == number * x.numel()
     # called, called before capture and captured; then replayed
     assert len(calls) == (3 if DEVICE == "cuda" else 5)
+
+
+def test_an_extension_of_other_sources_is_refused(monkeypatch, tmp_path):
+    """Its codes would be others, and nobody would be told."""
+    (tmp_path / "b.cpp").write_text("1")
+    (tmp_path / "a.h").write_text("2")
+    first = devices.sources_digest(tmp_path)
+    (tmp_path / "notes.txt").write_text("not compiled")
+    assert devices.sources_digest(tmp_path) == first
+    (tmp_path / "a.h").write_text("3")
+    assert devices.sources_digest(tmp_path) != first
+    assert devices.sources_digest(tmp_path / "nothing") is None
+
+    fresh = devices.native_kernels.__wrapped__
+    for sources in ("0" * 64, None):
+        module = SimpleNamespace(__file__="_kernels.so")
+        if sources is not None:
+            module.SOURCES = sources
+        monkeypatch.setattr(devices, "import_module", lambda name, module=module: module)
+        with pytest.raises(NativeUnavailableError, match="other sources"):
+            fresh()
+        # an installed package lies beside no sources
+        with monkeypatch.context() as installed:
+            installed.setattr(devices, "sources_digest", lambda folder: None)
+            assert fresh() is module

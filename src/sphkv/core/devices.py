@@ -9,10 +9,12 @@ memory, such functions are captured once and replayed with other tensors.
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,11 +36,34 @@ _LEAST_NUMBERS = 1 << 14
 
 @functools.cache
 def native_kernels() -> Any | None:
-    """The extension module, or None where it was not built."""
+    """The extension module, or None where it was not built.
+
+    Raises:
+        NativeUnavailableError: It was built from other sources than those it lies beside.
+    """
     try:
-        return import_module(_MODULE)
+        module = import_module(_MODULE)
     except ImportError:
         return None
+    here = sources_digest(Path(__file__).parents[3] / "csrc")
+    if here is not None and here != getattr(module, "SOURCES", ""):
+        raise NativeUnavailableError(
+            f"{module.__file__} was built from other sources than those in csrc; install sphkv "
+            "again (pip install -e .)"
+        )
+    return module
+
+
+def sources_digest(folder: Path) -> str | None:
+    """What an extension built from the sources in a folder names them; None without such a folder.
+
+    As ``CMakeLists.txt`` computes it: the SHA-256 of those of all files, in the order of names.
+    """
+    if not folder.is_dir():
+        return None
+    files = sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])
+    digests = "".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    return hashlib.sha256(digests.encode()).hexdigest()
 
 
 def require_kernels() -> Any:
