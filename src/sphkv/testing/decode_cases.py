@@ -67,6 +67,16 @@ class Case:
         """The same for every case of a shape."""
         return synthetic_codebook(HEADS, self.head_dim // 2, self.nibbles, seed=2, device=device)
 
+    def shape(self, codebook: AngleCodebook) -> KernelShape:
+        """The kernel that reads the case's pages."""
+        return KernelShape.of_codebook(
+            codebook,
+            value_bits=self.value_bits,
+            group=self.group,
+            positions=self.mode,
+            page_tokens=self.page_tokens,
+        )
+
 
 RAGGED = ((3, 0, 1, 17), (0, 5, 2, 1))
 LIMITS = AttentionOptions(0.09, 20.0, 500)
@@ -215,16 +225,10 @@ def run_case(case: Case, device: torch.device) -> float:
     book = case.codebook(device)
     pages, table, last = build_pages(case, layout, num, device)
     turns = TurnTable.build(rope, max_positions=last, device=device)
-    shape = KernelShape.of_codebook(
-        book,
-        value_bits=case.value_bits,
-        group=group,
-        positions=case.mode,
-        page_tokens=case.page_tokens,
-    )
     decoder = CudaDecode(
-        book, rope, turns, value_bits=case.value_bits, group=group, max_batch=batch, shape=shape
-    )
+        book, rope, turns, value_bits=case.value_bits, group=group, max_batch=batch,
+        shape=case.shape(book),
+    )  # fmt: skip
     query = torch.randn(batch, HEADS * group, case.head_dim, device=device)
     sinks = 3 * torch.randn(HEADS * group, device=device) if case.sinks else None
     where = torch.full((batch,), last, dtype=torch.int32, device=device)
