@@ -30,10 +30,11 @@ from sphkv.core.tiers import ladder
 from sphkv.evaluation.environment import describe_environment
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.errors import TierErrors
-from sphkv.retention.features import AttentionRows, TokenFeatures
+from sphkv.retention.features import TokenFeatures
 from sphkv.retention.measure import LayerInput
 from sphkv.retention.policy import BlockShape, ControlOptions
 from sphkv.retention.pricing import LayerPricer
+from sphkv.retention.rows import AttentionRows
 from sphkv.retention.solver import TierChoices, allocate_tiers
 from sphkv.store.forecast import contract_bytes
 from sphkv.store.store import PageStore

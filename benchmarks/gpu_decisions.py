@@ -27,7 +27,7 @@ import torch
 import transformers
 
 from sphkv import SphericalCache, calibrate_model, load_model
-from sphkv.attention.api import get_backend
+from sphkv.attention.api import get_backend, row_kernels
 from sphkv.attention.partial import PartialAttention, attend_logits, merge_partials
 from sphkv.attention.plans import PlanCache
 from sphkv.attention.reference import ReferenceBackend, _attend_tail, _grouped
@@ -123,6 +123,7 @@ def price_layers(engine, calibration, states):
     measured = MeasureConfig(
         config.geometry, config.ropes, kept.tiers, policy=kept.policy, protection=kept.protection,
         horizon=kept.horizon, error_samples=kept.error_samples,
+        kernels=row_kernels(states[0][1].device),
     )  # fmt: skip
     costs = page_costs(config, engine.plan, engine.store)
     pricer, codec = LayerPricer(costs, kept.policy, kept.options), SphericalCodec(calibration)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from sphkv.attention.api import row_kernels
 from sphkv.cache import prompt
 from sphkv.cache.config import CacheConfig, RetentionConfig
 from sphkv.cache.dense import PromptCalibrator
@@ -148,7 +149,8 @@ def run_prompt(config, states, calibration=None):
 def decide(config, engine, states):
     """A contract about states where they are, in the bytes of an engine's store; and its prices."""
     retention, store, tokens = config.retention, engine.store, states[0][1].shape[1]
-    measured = MeasureConfig(config.geometry, config.ropes, retention.tiers)
+    kernels = row_kernels(states[0][1].device)
+    measured = MeasureConfig(config.geometry, config.ropes, retention.tiers, kernels=kernels)
     costs = page_costs(config, engine.plan, store)
     pricer = LayerPricer(costs, retention.policy, retention.options)
     controller = RetentionController(costs, retention.options)

@@ -42,15 +42,18 @@ class GoldenFiles:
 
     is_update: bool
 
-    def check(self, name: str, actual: bytes) -> None:
+    def read(self, name: str, actual: bytes) -> bytes:
+        """What was expected, or ``actual`` if the file is rewritten."""
         path = GOLDEN_DIR / name
         if self.is_update:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(actual)
-            return
         if not path.is_file():
             pytest.fail(f"no golden file {name!r}; write it with pytest --update-golden")
-        expected = path.read_bytes()
+        return path.read_bytes()
+
+    def check(self, name: str, actual: bytes) -> None:
+        expected = self.read(name, actual)
         if actual != expected:
             pairs = zip(actual, expected, strict=False)
             shorter = min(len(actual), len(expected))

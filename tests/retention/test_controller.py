@@ -9,11 +9,12 @@ from sphkv.core.tiers import TierSpec, TierTable, coded_tier
 from sphkv.errors import BudgetError
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.errors import TierErrors
-from sphkv.retention.features import expect_surprise, measure_features, window_rows
+from sphkv.retention.features import expect_surprise, measure_features
 from sphkv.retention.measure import LayerInput
 from sphkv.retention.policy import VARIANTS, BlockShape, ControlOptions, RetentionPolicy
 from sphkv.retention.pricing import LayerPricer, PageCosts
 from sphkv.retention.protection import Segment
+from sphkv.retention.rows import AttentionRows, window_rows
 from sphkv.retention.scores import SCORES, state_distortion
 from sphkv.retention.solver import SOLVERS
 
@@ -106,6 +107,7 @@ def predicted_loss(contract: WriteContract) -> float:
     total = 0.0
     for layer in range(LAYERS):
         part = make_layer(layer)
+        assert isinstance(part.rows, AttentionRows)
         for head in range(HEADS):
             each = state_distortion(part.features, part.errors, RetentionPolicy())[head]
             tier = contract.tier_id[layer, head].long()

@@ -19,8 +19,9 @@ from sphkv.retention.errors import (
     sample_states,
     weight_move,
 )
-from sphkv.retention.features import AttentionRows, measure_features
+from sphkv.retention.features import measure_features
 from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.rows import AttentionRows
 from sphkv.retention.scores import state_distortion
 
 TOKENS = 256

@@ -8,19 +8,14 @@ from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import ladder
 from sphkv.retention.errors import TierErrors
 from sphkv.retention.features import (
-    AttentionRows,
-    drop_losses,
     expect_surprise,
-    expected_rows,
     measure_features,
-    mix_rows,
     pool_runs,
-    squared_distance,
     weigh_tokens,
-    window_rows,
 )
 from sphkv.retention.policy import BlockShape, RetentionPolicy
 from sphkv.retention.pricing import NO_TIER, LayerBlocks, PageCosts, rank_units
+from sphkv.retention.rows import AttentionRows, expected_rows, mix_rows, window_rows
 from sphkv.retention.scores import (
     _slope_steps,
     convex_steps,
@@ -82,7 +77,7 @@ def test_dropping_is_measured_with_renormalised_weights():
     rows = make_rows()
     rows = AttentionRows(rows.weight, rows.share, torch.ones_like(rows.is_valid))
     blocks = torch.arange(64).reshape(1, 8, 8).expand(HEADS, -1, -1)
-    losses = drop_losses(rows, values, blocks)[0]
+    losses = rows.drop_losses(values, blocks)[0]
     assert float(losses[0]) == 0
     kept = torch.ones(TOKENS, dtype=torch.bool)
     kept[blocks[0, -3:].flatten()] = False
@@ -100,8 +95,8 @@ def test_dropping_runs_is_dropping_their_tokens():
     runs = torch.tensor([[[0, 5], [3, -1], [1, 2]], [[4, 0], [2, -1], [-1, -1]]])
     every = runs[..., None] * 16 + torch.arange(16)
     tokens = torch.where((runs[..., None] >= 0) & (every < 90), every, -1).flatten(2)
-    found = drop_losses(rows, values, runs, granularity=16)
-    torch.testing.assert_close(found, drop_losses(rows, values, tokens))
+    found = rows.drop_losses(values, runs, granularity=16)
+    torch.testing.assert_close(found, rows.drop_losses(values, tokens))
     assert found[1, :2].tolist() == [0, 0]
     assert count_states(runs, 16, 90).tolist() == [[26, 16, 32], [32, 16, 0]]
 
@@ -175,7 +170,7 @@ def test_a_surprise_asks_for_every_age_and_for_every_token(even: float, coded: f
     assert torch.equal(plain.drop_shift, plain.shift)
     assert torch.equal(found.drop_shift[0], plain.shift[0])
     output = (rows.weight @ values).mean(1)
-    apart = squared_distance(values, output)[1]
+    apart = (values[1] - output[1]).square().sum(-1)
     age = 1 / torch.arange(TOKENS, 0, -1)
     each = 0.2 * ((1 - even) * age + even * age.sum() / TOKENS)
     assert torch.allclose(found.surprise[1], each * apart, rtol=1e-4)

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from sphkv.retention.errors import TierErrors
-from sphkv.retention.features import drop_losses, expect_surprise, measure_features, window_rows
+from sphkv.retention.features import expect_surprise, measure_features
 from sphkv.retention.measure import LayerInput
 from sphkv.retention.policy import ControlOptions, RetentionPolicy
+from sphkv.retention.rows import AttentionRows, window_rows
 from sphkv.retention.scores import (
     SCORES,
     AttentionScore,
@@ -67,7 +68,7 @@ def test_attention_blocks_add_coding_errors_and_nest_drops():
     torch.testing.assert_close(loss[0, 1:], each[[3, 9, 11], 1:].sum(0))
     torch.testing.assert_close(loss[1, 1:], each[[20, 40], 1:].sum(0))
     # the second block goes first; what the first one adds to it is its own loss
-    drops = drop_losses(layer.rows, layer.values, blocks)[1] * POLICY.alpha_drop * scale
+    drops = layer.rows.drop_losses(layer.values, blocks)[1] * POLICY.alpha_drop * scale
     assert float(drops[2] - drops[1]) > float(drops[1])
     weight = 1 / layer.rows.coverage()[1]
     assert float(loss[1, 0]) == pytest.approx(float(drops[1] * weight[[20, 40]].mean()))
@@ -123,6 +124,7 @@ def test_votes_are_the_attention_and_add_up():
     expected = torch.stack([found.loss[0, [3, 9]].sum(0), found.loss[0, 20]])
     torch.testing.assert_close(found.of_blocks(blocks).each[0], expected)
     # a policy's weights of heads are none of the votes' business
+    assert isinstance(layer.rows, AttentionRows)
     rows = replace(layer.rows, share=3 * layer.rows.share)
     features = replace(layer.features, mass=3 * layer.features.mass)
     again = VoteScore(POLICY).losses(replace(layer, rows=rows, features=features), granularity=1)

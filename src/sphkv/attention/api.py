@@ -13,6 +13,7 @@ from torch import Tensor
 from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import BatchRequest, DecodeBackend, DecodeRequest
+from sphkv.core.prompt_rows import RowKernels
 from sphkv.errors import BackendUnavailableError, CudaUnavailableError
 
 _log = logging.getLogger(__name__)
@@ -77,6 +78,18 @@ def _fastest(device_type: str) -> DecodeBackend:
             _log.warning("decode cannot run on the %s backend: %s", name, error)
     _log.warning("decode runs on the slow reference backend")
     return ReferenceBackend()
+
+
+def row_kernels(device: torch.device | str) -> RowKernels | None:
+    """What streams rows of a prompt's attention on a device; None leaves them to torch."""
+    if torch.device(device).type != "cuda":
+        return None
+    try:
+        from sphkv.attention.triton.prompt_rows import TritonRows
+    except ImportError as error:
+        _log.info("rows of prompts are whole matrices: %s", error)
+        return None
+    return TritonRows()
 
 
 def decode_attention(

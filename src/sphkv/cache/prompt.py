@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from sphkv.attention.api import row_kernels
 from sphkv.cache.config import CacheConfig, ResidencyPlan
 from sphkv.cache.notes import SequenceNotes
 from sphkv.cache.residency import window_start
@@ -139,6 +140,7 @@ class PromptDecision:
             protection=retention.protection,
             horizon=retention.horizon,
             error_samples=retention.error_samples,
+            kernels=row_kernels(self._store.config.device),
         )
 
     def _start(self, num_tokens: int) -> LayerPricer:

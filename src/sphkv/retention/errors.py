@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sphkv.core.tiers import CODED_PAGE_MULTIPLE, TierSpec, TierTable
-from sphkv.retention.features import AttentionRows
+from sphkv.retention.rows import PredictedRows
 
 _TINY = torch.finfo(torch.float32).tiny
 DRIFT_QUANTILE = 0.95
@@ -140,7 +140,7 @@ def measure_tier_errors(
     layer: int,
     tiers: TierTable,
     states: tuple[Tensor, Tensor, Tensor],
-    votes: AttentionRows,
+    votes: PredictedRows,
     sample: StateSample,
     *,
     scale: float,
@@ -168,6 +168,8 @@ def measure_tier_errors(
     if not coded or sample.index.shape[1] == 0:
         return TierErrors(*torch.zeros(6, heads, len(tiers), device=keys.device))
     index = sample.index[..., None].expand(-1, -1, dim)
+    if output is None:
+        output = votes.totals(values, sinks=0, recent=0).output
     seen = _look(votes, sample, keys.gather(1, index).float(), values, output)
     grouped = scale * query.float().reshape(heads, -1, dim)
     logits = grouped @ seen.keys.transpose(1, 2)
@@ -213,20 +215,15 @@ class _Seen:
 
 
 def _look(
-    votes: AttentionRows,
+    votes: PredictedRows,
     sample: StateSample,
     keys: Tensor,
     values: Tensor,
-    output: Tensor | None,
+    output: Tensor,
 ) -> _Seen:
-    heads, rows = votes.share.shape
-    index = sample.index[:, None].expand(-1, rows, -1)
-    weight = votes.weight.gather(2, index)
-    is_valid = votes.is_valid.expand(heads, -1, -1).gather(2, index)
+    weight, is_valid = votes.at(sample.index)
     coverage = votes.coverage().gather(1, sample.index)
     share = votes.share[..., None] * is_valid * (sample.weight / coverage)[:, None]
-    if output is None:
-        output = votes.weight @ values.float()
     values = values.gather(1, sample.index[..., None].expand_as(keys)).float()
     apart = output.square().sum(-1, keepdim=True) + values.square().sum(-1)[:, None]
     apart = (apart - 2 * output @ values.transpose(1, 2)).clamp(min=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sphkv.core.devices import constant
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.prompt_rows import RowKernels
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, TierTable
 from sphkv.retention.errors import (
@@ -21,17 +22,17 @@ from sphkv.retention.errors import (
     measure_tier_errors,
     sample_states,
 )
-from sphkv.retention.features import (
+from sphkv.retention.features import TokenFeatures, expect_surprise, measure_features
+from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.protection import ProtectionRule
+from sphkv.retention.rows import (
     AttentionRows,
-    TokenFeatures,
-    expect_surprise,
+    PredictedRows,
     expected_rows,
-    measure_features,
     mix_rows,
     window_rows,
 )
-from sphkv.retention.policy import RetentionPolicy
-from sphkv.retention.protection import ProtectionRule
+from sphkv.retention.streamed import StreamedRows, expected_part, window_part
 
 Found = TypeVar("Found")
 
@@ -50,6 +51,8 @@ class MeasureConfig:
         protection: States that stay dense.
         horizon: Tokens after the prompt for which attention is predicted.
         error_samples: States per head on which error models are measured.
+        kernels: What finds sums over rows of attention without writing them down; None has
+            whole matrices.
     """
 
     geometry: KVGeometry
@@ -59,6 +62,7 @@ class MeasureConfig:
     protection: ProtectionRule = field(default_factory=ProtectionRule)
     horizon: tuple[int, ...] = (8, 32, 96)
     error_samples: int = 256
+    kernels: RowKernels | None = None
 
     def __post_init__(self) -> None:
         """Reject parts that belong to different models."""
@@ -86,7 +90,7 @@ class LayerInput:
 
     features: TokenFeatures
     errors: TierErrors
-    rows: AttentionRows
+    rows: PredictedRows
     values: Tensor
     protected: Tensor
     token_weight: Tensor | None = None
@@ -108,15 +112,17 @@ def measure_layer(
     """
     query, keys, values = states
     tokens, scale = keys.shape[1], config.geometry.head_dim**-0.5
-    votes, rows = predict_rows(config, layer, query, keys)
-    output = rows.weight @ values.float()
-    sinks = config.protection.sink_tokens
-    features = measure_features(rows, keys, values, sinks=sinks, recent=RUN_TOKENS, output=output)
+    votes, rows = _predict(config, layer, states)
+    near = {"sinks": config.protection.sink_tokens, "recent": RUN_TOKENS}
+    totals = rows.totals(values, **near)
+    features, output = measure_features(rows, keys, values, **near, totals=totals), totals.output
     policy = config.policy
     if policy.surprise is not None:
         chance = constant(policy.surprise[layer], device=keys.device)
         even, coded = policy.surprise_even, policy.surprise_coded
-        features = expect_surprise(features, rows, values, chance, even=even, coded=coded)
+        features = expect_surprise(
+            features, rows, values, chance, even=even, coded=coded, output=output
+        )
     protected = protected_states(config, features.radius)
     least_free = paged_tokens(tokens) - config.protection.most_states(tokens)
     sample = sample_states(
@@ -130,6 +136,43 @@ def measure_layer(
         codec, layer, config.tiers, (seen, keys, values), votes, sample, scale=scale, output=voted
     )
     return LayerInput(features, errors, rows, values, protected, output=output)
+
+
+def _predict(
+    config: MeasureConfig, layer: int, states: tuple[Tensor, Tensor, Tensor]
+) -> tuple[PredictedRows, PredictedRows]:
+    """Votes of the observation window, and these with what is expected; see ``predict_rows``."""
+    query, keys, values = states
+    if config.kernels is None:
+        return predict_rows(config, layer, query, keys)
+    policy, tokens = config.policy, keys.shape[1]
+    share, scale = row_share(config, layer, keys.device), config.geometry.head_dim**-0.5
+    window, held = window_positions(config, query, tokens), tokens - query.shape[1]
+    votes = window_part(query[:, window - held], window, keys, scale=scale, share=share)
+    parts = [votes]
+    if policy.attention_mix > 0:
+        expected = expected_part(
+            config.kernels,
+            _recent_planes(config, layer, query, tokens),
+            keys,
+            config.ropes[layer],
+            scale=scale,
+            horizon=config.horizon,
+            share=share,
+        )
+        mix = policy.attention_mix
+        parts = [
+            replace(votes, share=(1 - mix) * votes.share),
+            replace(expected, share=mix * expected.share),
+        ]
+    rows = StreamedRows.stream(
+        config.kernels,
+        parts,
+        (keys, values),
+        sinks=config.protection.sink_tokens,
+        recent=RUN_TOKENS,
+    )
+    return rows.first_part(votes.share), rows
 
 
 def predict_rows(
@@ -179,11 +222,8 @@ def _with_expected(
     policy, tokens = config.policy, keys.shape[1]
     if policy.attention_mix == 0:
         return votes
-    held = tokens - query.shape[1]
-    first = max(held, tokens - 4 * policy.window)
-    seen = torch.arange(first, tokens, _EXPECTED_STRIDE, device=keys.device)
     expected = expected_rows(
-        unrotated_planes(config, layer, query[:, seen - held], seen),
+        _recent_planes(config, layer, query, tokens),
         keys,
         config.ropes[layer],
         scale=config.geometry.head_dim**-0.5,
@@ -191,6 +231,14 @@ def _with_expected(
         share=share,
     )
     return mix_rows(votes, expected, policy.attention_mix)
+
+
+def _recent_planes(config: MeasureConfig, layer: int, query: Tensor, tokens: int) -> Tensor:
+    """Some of the newest queries in planes before RoPE, by which others are expected."""
+    held = tokens - query.shape[1]
+    first = max(held, tokens - 4 * config.policy.window)
+    seen = torch.arange(first, tokens, _EXPECTED_STRIDE, device=query.device)
+    return unrotated_planes(config, layer, query[:, seen - held], seen)
 
 
 def window_positions(config: MeasureConfig, query: Tensor, tokens: int) -> Tensor:

@@ -21,7 +21,6 @@ from sphkv.core.devices import constant
 from sphkv.retention.errors import TierErrors
 from sphkv.retention.features import (
     TokenFeatures,
-    drop_losses,
     in_units,
     pool_runs,
     weigh_tokens,
@@ -145,8 +144,8 @@ class _NestedLosses(UnitLosses):
 
     def of_blocks(self, units: Tensor) -> BlockLosses:
         values, size = self.layer.values, self.granularity
-        drops = self.drop_scale * drop_losses(
-            self.layer.rows, values, units, granularity=size, output=self.layer.output
+        drops = self.drop_scale * self.layer.rows.drop_losses(
+            values, units, granularity=size, output=self.layer.output
         )
         each = sum_blocks(self.loss, units)
         together = each.sum(1)

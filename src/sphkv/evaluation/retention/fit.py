@@ -36,11 +36,9 @@ from sphkv.evaluation.runner.session import Session
 from sphkv.evaluation.workloads.texts import read_tokens
 from sphkv.integrations.transformers.listening import listening
 from sphkv.retention.features import (
-    drop_losses,
     measure_features,
     pool_runs,
     surprise_shift,
-    window_rows,
 )
 from sphkv.retention.measure import (
     LayerInput,
@@ -53,6 +51,7 @@ from sphkv.retention.measure import (
 from sphkv.retention.policy import RetentionPolicy, save_policy
 from sphkv.retention.pricing import rank_units
 from sphkv.retention.protection import widen_to_runs
+from sphkv.retention.rows import window_rows
 from sphkv.retention.scores import count_states, sum_blocks, sum_units
 
 _PARTS = 6
@@ -262,7 +261,7 @@ def _drop_probe(
             votes += float(found.features.mass[head, gone].sum())
             age += float((1 / (tokens - gone).float()).sum())
         units = torch.stack(gone_of_head)[:, None]
-        drop += float(drop_losses(found.rows, part.values, units)[:, -1].sum())
+        drop += float(found.rows.drop_losses(part.values, units)[:, -1].sum())
         method.change(layer, part.keys, part.values, kept=kept)
     kl = _kl(runner, prompt, method)
     label = ("least pulling", "oldest", "arbitrary")[number]
@@ -339,9 +338,9 @@ def _excess(config: MeasureConfig, layer: int, states: LayerStates, num_later: i
         sum_blocks(sum_units(part, RUN_TOKENS)[..., None], gone)[:, 0, 0]
         for part in (1 / rows.coverage(), most)
     )
-    predicted = drop_losses(rows, known, gone, granularity=RUN_TOKENS)[:, -1]
+    predicted = rows.drop_losses(known, gone, granularity=RUN_TOKENS)[:, -1]
     predicted = predicted * weight / count_states(gone, RUN_TOKENS, tokens)[:, 0]
-    lost = drop_losses(later, values, gone, granularity=RUN_TOKENS)[:, -1]
+    lost = later.drop_losses(values, gone, granularity=RUN_TOKENS)[:, -1]
     return torch.stack([lost - predicted, most_gone], 1)
 
 

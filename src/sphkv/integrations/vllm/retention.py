@@ -19,8 +19,9 @@ from sphkv.core.tiers import TierTable
 from sphkv.integrations.vllm.budgeted import PART_TOKENS, BudgetedBlock
 from sphkv.integrations.vllm.steps import SealedBlock, StepPlan
 from sphkv.retention.errors import StateSample, TierErrors, measure_tier_errors
-from sphkv.retention.features import TokenFeatures, pool_runs, window_rows
+from sphkv.retention.features import TokenFeatures, pool_runs
 from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.rows import window_rows
 from sphkv.retention.scores import convex_steps, state_distortion
 
 WINDOW = 32

@@ -1,0 +1,547 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over rows of a prompt's attention, for the controller: no row is ever written down.
+
+Each kernel reads keys and values once and finds weights where it needs them. Products of two
+numbers of the model's own type are exact in float32; a float32 operand is cut into three parts of
+that type, whose products add up to what float32 would give.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sphkv.core.prompt_rows import PartTotals, RowPart
+
+# Tokens of a tile, and rows: products need at least 16.
+_TOKENS, _ROWS, _LEAST_ROWS = 64, 64, 16
+_WARPS = 4
+# Rows whose moves are added up together, block after block.
+_NESTED_ROWS = 4
+# Thread blocks for which the tokens of rows are split.
+_BLOCKS = 264
+
+
+@triton.jit
+def _parts(x, dtype: tl.constexpr):
+    """Three numbers of a type whose sum is a float32 number."""
+    high = x.to(dtype)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(dtype)
+    return high, middle, (rest - middle.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _left_product(x, y):
+    """Product of float32 ``x`` with ``y`` of the model's type."""
+    if y.dtype == tl.float32:
+        found = tl.dot(x, y, input_precision="ieee")
+    else:
+        high, middle, low = _parts(x, y.dtype)
+        found = tl.dot(high, y)
+        found = tl.dot(middle, y, found)
+        found = tl.dot(low, y, found)
+    return found
+
+
+@triton.jit
+def _right_product(x, y):
+    """Product of ``x`` of the model's type with float32 ``y``."""
+    if x.dtype == tl.float32:
+        found = tl.dot(x, y, input_precision="ieee")
+    else:
+        high, middle, low = _parts(y, x.dtype)
+        found = tl.dot(x, high)
+        found = tl.dot(x, middle, found)
+        found = tl.dot(x, low, found)
+    return found
+
+
+@triton.jit
+def _row_logits(query, keys, IS_EXACT: tl.constexpr):
+    """``[rows, tokens]`` of queries ``[rows, dim]`` and keys ``[dim, tokens]``."""
+    if IS_EXACT:
+        return tl.dot(query, keys, input_precision="ieee")
+    else:
+        return _left_product(query, keys)
+
+
+@triton.jit
+def _token_logits(keys, query, IS_EXACT: tl.constexpr):
+    """``[tokens, rows]`` of keys ``[tokens, dim]`` and queries ``[dim, rows]``."""
+    if IS_EXACT:
+        return tl.dot(keys, query, input_precision="ieee")
+    else:
+        return _right_product(keys, query)
+
+
+@triton.jit
+def _totals_kernel(
+    query,
+    bias,
+    seen,
+    keys,
+    values,
+    stats,
+    outputs,
+    key_head,
+    key_token,
+    value_head,
+    value_token,
+    num_tokens,
+    num_rows,
+    chunk,
+    far_start,
+    far_stop,
+    scale,
+    REPEAT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+    DIM: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """What a tile of rows gives to a chunk of the tokens.
+
+    ``stats [splits, heads, rows, 4]``: greatest logit, sum of exponentials above it, the part of
+    far tokens in that, and the second logit. ``outputs [splits, heads, rows, DIM]``.
+    """
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, dim = tile * BR + tl.arange(0, BR), tl.arange(0, BD)
+    is_row, is_dim = row < num_rows, dim < DIM
+    is_held = is_row[:, None] & is_dim[None, :]
+    own = head * num_rows + row
+    rows = tl.load(query + own[:, None] * DIM + dim[None, :], mask=is_held, other=0.0)
+    last = tl.load(seen + row, mask=is_row, other=-1)
+    peak = tl.full([BR], float("-inf"), tl.float32)
+    second = tl.full([BR], float("-inf"), tl.float32)
+    total = tl.zeros([BR], tl.float32)
+    far = tl.zeros([BR], tl.float32)
+    output = tl.zeros([BR, BD], tl.float32)
+    keys += head.to(tl.int64) * key_head
+    values += head.to(tl.int64) * value_head
+    groups = num_rows // REPEAT
+    column = tl.arange(0, BT)
+    for start in range(split * chunk, min(split * chunk + chunk, num_tokens), BT):
+        token = start + column
+        is_token = token < num_tokens
+        at = token.to(tl.int64)
+        key = tl.load(
+            keys + at[None, :] * key_token + dim[:, None],
+            mask=is_dim[:, None] & is_token[None, :],
+            other=0.0,
+        )
+        logit = scale * _row_logits(rows, key, IS_EXACT)
+        if HAS_BIAS:
+            group = (head * groups + row // REPEAT).to(tl.int64) * num_tokens
+            is_both = is_row[:, None] & is_token[None, :]
+            logit += tl.load(bias + group[:, None] + at[None, :], mask=is_both, other=0.0)
+        is_seen = (token[None, :] <= last[:, None]) & is_token[None, :]
+        logit = tl.where(is_seen, logit, float("-inf"))
+        best, place = tl.max(logit, axis=1, return_indices=True)
+        others = tl.where(column[None, :] == place[:, None], float("-inf"), logit)
+        second = tl.maximum(tl.minimum(peak, best), tl.maximum(second, tl.max(others, axis=1)))
+        now = tl.maximum(peak, best)
+        # rows that have seen nothing yet have no greatest logit
+        base = tl.where(now == float("-inf"), 0.0, now)
+        shrink = tl.exp(peak - base)
+        weight = tl.exp(logit - base[:, None])
+        is_far = (token >= far_start) & (token < far_stop)
+        total = total * shrink + tl.sum(weight, axis=1)
+        far = far * shrink + tl.sum(tl.where(is_far[None, :], weight, 0.0), axis=1)
+        value = tl.load(
+            values + at[:, None] * value_token + dim[None, :],
+            mask=is_token[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        output = output * shrink[:, None] + _left_product(weight, value)
+        peak = now
+    heads = tl.num_programs(1)
+    at = (split * heads).to(tl.int64) * num_rows + own
+    tl.store(stats + at * 4, peak, mask=is_row)
+    tl.store(stats + at * 4 + 1, total, mask=is_row)
+    tl.store(stats + at * 4 + 2, far, mask=is_row)
+    tl.store(stats + at * 4 + 3, second, mask=is_row)
+    tl.store(outputs + at[:, None] * DIM + dim[None, :], output, mask=is_held)
+
+
+@triton.jit
+def _sums_kernel(
+    query,
+    bias,
+    share,
+    valid,
+    lse,
+    output,
+    keys,
+    values,
+    found,
+    key_head,
+    key_token,
+    value_head,
+    value_token,
+    num_tokens,
+    num_rows,
+    scale,
+    REPEAT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+    DIM: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """What a tile of tokens gets: ``found [3, heads, tokens]``."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    token, dim = tile * BT + tl.arange(0, BT), tl.arange(0, BD)
+    is_token, is_dim = token < num_tokens, dim < DIM
+    is_held = is_token[:, None] & is_dim[None, :]
+    at, first = token.to(tl.int64), head.to(tl.int64)
+    key = tl.load(
+        keys + first * key_head + at[:, None] * key_token + dim[None, :], mask=is_held, other=0.0
+    )
+    value = tl.load(
+        values + first * value_head + at[:, None] * value_token + dim[None, :],
+        mask=is_held,
+        other=0.0,
+    )
+    wide = value.to(tl.float32)
+    norm = tl.sum(wide * wide, axis=1)
+    mass = tl.zeros([BT], tl.float32)
+    energy = tl.zeros([BT], tl.float32)
+    pull = tl.zeros([BT], tl.float32)
+    groups = num_rows // REPEAT
+    for start in range(0, num_rows, BR):
+        row = start + tl.arange(0, BR)
+        is_row = row < num_rows
+        own = head * num_rows + row
+        place = own[None, :] * DIM + dim[:, None]
+        is_in = is_dim[:, None] & is_row[None, :]
+        rows = tl.load(query + place, mask=is_in, other=0.0)
+        logit = scale * _token_logits(key, rows, IS_EXACT)
+        if HAS_BIAS:
+            group = (head * groups + row // REPEAT).to(tl.int64) * num_tokens
+            is_both = is_token[:, None] & is_row[None, :]
+            logit += tl.load(bias + group[None, :] + at[:, None], mask=is_both, other=0.0)
+        limit = tl.load(valid + row, mask=is_row, other=-1)
+        above = tl.load(lse + own, mask=is_row, other=0.0)
+        part = tl.load(share + own, mask=is_row, other=0.0)
+        is_valid = (token[:, None] <= limit[None, :]) & is_token[:, None]
+        weight = tl.where(is_valid, tl.exp(logit - above[None, :]), 0.0)
+        given = tl.load(output + place, mask=is_in, other=0.0)
+        gap = tl.sum(given * given, axis=0)[None, :] + norm[:, None]
+        gap = tl.maximum(gap - 2.0 * _right_product(value, given), 0.0)
+        mass += tl.sum(weight * part[None, :], axis=1)
+        square = weight * weight * part[None, :]
+        energy += tl.sum(square, axis=1)
+        pull += tl.sum(square * gap, axis=1)
+    place = first * num_tokens + at
+    size = tl.num_programs(1).to(tl.int64) * num_tokens
+    tl.store(found + place, mass, mask=is_token)
+    tl.store(found + size + place, energy, mask=is_token)
+    tl.store(found + 2 * size + place, pull, mask=is_token)
+
+
+@triton.jit
+def _moves_kernel(
+    query,
+    bias,
+    valid,
+    lse,
+    keys,
+    values,
+    units,
+    moved,
+    gone,
+    key_head,
+    key_token,
+    value_head,
+    value_token,
+    num_tokens,
+    num_rows,
+    num_blocks,
+    num_units,
+    scale,
+    GRANULARITY: tl.constexpr,
+    REPEAT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+    DIM: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Weighted values of a block, and their weight, for a tile of rows.
+
+    ``moved [heads, blocks, rows, DIM]`` and ``gone [heads, blocks, rows]``.
+    """
+    block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, dim = tile * BR + tl.arange(0, BR), tl.arange(0, BD)
+    is_row, is_dim = row < num_rows, dim < DIM
+    is_held = is_row[:, None] & is_dim[None, :]
+    own = head * num_rows + row
+    rows = tl.load(query + own[:, None] * DIM + dim[None, :], mask=is_held, other=0.0)
+    limit = tl.load(valid + row, mask=is_row, other=-1)
+    above = tl.load(lse + own, mask=is_row, other=0.0)
+    mass = tl.zeros([BR], tl.float32)
+    output = tl.zeros([BR, BD], tl.float32)
+    keys += head.to(tl.int64) * key_head
+    values += head.to(tl.int64) * value_head
+    place = head.to(tl.int64) * num_blocks + block
+    groups = num_rows // REPEAT
+    for start in range(0, num_units * GRANULARITY, BT):
+        index = start + tl.arange(0, BT)
+        is_unit = index < num_units * GRANULARITY
+        unit = tl.load(units + place * num_units + index // GRANULARITY, mask=is_unit, other=-1)
+        at = unit * GRANULARITY + index % GRANULARITY
+        is_token = is_unit & (unit >= 0) & (at < num_tokens)
+        key = tl.load(
+            keys + at[None, :] * key_token + dim[:, None],
+            mask=is_dim[:, None] & is_token[None, :],
+            other=0.0,
+        )
+        logit = scale * _row_logits(rows, key, IS_EXACT)
+        if HAS_BIAS:
+            group = (head * groups + row // REPEAT).to(tl.int64) * num_tokens
+            is_both = is_row[:, None] & is_token[None, :]
+            logit += tl.load(bias + group[:, None] + at[None, :], mask=is_both, other=0.0)
+        is_valid = (at[None, :] <= limit[:, None]) & is_token[None, :]
+        weight = tl.where(is_valid, tl.exp(logit - above[:, None]), 0.0)
+        mass += tl.sum(weight, axis=1)
+        value = tl.load(
+            values + at[:, None] * value_token + dim[None, :],
+            mask=is_token[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        output += _left_product(weight, value)
+    at = place * num_rows + row
+    tl.store(gone + at, mass, mask=is_row)
+    tl.store(moved + at[:, None] * DIM + dim[None, :], output, mask=is_held)
+
+
+@triton.jit
+def _nested_kernel(
+    moved,
+    gone,
+    output,
+    share,
+    found,
+    num_rows,
+    num_blocks,
+    least_left,
+    DIM: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Squared moves of a tile of rows as ever more blocks go: ``found [heads, tiles, blocks]``."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    row, dim = tile * BR + tl.arange(0, BR), tl.arange(0, BD)
+    is_row = row < num_rows
+    is_held = is_row[:, None] & (dim < DIM)[None, :]
+    own = head * num_rows + row
+    given = tl.load(output + own[:, None] * DIM + dim[None, :], mask=is_held, other=0.0)
+    part = tl.load(share + own, mask=is_row, other=0.0)
+    lost = tl.zeros([BR, BD], tl.float32)
+    mass = tl.zeros([BR], tl.float32)
+    found += (head * tl.num_programs(0) + tile).to(tl.int64) * num_blocks
+    first = head.to(tl.int64) * num_blocks
+    for step in range(num_blocks):
+        at = (first + num_blocks - 1 - step) * num_rows + row
+        mass += tl.load(gone + at, mask=is_row, other=0.0)
+        lost += tl.load(moved + at[:, None] * DIM + dim[None, :], mask=is_held, other=0.0)
+        move = lost - mass[:, None] * given
+        left = tl.maximum(1.0 - mass, least_left)
+        each = tl.sum(move * move, axis=1) / (left * left)
+        tl.store(found + step, tl.sum(each * part, axis=0))
+
+
+@triton.jit
+def _apart_kernel(
+    values,
+    mean,
+    found,
+    value_head,
+    value_token,
+    num_tokens,
+    DIM: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Squared distances of a tile of values to their head's mean: ``found [heads, tokens]``."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    token, dim = tile * BT + tl.arange(0, BT), tl.arange(0, BD)
+    is_token, is_dim = token < num_tokens, dim < DIM
+    at, first = token.to(tl.int64), head.to(tl.int64)
+    value = tl.load(
+        values + first * value_head + at[:, None] * value_token + dim[None, :],
+        mask=is_token[:, None] & is_dim[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    gap = value - tl.load(mean + head * DIM + dim, mask=is_dim, other=0.0)[None, :]
+    gap = tl.where(is_dim[None, :], gap, 0.0)
+    tl.store(found + first * num_tokens + at, tl.sum(gap * gap, axis=1), mask=is_token)
+
+
+@triton.jit
+def _spread_kernel(
+    keys,
+    weight,
+    found,
+    key_head,
+    key_token,
+    num_tokens,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Squared keys of a tile times the weights of each group: ``found [heads, GROUPS, tokens]``."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    token, dim = tile * BT + tl.arange(0, BT), tl.arange(0, BD)
+    is_token, is_dim = token < num_tokens, dim < DIM
+    at, first = token.to(tl.int64), head.to(tl.int64)
+    key = tl.load(
+        keys + first * key_head + at[:, None] * key_token + dim[None, :],
+        mask=is_token[:, None] & is_dim[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    square = key * key
+    for group in range(GROUPS):
+        own = head * GROUPS + group
+        each = tl.load(weight + own * DIM + dim, mask=is_dim, other=0.0)
+        total = tl.sum(square * each[None, :], axis=1)
+        tl.store(found + own.to(tl.int64) * num_tokens + at, total, mask=is_token)
+
+
+class TritonRows:
+    """Sums over rows on a GPU; see ``RowKernels``."""
+
+    def spread(self, keys: Tensor, weight: Tensor) -> Tensor:
+        """Squared keys times weights; see ``RowKernels``."""
+        keys = _packed(keys)
+        heads, tokens, dim = keys.shape
+        found = weight.new_empty(heads, weight.shape[1], tokens)
+        _spread_kernel[(triton.cdiv(tokens, _TOKENS), heads)](
+            keys, weight, found, *keys.stride()[:2], tokens,
+            GROUPS=weight.shape[1], DIM=dim, BD=triton.next_power_of_2(dim), BT=_TOKENS,
+        )  # fmt: skip
+        return found
+
+    def totals(
+        self, part: RowPart, keys: Tensor, values: Tensor, far: tuple[int, int]
+    ) -> PartTotals:
+        """What each row gives; see ``RowKernels``."""
+        keys, values = _packed(keys), _packed(values)
+        heads, rows, dim = part.query.shape
+        tokens, tile = keys.shape[1], _tile_of(rows)
+        tiles, most = triton.cdiv(rows, tile), triton.cdiv(tokens, _TOKENS)
+        splits = max(1, min(most, _BLOCKS // (heads * tiles)))
+        chunk = _TOKENS * triton.cdiv(most, splits)
+        splits = triton.cdiv(tokens, chunk)
+        stats = part.share.new_empty(splits, heads, rows, 4)
+        outputs = part.share.new_empty(splits, heads, rows, dim)
+        _totals_kernel[(tiles, heads, splits)](
+            part.query, part.bias, part.seen, keys, values, stats, outputs,
+            *keys.stride()[:2], *values.stride()[:2], tokens, rows, chunk, *far, part.scale,
+            **_constants(part, keys, tile),
+        )  # fmt: skip
+        return _join(stats, outputs)
+
+    def sums(
+        self, part: RowPart, keys: Tensor, values: Tensor, totals: PartTotals
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What tokens get of the rows; see ``RowKernels``."""
+        keys, values = _packed(keys), _packed(values)
+        heads, rows, _ = part.query.shape
+        tokens = keys.shape[1]
+        found = part.share.new_empty(3, heads, tokens)
+        _sums_kernel[(triton.cdiv(tokens, _TOKENS), heads)](
+            part.query, part.bias, part.share, part.valid, totals.lse, totals.output, keys, values,
+            found, *keys.stride()[:2], *values.stride()[:2], tokens, rows, part.scale,
+            **_constants(part, keys, _tile_of(rows)),
+        )  # fmt: skip
+        return found[0], found[1], found[2]
+
+    def apart(self, values: Tensor, mean: Tensor) -> Tensor:
+        """Squared distances of values to means; see ``RowKernels``."""
+        values = _packed(values)
+        heads, tokens, dim = values.shape
+        found = mean.new_empty(heads, tokens)
+        _apart_kernel[(triton.cdiv(tokens, _TOKENS), heads)](
+            values, mean.contiguous(), found, *values.stride()[:2], tokens,
+            DIM=dim, BD=triton.next_power_of_2(dim), BT=_TOKENS,
+        )  # fmt: skip
+        return found
+
+    def drop_losses(
+        self,
+        part: RowPart,
+        keys: Tensor,
+        values: Tensor,
+        totals: PartTotals,
+        units: Tensor,
+        granularity: int,
+        least_left: float,
+    ) -> Tensor:
+        """Squared moves as ever more blocks go; see ``RowKernels``."""
+        keys, values, units = _packed(keys), _packed(values), units.contiguous()
+        heads, rows, dim = part.query.shape
+        blocks, size = units.shape[1:]
+        tokens, tile = keys.shape[1], _tile_of(rows)
+        moved = part.share.new_empty(heads, blocks, rows, dim)
+        gone = part.share.new_empty(heads, blocks, rows)
+        constants = _constants(part, keys, tile)
+        if blocks:
+            _moves_kernel[(blocks, triton.cdiv(rows, tile), heads)](
+                part.query, part.bias, part.valid, totals.lse, keys, values, units, moved, gone,
+                *keys.stride()[:2], *values.stride()[:2], tokens, rows, blocks, size, part.scale,
+                GRANULARITY=granularity, **constants,
+            )  # fmt: skip
+        tiles = triton.cdiv(rows, _NESTED_ROWS)
+        found = part.share.new_empty(heads, tiles, blocks)
+        _nested_kernel[(tiles, heads)](
+            moved, gone, totals.output, part.share, found, rows, blocks, least_left,
+            DIM=dim, BD=constants["BD"], BR=_NESTED_ROWS,
+        )  # fmt: skip
+        return found.sum(1)
+
+
+def _tile_of(rows: int) -> int:
+    """Rows of a tile, for so many of them."""
+    return min(_ROWS, max(_LEAST_ROWS, 1 << (rows - 1).bit_length()))
+
+
+def _packed(states: Tensor) -> Tensor:
+    """States whose features lie side by side."""
+    return states if states.stride(2) == 1 else states.contiguous()
+
+
+def _constants(part: RowPart, keys: Tensor, tile: int) -> dict[str, Any]:
+    groups = 1 if part.bias is None else part.bias.shape[1]
+    return {
+        "REPEAT": part.query.shape[1] // groups,
+        "HAS_BIAS": part.bias is not None,
+        "IS_EXACT": part.query.dtype == keys.dtype,
+        "DIM": keys.shape[2],
+        "BD": max(16, triton.next_power_of_2(keys.shape[2])),
+        "BR": tile,
+        "BT": _TOKENS,
+        "num_warps": _WARPS,
+    }
+
+
+def _join(stats: Tensor, outputs: Tensor) -> PartTotals:
+    """Totals over chunks of tokens, ``[splits, heads, rows, ...]``."""
+    peak, total, far, second = stats.unbind(-1)
+    most = peak.amax(0)
+    weight = (peak - most).exp()
+    total = (weight * total).sum(0)
+    lse = most + total.log()
+    output = (weight[..., None] * outputs).sum(0) / total[..., None]
+    top = torch.cat([peak, second]).topk(2, dim=0).values
+    return PartTotals(lse, output, (weight * far).sum(0) / total, (top - lse).exp().movedim(0, -1))

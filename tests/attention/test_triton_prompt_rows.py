@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that are never written down give what whole matrices of them give."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sphkv.codec.states import SphericalCodec
+from sphkv.core.geometry import KVGeometry
+from sphkv.core.rope import RopeSpec
+from sphkv.core.tiers import RUN_TOKENS, ladder
+from sphkv.retention.features import measure_features
+from sphkv.retention.measure import MeasureConfig, measure_layer, predict_rows
+from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.pricing import rank_units
+from sphkv.retention.streamed import StreamedRows
+from sphkv.testing.cases import random_calibration
+
+pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
+
+from sphkv.attention.triton.prompt_rows import TritonRows
+
+# Triton's interpreter has no products of bfloat16; benchmarks/gpu_prompt.py --check looks at them.
+DTYPES = (torch.float32, torch.float16)
+NEAR = {"sinks": 16, "recent": RUN_TOKENS}
+
+
+@functools.cache
+def make_states(dtype, *, heads=2, group=2, tokens=203, dim=32, held=80):
+    """Queries of the newest tokens, keys and values; some keys draw attention, one nearly all."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    query, keys = draw(heads * group, held, dim) + 0.5, draw(heads, tokens, dim)
+    keys[:, 5] += 2.0
+    keys[1, 140] += 4.0
+    # states of a cache lie token by token, all heads of one side by side
+    values = draw(tokens, heads, dim).transpose(0, 1)
+    return query.to(dtype), keys.to(dtype), values.to(dtype)
+
+
+def make_config(dim, *, layers=1, mix=0.25, kernels=None):
+    geometry = KVGeometry(layers, 2, 4, dim)
+    rope = RopeSpec.from_config({"rope_theta": 10_000.0}, dim)
+    policy = RetentionPolicy(attention_mix=mix, window=10, window_stride=2)
+    return MeasureConfig(
+        geometry, (rope,) * layers, ladder(dim, names=("k2v2", "k4v4")), policy=policy,
+        error_samples=64, kernels=kernels,
+    )  # fmt: skip
+
+
+def both(dtype, dim, mix=0.25):
+    """Votes and all rows as matrices, and streamed; with the states."""
+    from sphkv.retention.measure import _predict
+
+    states = make_states(dtype, dim=dim)
+    whole = predict_rows(make_config(dim, mix=mix), 0, *states[:2])
+    found = _predict(make_config(dim, mix=mix, kernels=TritonRows()), 0, states)
+    assert all(isinstance(rows, StreamedRows) for rows in found)
+    return whole, found, states
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "mix"), [(32, 0.25), (48, 0.0)])
+def test_streamed_rows_are_those_of_the_matrices(dtype, dim, mix):
+    (votes, rows), (own_votes, own), (_, keys, values) = both(dtype, dim, mix)
+    expected, found = rows.totals(values, **NEAR), own.totals(values, **NEAR)
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(own.coverage(), rows.coverage())
+    features = [
+        measure_features(each, keys, values, sinks=16, recent=RUN_TOKENS) for each in (own, rows)
+    ]
+    for name in ("mass", "energy", "shift", "reuse", "stability", "output_energy"):
+        one, two = (getattr(each, name) for each in features)
+        # gaps of a value and an output near it are differences of squares
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=2e-6, msg=name)
+    torch.testing.assert_close(own.apart(values), rows.apart(values), rtol=2e-5, atol=1e-5)
+    index = torch.stack([torch.randperm(keys.shape[1])[:50] for _ in range(2)])
+    for one, two in ((own, rows), (own_votes, votes)):
+        weight, is_valid = one.at(index)
+        true_weight, true_valid = two.at(index)
+        torch.testing.assert_close(weight, true_weight, rtol=2e-5, atol=1e-7)
+        assert torch.equal(is_valid, true_valid)
+
+
+@pytest.mark.parametrize(("granularity", "size"), [(16, 2), (1, 24)])
+def test_dropping_blocks_loses_the_same(granularity, size):
+    (_, rows), (_, own), (_, keys, values) = both(torch.float16, 32)
+    units = -(-keys.shape[1] // granularity)
+    score = torch.rand(2, units, generator=torch.Generator().manual_seed(1))
+    is_free = torch.ones(2, units, dtype=torch.bool)
+    # once nearly all weight is gone, the loss is a ratio of roundings
+    is_free[:, [5 // granularity, 140 // granularity]] = False
+    is_free[1, :3] = False
+    blocks = rank_units(score, is_free, block_units=size)
+    expected = rows.drop_losses(values, blocks, granularity=granularity)
+    found = own.drop_losses(values, blocks, granularity=granularity)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert torch.equal(found[:, 0], torch.zeros(2))
+
+
+def test_a_layer_is_measured_alike():
+    states = make_states(torch.float16, dim=64)
+    config = make_config(64)
+    codec = SphericalCodec(random_calibration(config.geometry, config.ropes[0]))
+    one, two = (
+        measure_layer(replace(config, kernels=kernels), codec, 0, states)
+        for kernels in (TritonRows(), None)
+    )
+    assert torch.equal(one.protected, two.protected)
+    for name in ("angle", "radius", "value", "common", "direction", "length"):
+        found, expected = getattr(one.errors, name), getattr(two.errors, name)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6, msg=name)
