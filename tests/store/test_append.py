@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sphkv.core.contract import LayerContract
+from sphkv.core.contract import LayerContract, WriteContract
 from sphkv.errors import BudgetError
 from sphkv.store.append import Span
 from sphkv.store.store import PageStore
@@ -249,3 +249,84 @@ def test_bad_prompts_change_nothing(
     store.append(0, 0, keys[0, :, :3], values[0, :, :3])
     with unchanged(store), pytest.raises(ValueError, match="written already"):
         store.write_prompt([0], 0, SPANS, keys[:1], values[:1])
+
+
+def mixed_contract(num_layers: int, paged: int) -> WriteContract:
+    """Runs of all tiers, dropped ones too; the first run is protected in every head."""
+    generator = torch.Generator().manual_seed(5)
+    runs = torch.randint(0, 4, (num_layers, 2, paged // 16), generator=generator)
+    runs[:, :, 0] = DENSE
+    # a head without pages of some tiers
+    runs[-1, 1, 1:] = CODED
+    tier_id = runs.to(torch.uint8).repeat_interleave(16, 2)
+    protected = torch.zeros(tier_id.shape, dtype=torch.bool)
+    protected[..., :16] = True
+    return WriteContract(tier_id, protected, 16)
+
+
+class ApartCodec(JoiningCodec):
+    """Joins the layers of one tier; those of the others are encoded layer by layer."""
+
+    def joins_layers(self, layout: Any, codec: Any, device: Any) -> bool:
+        return bool(layout.tier_id == CODED)
+
+
+@pytest.mark.parametrize("kernels", [None, JoiningCodec(2), ApartCodec(2)])
+@pytest.mark.parametrize("rest", [0, 5])
+def test_layers_written_together_equal_single_ones(
+    make_store: StoreMaker, codec: Any, kernels: Any, rest: int
+) -> None:
+    one, other = make_store(), make_store(kernels=kernels)
+    paged = 144
+    contract = mixed_contract(2, paged)
+    keys, values = (part[..., : paged + rest, :] for part in prompts(codec, 2))
+    for store in (one, other):
+        store.create(0)
+    other.write_layers(0, 0, contract, list(zip(keys, values, strict=True)))
+    for layer in range(2):
+        own = (keys[layer], values[layer])
+        front, back = (
+            tuple(part[:, at] for part in own) for at in (slice(paged), slice(paged, None))
+        )
+        one.write(0, layer, contract.layer(layer), front[0], front[1], torch.arange(paged))
+        one.append(0, layer, *back)
+        assert one.num_tokens(0, layer) == other.num_tokens(0, layer) == paged + rest
+        assert torch.equal(one.tail(0, layer).keys, other.tail(0, layer).keys)
+        assert torch.equal(one.tail(0, layer).values, other.tail(0, layer).values)
+        pairs = zip(one.pages(0, layer), other.pages(0, layer), strict=True)
+        for ours, theirs in pairs:
+            assert ours.layout == theirs.layout
+            assert torch.equal(ours.num_pages, theirs.num_pages)
+            assert torch.equal(one.view(ours).pages, other.view(theirs).pages)
+    # slabs are asked for together, so that fewer pages are spare
+    assert other.sequence_bytes(0) == one.sequence_bytes(0)
+    assert other.live_bytes == sum(tensor.nbytes for tensor in other.live_tensors())
+
+
+def test_layers_that_do_not_fit_change_nothing(
+    make_store: StoreMaker, codec: Any, unchanged: Unchanged
+) -> None:
+    contract = mixed_contract(2, 144)
+    keys, values = prompts(codec, 2)
+    states = list(zip(keys, values, strict=True))
+    store = make_store(max_bytes=12_000, kernels=JoiningCodec(2))
+    store.create(0)
+    with unchanged(store), pytest.raises(BudgetError):
+        store.write_layers(0, 0, contract, states)
+    store = make_store(kernels=JoiningCodec(2))
+    store.create(0)
+    with unchanged(store):
+        with pytest.raises(ValueError, match="as many states"):
+            store.write_layers(0, 0, contract, [states[0], (keys[1, :, :-1], values[1, :, :-1])])
+        short = WriteContract(contract.tier_id[..., :16], contract.protected[..., :16], 16)
+        with pytest.raises(ValueError, match="do not fit a tail"):
+            store.write_layers(0, 0, short, states)
+        broken = keys[1].clone()
+        broken[0, 3] = torch.nan
+        with pytest.raises(ValueError, match="NaN"):
+            store.write_layers(0, 0, contract, [states[0], (broken, values[1])])
+        with pytest.raises(ValueError, match="layer"):
+            store.write_layers(0, 1, contract, states)
+    store.write_layers(0, 0, contract, states)
+    with unchanged(store), pytest.raises(ValueError, match="hold states"):
+        store.write_layers(0, 0, contract, states)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from sphkv.attention.api import row_kernels
@@ -29,6 +28,8 @@ Found = TypeVar("Found")
 
 # So many rows seal beside one step at least: most of the host's work is the same for one or more.
 _ROWS_AT_ONCE = 8
+# Dense states of layers that are written together on a device, so many bytes.
+_WRITTEN_BYTES = 1 << 30
 # Runs a prompt needs so that there is one to decide about between sinks and the newest.
 _LEAST_RUNS = 3
 
@@ -209,17 +210,14 @@ class PromptDecision:
 
     def write(self, contract: WriteContract) -> None:
         """Store all layers as decided, and forget them; the newest run opens the tail."""
-        at, positions = slice(0, self._num_paged), torch.arange(self._num_paged)
-        for layer, (keys, values) in enumerate(self._layers):
-            decision = contract.layer(layer)
-            decision = replace(
-                decision, tier_id=decision.tier_id[:, at], protected=decision.protected[:, at]
-            )
-            self._store.write(
-                self._sequence, layer, decision, keys[:, at], values[:, at], positions
-            )
-            rest = slice(self._num_paged, None)
-            self._store.append(self._sequence, layer, keys[:, rest], values[:, rest])
+        paged = slice(0, self._num_paged)
+        each = 2 * self._layers[0][0].nbytes
+        step = max(1, _WRITTEN_BYTES // max(1, each)) if self._store.allocator.has_copier else 1
+        for first in range(0, len(self._layers), step):
+            own = slice(first, first + step)
+            tier_id, protected = contract.tier_id[own, :, paged], contract.protected[own, :, paged]
+            part = WriteContract(tier_id, protected, contract.granularity)
+            self._store.write_layers(self._sequence, first, part, self._layers[own])
         self._layers = []
         self._store.compact()
 

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sphkv.core.contract import WriteContract
 from sphkv.core.devices import upload
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout, blank_pages, put_dense
 from sphkv.store.pages import PageEncoder, check_finite, check_shapes, extreme_elements
 from sphkv.store.paging import MAX_POSITION, PageRows, live_mask
 from sphkv.store.pool import EncodedPages, LayerChange, PagePool, SealedPages
+from sphkv.store.prompt import plan_layers
 from sphkv.store.sequence import OpenTail, SequenceState
 
 # Pages that seal together: bounds the copy of their states.
@@ -277,6 +279,39 @@ class SpanWriter:
         for state, tail in zip(states, tails, strict=False):
             state.tails[layer] = tail
         self._end_layer(layer)
+
+    def write_layers(
+        self,
+        state: SequenceState,
+        first_layer: int,
+        contract: WriteContract,
+        states: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        """See ``PageStore.write_layers``."""
+        config, device = self._pool.config, self._pool.device
+        dense = [(keys.to(device), values.to(device)) for keys, values in states]
+        for at, (keys, values) in enumerate(dense):
+            check_shapes(keys, values, config.geometry)
+            contract.layer(at).check(config.tiers, config.geometry, contract.num_tokens)
+        num_tokens, paged = dense[0][0].shape[1], contract.num_tokens
+        if any(keys.shape[1] != num_tokens for keys, _ in dense) or num_tokens < paged:
+            raise ValueError(f"layers must have as many states, and at least {paged}")
+        if num_tokens - paged > config.tail_capacity:
+            raise ValueError(f"{num_tokens - paged} tokens behind the contract do not fit a tail")
+        # asked for first and read last, as for a single layer
+        extremes = torch.stack([extreme_elements(*own) for own in dense])
+        front = [(keys[:, :paged], values[:, :paged]) for keys, values in dense]
+        changes = plan_layers(self._pool, state, first_layer, contract, front)
+        tails = [OpenTail.blank(config, paged) for _ in dense if num_tokens > paged]
+        for tail, (keys, values) in zip(tails, dense, strict=False):
+            tail.append(keys[:, paged:], values[:, paged:])
+        for row in extremes.cpu():
+            check_finite(row)
+        self._pool.commit(changes, sum(tail.nbytes for tail in tails))
+        for at in range(len(dense)):
+            state.next_position[first_layer + at] = num_tokens
+        for at, tail in enumerate(tails):
+            state.tails[first_layer + at] = tail
 
     def append(self, state: SequenceState, layer: int, keys: Tensor, values: Tensor) -> None:
         """See ``PageStore.append``; states are bfloat16 and checked."""

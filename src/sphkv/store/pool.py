@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pool of pages: every change of pages and pointer tables is planned, checked, then done."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,7 @@ from sphkv.store.sequence import PointerTable, page_tag
 from sphkv.store.slabs import PoolKey
 
 # So few pages of several layers are copied together and written at once.
-_JOINED_PAGES = 8192
+_JOINED_PAGES = 32768
 
 
 def no_pages() -> Tensor:
@@ -51,6 +51,24 @@ class EncodedPages:
         heads = head_ids.cpu()
         per_head = np.bincount(heads.numpy(), minlength=num_heads)
         return cls(key, heads, counts.cpu(), pages, per_head)
+
+
+def layer_parts(heads: NDArray[np.int64], num_heads: int) -> Iterator[tuple[int, slice]]:
+    """Layers that occur in rising heads of all layers, and where."""
+    layer_ids = heads // num_heads
+    for layer in sorted({*layer_ids.tolist()}):
+        yield layer, slice(*np.searchsorted(layer_ids, [layer, layer + 1]).tolist())
+
+
+def pages_by_layer(
+    key: PoolKey, heads: NDArray[np.int64], counts: NDArray[np.int64], pages: Tensor, num_heads: int
+) -> Iterator[tuple[int, EncodedPages]]:
+    """Pages of every layer that has some, out of those of all layers."""
+    for layer, part in layer_parts(heads, num_heads):
+        local = heads[part] - layer * num_heads
+        per_head = np.bincount(local, minlength=num_heads)
+        host = (torch.from_numpy(local), torch.from_numpy(counts[part]))
+        yield layer, EncodedPages(key, *host, pages[part], per_head)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,9 +28,8 @@ from sphkv.store.paging import (
     live_mask,
     plan_pages,
 )
-from sphkv.store.pool import EncodedPages, LayerChange, PagePool
+from sphkv.store.pool import EncodedPages, LayerChange, PagePool, layer_parts, pages_by_layer
 from sphkv.store.sequence import SequenceState, pool_of_tag
-from sphkv.store.slabs import PoolKey
 
 _Ids = NDArray[np.int64]
 _HEAD_SHIFT = MAX_POSITION.bit_length()
@@ -146,24 +145,6 @@ def _changes(
     ]
 
 
-def _layer_parts(heads: _Ids, num_heads: int) -> Iterator[tuple[int, slice]]:
-    """Layers that occur in rising heads of all layers, and where."""
-    layer_ids = heads // num_heads
-    for layer in sorted({*layer_ids.tolist()}):
-        yield layer, slice(*np.searchsorted(layer_ids, [layer, layer + 1]).tolist())
-
-
-def _by_layer(
-    key: PoolKey, heads: _Ids, counts: _Ids, pages: Tensor, num_heads: int
-) -> Iterator[tuple[int, EncodedPages]]:
-    """Pages of every layer that has some, out of those of all layers."""
-    for layer, part in _layer_parts(heads, num_heads):
-        local = heads[part] - layer * num_heads
-        per_head = np.bincount(local, minlength=num_heads)
-        host = (torch.from_numpy(local), torch.from_numpy(counts[part]))
-        yield layer, EncodedPages(key, *host, pages[part], per_head)
-
-
 def _recode_states(
     pool: PagePool,
     state: SequenceState,
@@ -197,7 +178,7 @@ def _recode_states(
         pool_key = (tier_id, batch.position_mode)
         pages = recoder.recode(places, pool.layout(pool_key), state.codec, batch)
         told = (batch.head_ids.numpy(), batch.rows.counts.numpy())
-        yield from _by_layer(pool_key, *told, pages, pool.config.geometry.num_kv_heads)
+        yield from pages_by_layer(pool_key, *told, pages, pool.config.geometry.num_kv_heads)
 
 
 def _find(
@@ -355,14 +336,14 @@ class _Recoding:
             pages = pool.kernels.encode_layers(layout, codec, states, rows, own)
         else:
             pages = torch.cat([*self._encode_apart(layout, states, rows, heads)])
-        yield from _by_layer(key, heads, counts, pages, num_heads)
+        yield from pages_by_layer(key, heads, counts, pages, num_heads)
 
     def _encode_apart(
         self, layout: PageLayout, states: tuple[Tensor, Tensor], rows: PageRows, heads: _Ids
     ) -> Iterator[Tensor]:
         """Pages of each layer in turn."""
         num_heads = self._pool.config.geometry.num_kv_heads
-        for layer, part in _layer_parts(heads, num_heads):
+        for layer, part in layer_parts(heads, num_heads):
             encoder = PageEncoder.of(self._pool, layer, self._state.codec)
             local = upload(heads[part] - layer * num_heads, self._pool.device)
             dense = (states[0][part], states[1][part])

@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from sphkv.core.contract import LayerContract, StateCodec
+from sphkv.core.contract import LayerContract, StateCodec, WriteContract
 from sphkv.store.allocator import PageAllocator
 from sphkv.store.append import Span, SpanWriter
 from sphkv.store.config import StoreConfig
@@ -424,6 +424,32 @@ class PageStore:
         state.next_position[layer] = int(positions[-1]) + 1
         if tail is not None:
             tail.restart(state.next_position[layer])
+
+    def write_layers(
+        self,
+        sequence: int,
+        first_layer: int,
+        contract: WriteContract,
+        states: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        """Store a prompt in several layers as a contract says, all or none.
+
+        Args:
+            sequence: Sequence to extend.
+            first_layer: The first of consecutive layers, which hold nothing yet.
+            contract: Tier of each head and token of these layers.
+            states: Keys after rotary embedding and values of each layer, ``[heads, tokens,
+                head_dim]``; tokens behind those that are decided about open the layer's tail.
+
+        Raises:
+            BudgetError: The states do not fit.
+        """
+        state = self._get(sequence, first_layer)
+        last = first_layer + len(states) - 1
+        self._get(sequence, last)
+        if any(state.next_position[first_layer : last + 1]):
+            raise ValueError(f"layers {first_layer} to {last} of sequence {sequence} hold states")
+        self._writer.write_layers(state, first_layer, contract, states)
 
     def write_prompt(
         self,

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from sphkv.core.prompt_rows import PartTotals, RowPart
 
-# Tokens of a tile, and rows: products need at least 16.
-_TOKENS, _ROWS, _LEAST_ROWS = 64, 64, 16
-_WARPS = 4
-# Rows whose moves are added up together, block after block.
-_NESTED_ROWS = 4
+# Rows of a tile: products need at least 16.
+_ROWS, _LEAST_ROWS = 64, 16
+# Tokens and warps of a tile; where tokens are what is summed for, they come in larger ones.
+_TOKENS, _WARPS = 64, 4
+_SUM_TOKENS, _SUM_WARPS = 128, 8
+# Blocks whose moves are added up at once.
+_NESTED_BLOCKS = 16
 # Thread blocks for which the tokens of rows are split.
 _BLOCKS = 264
 
@@ -336,28 +338,35 @@ def _nested_kernel(
     least_left,
     DIM: tl.constexpr,
     BD: tl.constexpr,
-    BR: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    """Squared moves of a tile of rows as ever more blocks go: ``found [heads, tiles, blocks]``."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    row, dim = tile * BR + tl.arange(0, BR), tl.arange(0, BD)
-    is_row = row < num_rows
-    is_held = is_row[:, None] & (dim < DIM)[None, :]
+    """Squared moves of a row as ever more blocks go: ``found [heads, rows, blocks]``."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    dim = tl.arange(0, BD)
+    is_dim = dim < DIM
     own = head * num_rows + row
-    given = tl.load(output + own[:, None] * DIM + dim[None, :], mask=is_held, other=0.0)
-    part = tl.load(share + own, mask=is_row, other=0.0)
-    lost = tl.zeros([BR, BD], tl.float32)
-    mass = tl.zeros([BR], tl.float32)
-    found += (head * tl.num_programs(0) + tile).to(tl.int64) * num_blocks
+    given = tl.load(output + own * DIM + dim, mask=is_dim, other=0.0)
+    part = tl.load(share + own)
+    lost = tl.zeros([BD], tl.float32)
+    mass = tl.zeros([STEPS], tl.float32)
     first = head.to(tl.int64) * num_blocks
-    for step in range(num_blocks):
+    for start in range(0, num_blocks, STEPS):
+        step = start + tl.arange(0, STEPS)
+        is_step = step < num_blocks
         at = (first + num_blocks - 1 - step) * num_rows + row
-        mass += tl.load(gone + at, mask=is_row, other=0.0)
-        lost += tl.load(moved + at[:, None] * DIM + dim[None, :], mask=is_held, other=0.0)
-        move = lost - mass[:, None] * given
-        left = tl.maximum(1.0 - mass, least_left)
-        each = tl.sum(move * move, axis=1) / (left * left)
-        tl.store(found + step, tl.sum(each * part, axis=0))
+        more = tl.load(gone + at, mask=is_step, other=0.0)
+        each = tl.load(
+            moved + at[:, None] * DIM + dim[None, :],
+            mask=is_step[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        without = mass + tl.cumsum(more, axis=0)
+        move = lost[None, :] + tl.cumsum(each, axis=0) - without[:, None] * given[None, :]
+        left = tl.maximum(1.0 - without, least_left)
+        square = tl.sum(move * move, axis=1) / (left * left)
+        tl.store(found + own.to(tl.int64) * num_blocks + step, square * part, mask=is_step)
+        lost += tl.sum(each, axis=0)
+        mass += tl.sum(more, axis=0)
 
 
 @triton.jit
@@ -460,10 +469,12 @@ class TritonRows:
         heads, rows, _ = part.query.shape
         tokens = keys.shape[1]
         found = part.share.new_empty(3, heads, tokens)
-        _sums_kernel[(triton.cdiv(tokens, _TOKENS), heads)](
+        constants = _constants(part, keys, _tile_of(rows))
+        if rows > _LEAST_ROWS:
+            constants |= {"BT": _SUM_TOKENS, "num_warps": _SUM_WARPS}
+        _sums_kernel[(triton.cdiv(tokens, constants["BT"]), heads)](
             part.query, part.bias, part.share, part.valid, totals.lse, totals.output, keys, values,
-            found, *keys.stride()[:2], *values.stride()[:2], tokens, rows, part.scale,
-            **_constants(part, keys, _tile_of(rows)),
+            found, *keys.stride()[:2], *values.stride()[:2], tokens, rows, part.scale, **constants,
         )  # fmt: skip
         return found[0], found[1], found[2]
 
@@ -502,11 +513,10 @@ class TritonRows:
                 *keys.stride()[:2], *values.stride()[:2], tokens, rows, blocks, size, part.scale,
                 GRANULARITY=granularity, **constants,
             )  # fmt: skip
-        tiles = triton.cdiv(rows, _NESTED_ROWS)
-        found = part.share.new_empty(heads, tiles, blocks)
-        _nested_kernel[(tiles, heads)](
+        found = part.share.new_empty(heads, rows, blocks)
+        _nested_kernel[(rows, heads)](
             moved, gone, totals.output, part.share, found, rows, blocks, least_left,
-            DIM=dim, BD=constants["BD"], BR=_NESTED_ROWS,
+            DIM=dim, BD=constants["BD"], STEPS=_NESTED_BLOCKS,
         )  # fmt: skip
         return found.sum(1)
 
