@@ -178,9 +178,10 @@ def window_part(
     """``window_rows`` without their weights; positions rise to that of the newest token."""
     heads, tokens, dim = keys.shape
     repeats = query.shape[0] // heads
-    # 2 (position - token) >= tokens - token; the newest row speaks for tokens that no row has
-    valid = 2 * positions - tokens
-    valid[-1] = tokens - 1
+    # 2 (position - token) >= tokens - token; the newest row speaks for tokens that no row has.
+    # To write one element would wait for the device.
+    is_newest = positions == tokens - 1
+    valid = torch.where(is_newest, positions, 2 * positions - tokens)
     grouped = query.reshape(heads, -1, dim).contiguous()
     return RowPart(
         grouped,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -109,9 +110,8 @@ class PageAllocator:
                     if slot in emptied:
                         free, total = free - slab.num_pages, total - slab.num_pages
             layout = self._layout_of(key)
-            delta += sum(
-                self._slab_bytes(layout, pages) for pages in self._slab_sizes(wanted - free, total)
-            )
+            sizes = Counter(self._slab_sizes(wanted - free, total))
+            delta += sum(num * self._slab_bytes(layout, pages) for pages, num in sizes.items())
         return delta
 
     def _slab_bytes(self, layout: PageLayout, num_pages: int) -> int:
@@ -168,27 +168,24 @@ class PageAllocator:
         fresh = {}
         for key, wanted in requests.items():
             free, total = self._slabs.total(key)
-            fresh[key] = [self._new_slab(key, n) for n in self._slab_sizes(wanted - free, total)]
+            fresh[key] = self._new_slabs(key, self._slab_sizes(wanted - free, total))
         for slabs in fresh.values():
             for slab in slabs:
                 self._slabs.place(slab)
         return {key: self._take(key, wanted) for key, wanted in requests.items()}
 
-    def _new_slab(self, key: PoolKey, num_pages: int) -> Slab:
-        layout = self._layout_of(key)
+    def _new_slabs(self, key: PoolKey, sizes: Sequence[int]) -> list[Slab]:
+        """Slabs of so many pages each; the table shows them their counts."""
+        layout, none = self._layout_of(key), torch.zeros(0, dtype=torch.int32)
         size, alignment = layout.page_bytes, self._alignment(layout)
-        num_bytes = num_pages * size + spare_bytes(alignment)
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        begin = -buffer.data_ptr() % alignment
-        return Slab(
-            key,
-            layout,
-            buffer[begin : begin + num_pages * size].view(num_pages, size),
-            torch.zeros(num_pages, dtype=torch.int32),
-            torch.zeros(num_pages, dtype=torch.int32),
-            num_pages,
-            buffer,
-        )
+        spare, slabs = spare_bytes(alignment), []
+        for num_pages in sizes:
+            num_bytes = num_pages * size
+            buffer = torch.empty(num_bytes + spare, dtype=torch.uint8, device=self._device)
+            begin = -buffer.data_ptr() % alignment
+            data = buffer[begin : begin + num_bytes].view(num_pages, size)
+            slabs.append(Slab(key, layout, data, none, none, num_pages, buffer))
+        return slabs
 
     def _take(self, key: PoolKey, wanted: int) -> Tensor:
         parts = [np.empty(0, dtype=np.int64)]

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from sphkv.core.prompt_rows import PartTotals, RowPart
 
-# Rows of a tile: products need at least 16.
-_ROWS, _LEAST_ROWS = 64, 16
-# Tokens and warps of a tile; where tokens are what is summed for, they come in larger ones.
-_TOKENS, _WARPS = 64, 4
+# Rows and tokens of a tile of states of up to 256 bytes; products need at least 16.
+_ROWS, _TOKENS, _LEAST = 64, 64, 16
+_STATE_BYTES = 256
+_WARPS = 4
+# Where tokens are what is summed for, they come in larger tiles.
 _SUM_TOKENS, _SUM_WARPS = 128, 8
 # Blocks whose moves are added up at once.
 _NESTED_BLOCKS = 16
@@ -447,17 +448,17 @@ class TritonRows:
         """What each row gives; see ``RowKernels``."""
         keys, values = _packed(keys), _packed(values)
         heads, rows, dim = part.query.shape
-        tokens, tile = keys.shape[1], _tile_of(rows)
-        tiles, most = triton.cdiv(rows, tile), triton.cdiv(tokens, _TOKENS)
+        tokens, constants = keys.shape[1], _constants(part, keys)
+        tiles, most = triton.cdiv(rows, constants["BR"]), triton.cdiv(tokens, constants["BT"])
         splits = max(1, min(most, _BLOCKS // (heads * tiles)))
-        chunk = _TOKENS * triton.cdiv(most, splits)
+        chunk = constants["BT"] * triton.cdiv(most, splits)
         splits = triton.cdiv(tokens, chunk)
         stats = part.share.new_empty(splits, heads, rows, 4)
         outputs = part.share.new_empty(splits, heads, rows, dim)
         _totals_kernel[(tiles, heads, splits)](
             part.query, part.bias, part.seen, keys, values, stats, outputs,
             *keys.stride()[:2], *values.stride()[:2], tokens, rows, chunk, *far, part.scale,
-            **_constants(part, keys, tile),
+            **constants,
         )  # fmt: skip
         return _join(stats, outputs)
 
@@ -469,8 +470,8 @@ class TritonRows:
         heads, rows, _ = part.query.shape
         tokens = keys.shape[1]
         found = part.share.new_empty(3, heads, tokens)
-        constants = _constants(part, keys, _tile_of(rows))
-        if rows > _LEAST_ROWS:
+        constants = _constants(part, keys)
+        if (constants["BR"], constants["BT"]) == (_ROWS, _TOKENS):
             constants |= {"BT": _SUM_TOKENS, "num_warps": _SUM_WARPS}
         _sums_kernel[(triton.cdiv(tokens, constants["BT"]), heads)](
             part.query, part.bias, part.share, part.valid, totals.lse, totals.output, keys, values,
@@ -503,12 +504,11 @@ class TritonRows:
         keys, values, units = _packed(keys), _packed(values), units.contiguous()
         heads, rows, dim = part.query.shape
         blocks, size = units.shape[1:]
-        tokens, tile = keys.shape[1], _tile_of(rows)
+        tokens, constants = keys.shape[1], _constants(part, keys)
         moved = part.share.new_empty(heads, blocks, rows, dim)
         gone = part.share.new_empty(heads, blocks, rows)
-        constants = _constants(part, keys, tile)
         if blocks:
-            _moves_kernel[(blocks, triton.cdiv(rows, tile), heads)](
+            _moves_kernel[(blocks, triton.cdiv(rows, constants["BR"]), heads)](
                 part.query, part.bias, part.valid, totals.lse, keys, values, units, moved, gone,
                 *keys.stride()[:2], *values.stride()[:2], tokens, rows, blocks, size, part.scale,
                 GRANULARITY=granularity, **constants,
@@ -521,26 +521,24 @@ class TritonRows:
         return found.sum(1)
 
 
-def _tile_of(rows: int) -> int:
-    """Rows of a tile, for so many of them."""
-    return min(_ROWS, max(_LEAST_ROWS, 1 << (rows - 1).bit_length()))
-
-
 def _packed(states: Tensor) -> Tensor:
     """States whose features lie side by side."""
     return states if states.stride(2) == 1 else states.contiguous()
 
 
-def _constants(part: RowPart, keys: Tensor, tile: int) -> dict[str, Any]:
-    groups = 1 if part.bias is None else part.bias.shape[1]
+def _constants(part: RowPart, keys: Tensor) -> dict[str, Any]:
+    """What a kernel is compiled for; larger states have smaller tiles."""
+    groups, rows = 1 if part.bias is None else part.bias.shape[1], part.query.shape[1]
+    width = max(16, triton.next_power_of_2(keys.shape[2]))
+    size = max(1, width * keys.element_size() // _STATE_BYTES)
     return {
-        "REPEAT": part.query.shape[1] // groups,
+        "REPEAT": rows // groups,
         "HAS_BIAS": part.bias is not None,
         "IS_EXACT": part.query.dtype == keys.dtype,
         "DIM": keys.shape[2],
-        "BD": max(16, triton.next_power_of_2(keys.shape[2])),
-        "BR": tile,
-        "BT": _TOKENS,
+        "BD": width,
+        "BR": max(_LEAST, min(_ROWS // size, 1 << (rows - 1).bit_length())),
+        "BT": max(_LEAST, _TOKENS // size),
         "num_warps": _WARPS,
     }
 
