@@ -342,7 +342,10 @@ def test_moments_of_single_steps_equal_those_of_one_pass():
     assert cut.calibration is not None
     assert stepwise.calibration is not None
     torch.testing.assert_close(
-        cut.calibration.planes.distortion, stepwise.calibration.planes.distortion
+        cut.calibration.planes.distortion,
+        stepwise.calibration.planes.distortion,
+        rtol=2e-2,
+        atol=2e-5,
     )
 
 

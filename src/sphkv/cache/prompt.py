@@ -28,8 +28,6 @@ Found = TypeVar("Found")
 
 # So many rows seal beside one step at least: most of the host's work is the same for one or more.
 _ROWS_AT_ONCE = 8
-# Dense states of layers that are written together on a device, so many bytes.
-_WRITTEN_BYTES = 1 << 30
 # Runs a prompt needs so that there is one to decide about between sinks and the newest.
 _LEAST_RUNS = 3
 
@@ -211,13 +209,9 @@ class PromptDecision:
     def write(self, contract: WriteContract) -> None:
         """Store all layers as decided, and forget them; the newest run opens the tail."""
         paged = slice(0, self._num_paged)
-        each = 2 * self._layers[0][0].nbytes
-        step = max(1, _WRITTEN_BYTES // max(1, each)) if self._store.allocator.has_copier else 1
-        for first in range(0, len(self._layers), step):
-            own = slice(first, first + step)
-            tier_id, protected = contract.tier_id[own, :, paged], contract.protected[own, :, paged]
-            part = WriteContract(tier_id, protected, contract.granularity)
-            self._store.write_layers(self._sequence, first, part, self._layers[own])
+        tier_id, protected = contract.tier_id[..., paged], contract.protected[..., paged]
+        front = WriteContract(tier_id, protected, contract.granularity)
+        self._store.write_layers(self._sequence, 0, front, self._layers)
         self._layers = []
         self._store.compact()
 

@@ -298,15 +298,14 @@ class SpanWriter:
             raise ValueError(f"layers must have as many states, and at least {paged}")
         if num_tokens - paged > config.tail_capacity:
             raise ValueError(f"{num_tokens - paged} tokens behind the contract do not fit a tail")
-        # asked for first and read last, as for a single layer
         extremes = torch.stack([extreme_elements(*own) for own in dense])
         front = [(keys[:, :paged], values[:, :paged]) for keys, values in dense]
+        for row in extremes.cpu():
+            check_finite(row)
         changes = plan_layers(self._pool, state, first_layer, contract, front)
         tails = [OpenTail.blank(config, paged) for _ in dense if num_tokens > paged]
         for tail, (keys, values) in zip(tails, dense, strict=False):
             tail.append(keys[:, paged:], values[:, paged:])
-        for row in extremes.cpu():
-            check_finite(row)
         self._pool.commit(changes, sum(tail.nbytes for tail in tails))
         for at in range(len(dense)):
             state.next_position[first_layer + at] = num_tokens

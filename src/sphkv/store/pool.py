@@ -16,7 +16,7 @@ from sphkv.store.order import PageCodec, PageOrder
 from sphkv.store.sequence import PointerTable, page_tag
 from sphkv.store.slabs import PoolKey
 
-# So few pages of several layers are copied together and written at once.
+# At most so many pages of several layers are copied together and written at once.
 _JOINED_PAGES = 32768
 
 
@@ -69,6 +69,22 @@ def pages_by_layer(
         per_head = np.bincount(local, minlength=num_heads)
         host = (torch.from_numpy(local), torch.from_numpy(counts[part]))
         yield layer, EncodedPages(key, *host, pages[part], per_head)
+
+
+def _join_pages(parts: Sequence[EncodedPages]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pages and counts of parts in their order, some parts together."""
+    first = 0
+    while first < len(parts):
+        end, total = first + 1, len(parts[first].pages)
+        while end < len(parts) and total + len(parts[end].pages) <= _JOINED_PAGES:
+            total += len(parts[end].pages)
+            end += 1
+        own = parts[first:end]
+        if len(own) == 1:
+            yield own[0].pages, own[0].counts
+        else:
+            yield torch.cat([each.pages for each in own]), torch.cat([each.counts for each in own])
+        first = end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,11 +239,7 @@ class PagePool:
         """Fill the pages of each pool, in the order ``_place`` hands them out."""
         for key, page_ids in fresh.items():
             parts = [part for change in changes for part in change.pending if part.key == key]
-            joined = [(part.pages, part.counts) for part in parts]
-            if 1 < len(parts) <= len(page_ids) <= _JOINED_PAGES:
-                every_page, every_count = zip(*joined, strict=True)
-                joined = [(torch.cat(every_page), torch.cat(every_count))]
-            for pages, counts in joined:
+            for pages, counts in _join_pages(parts):
                 ids, page_ids = page_ids[: len(pages)], page_ids[len(pages) :]
                 self.allocator.write(ids, pages, counts)
 

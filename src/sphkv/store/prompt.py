@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.core.contract import WriteContract
@@ -19,6 +20,9 @@ from sphkv.store.pages import FlatStates, PageEncoder, plan_write
 from sphkv.store.paging import PageBatch, RunPages, plan_runs
 from sphkv.store.pool import EncodedPages, LayerChange, PagePool, layer_parts, pages_by_layer
 from sphkv.store.sequence import SequenceState
+
+# Dense states of layers that are encoded together, so many bytes.
+_TOGETHER_BYTES = 1 << 30
 
 
 def plan_layers(
@@ -51,9 +55,16 @@ def plan_layers(
             )
             for at, own in enumerate(dense)
         ]
+    # the only wait for the device, which then works on some layers while the host plans others
+    run_tiers = contract.tier_id[..., ::RUN_TOKENS].cpu().numpy()
+    protected = contract.protected.to(pool.device)
     pending: list[list[EncodedPages]] = [[] for _ in dense]
-    for layer, pages in _LayerPlan(pool, state, first_layer, contract, dense).encode():
-        pending[layer].append(pages)
+    step = max(1, _TOGETHER_BYTES // max(1, 2 * dense[0][0].nbytes))
+    for first in range(0, len(dense), step):
+        own = slice(first, first + step)
+        plan = _LayerPlan(pool, state, first_layer + first, dense[own])
+        for layer, pages in plan.encode(run_tiers[own], protected[own].flatten(0, 1)):
+            pending[first + layer].append(pages)
     return [
         LayerChange(state.tables[first_layer + at], pending=own) for at, own in enumerate(pending)
     ]
@@ -67,36 +78,43 @@ class _LayerPlan:
         pool: PagePool,
         state: SequenceState,
         first_layer: int,
-        contract: WriteContract,
         dense: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
         self._pool, self._codec, self._first_layer = pool, state.codec, first_layer
         self._num_heads = pool.config.geometry.num_kv_heads
-        self._protected = contract.protected.flatten(0, 1).to(pool.device)
-        flat = [[part.flatten(0, 1) for part in own] for own in dense]
-        keys, values = zip(*flat, strict=True)
-        self._states = FlatStates(torch.cat(keys), torch.cat(values))
-        # the only wait for the device
-        tier_ids = contract.tier_id[..., ::RUN_TOKENS].flatten(0, 1).cpu().numpy()
-        self._plans: list[RunPages] = []
-        for tier_id, tier in enumerate(pool.config.tiers):
+        keys, values = zip(*dense, strict=True)
+        self._states = FlatStates(torch.cat(keys).flatten(0, 1), torch.cat(values).flatten(0, 1))
+
+    def _plan(self, run_tiers: NDArray[np.uint8]) -> list[RunPages]:
+        """Pages of every tier; heads count through those of all layers here."""
+        config, plans = self._pool.config, list[RunPages]()
+        for tier_id, tier in enumerate(config.tiers):
             if tier.kind != "drop":
-                self._plans += plan_runs(
-                    tier_ids,
+                plans += plan_runs(
+                    run_tiers.reshape(-1, run_tiers.shape[-1]),
                     tier_id=tier_id,
                     page_tokens=tier.page_tokens,
-                    as_runs=pool.config.is_in_runs(tier_id),
+                    as_runs=config.is_in_runs(tier_id),
                 )
+        return plans
 
-    def encode(self) -> Iterator[tuple[int, EncodedPages]]:
-        """Pages of every tier and layer; layers count from the first one here."""
-        if not self._plans:
+    def encode(
+        self, run_tiers: NDArray[np.uint8], protected: Tensor
+    ) -> Iterator[tuple[int, EncodedPages]]:
+        """Pages of every tier and layer; layers count from the first one here.
+
+        Args:
+            run_tiers: ``[layers, heads, runs]`` tier of every run.
+            protected: ``[layers * heads, tokens]`` bool beside the states.
+        """
+        plans = self._plan(run_tiers)
+        if not plans:
             return
-        words = [plan.words() for plan in self._plans]
+        words = [plan.words() for plan in plans]
         every = upload(np.concatenate(words), self._pool.device)
         split = every.split([len(each) for each in words])
-        for plan, own in zip(self._plans, split, strict=True):
-            batch = plan.batch(own, self._protected, 0)
+        for plan, own in zip(plans, split, strict=True):
+            batch = plan.batch(own, protected, 0)
             pages = torch.cat([*self._encode(plan, batch)])
             key = (plan.tier_id, plan.position_mode)
             counts = plan.counts * RUN_TOKENS
