@@ -197,6 +197,7 @@ def test_tails_of_all_layers_seal_together_as_they_do_one_by_one(monkeypatch):
     codec = JoiningCodec(GEOMETRY.num_kv_heads)
     monkeypatch.setattr(NoAttention, "page_codec", codec)
     together, other = captured(2)
+    codec.joined.clear()
     for _ in range(150):
         graph.step()
         other.step()
