@@ -17,6 +17,7 @@ from tests.cache.test_retention import (
     residency_of,
     run,
 )
+from torch import Tensor
 
 from sphkv.cache import prompt, rebalance
 from sphkv.cache.engine import CacheEngine
@@ -192,7 +193,13 @@ class CopyingCodec(CodecOnly):
         return MemoryCopier()
 
 
+def rounded_states(*args: Any) -> tuple[Tensor, ...]:
+    """States of bfloat16, which joined layers are encoded from."""
+    return tuple(part.bfloat16().float() for part in make_states(*args))
+
+
 def test_tails_of_all_layers_seal_together_as_they_do_one_by_one(monkeypatch):
+    monkeypatch.setattr("tests.cache.test_retention.make_states", rounded_states)
     usual, graph = captured(2)
     codec = JoiningCodec(GEOMETRY.num_kv_heads)
     monkeypatch.setattr(NoAttention, "page_codec", codec)
