@@ -9,6 +9,7 @@ import torch
 
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.geometry import KVGeometry
+from sphkv.core.prompt_rows import RowShape
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, ladder
 from sphkv.retention.features import measure_features
@@ -20,6 +21,7 @@ from sphkv.testing.cases import random_calibration
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
+from sphkv.attention.triton import prompt_rows
 from sphkv.attention.triton.prompt_rows import TritonRows
 
 # Triton's interpreter has no products of bfloat16; benchmarks/gpu_prompt.py --check looks at them.
@@ -116,3 +118,41 @@ def test_a_layer_is_measured_alike():
     for name in ("angle", "radius", "value", "common", "direction", "length"):
         found, expected = getattr(one.errors, name), getattr(two.errors, name)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_what_is_prepared_is_what_prompts_run(monkeypatch):
+    """Constants of every launch of a layer were those of a trial: nothing compiles later."""
+    launched = set()
+
+    class Noted:
+        def __init__(self, name, kernel):
+            self._name, self._kernel = name, kernel
+
+        def __getitem__(self, grid):
+            def run(*args, **constants):
+                kinds = tuple(x.dtype for x in args if isinstance(x, torch.Tensor))
+                absent = tuple(at for at, x in enumerate(args) if x is None)
+                launched.add((self._name, kinds, absent, *sorted(constants.items())))
+                self._kernel[grid](*args, **constants)
+
+            return run
+
+    names = [name for name in vars(prompt_rows) if name.endswith("_kernel")]
+    for name in names:
+        monkeypatch.setattr(prompt_rows, name, Noted(name, getattr(prompt_rows, name)))
+    states = make_states(torch.float16, dim=64)
+    config = make_config(64)
+    policy = config.policy
+    shape = RowShape(64, 2 * policy.window, 2 * len(config.horizon), 2, torch.float16)
+    for trial in TritonRows().trials(shape, torch.device("cpu")):
+        trial()
+    prepared = set(launched)
+    assert {each[0] for each in prepared} == set(names)
+
+    launched.clear()
+    codec = SphericalCodec(random_calibration(config.geometry, config.ropes[0]))
+    found = measure_layer(replace(config, kernels=TritonRows()), codec, 0, states)
+    found.rows.apart(states[2])
+    units = torch.arange(12).view(1, 6, 2).expand(2, -1, -1)
+    found.rows.drop_losses(states[2], units, granularity=RUN_TOKENS)
+    assert launched == prepared

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sphkv.core import devices
-from sphkv.core.devices import Replay
+from sphkv.core.devices import ReadyTensors, Replay, join_beside
 from sphkv.errors import NativeUnavailableError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,6 +29,20 @@ def test_every_call_gives_what_the_function_gives(shape):
         assert float(total) == number * x.numel()
     # called, called before capture and captured; then replayed
     assert len(calls) == (3 if DEVICE == "cuda" else 5)
+
+
+def test_what_runs_beside_is_there_once_it_is_joined():
+    device, total = torch.device(DEVICE), torch.zeros((), device=DEVICE)
+    for number in range(20):
+        part = torch.full((1 << 16,), float(number), device=device)
+        ready = ReadyTensors(part)
+        # what its owner does with it later must not show
+        with ready.beside() as (own,):
+            total = total + own.sum()
+        del part, own, ready
+        torch.full((1 << 16,), -1.0, device=device)
+    join_beside(device)
+    assert float(total) == (1 << 16) * sum(range(20))
 
 
 def test_an_extension_of_other_sources_is_refused(monkeypatch, tmp_path):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 from collections.abc import Callable
 
@@ -82,8 +83,12 @@ def _fastest(device_type: str) -> DecodeBackend:
 
 def row_kernels(device: torch.device | str) -> RowKernels | None:
     """What streams rows of a prompt's attention on a device; None leaves them to torch."""
-    if torch.device(device).type != "cuda":
-        return None
+    return _gpu_rows() if torch.device(device).type == "cuda" else None
+
+
+@functools.cache
+def _gpu_rows() -> RowKernels | None:
+    """Kernels of all GPUs of the process."""
     try:
         from sphkv.attention.triton.prompt_rows import TritonRows
     except ImportError as error:

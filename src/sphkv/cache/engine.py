@@ -16,6 +16,7 @@ from sphkv.cache.config import CacheConfig, ResidencyPlan
 from sphkv.cache.dense import DenseStates, PromptCalibrator
 from sphkv.cache.method import MethodRecord
 from sphkv.cache.plan import Ceiling, choose_residency
+from sphkv.cache.prompt import prepare_prompts
 from sphkv.cache.residency import Residency, UniformResidency
 from sphkv.cache.retention import RetentionResidency
 from sphkv.cache.rows import CodedRows
@@ -80,6 +81,7 @@ class CacheEngine:
         retention = config.retention
         tables = (config.tiers,) if retention is None else (retention.tiers, retention.long_tiers)
         self.backend.prepare([tiers for tiers in tables if tiers is not None], config.geometry)
+        prepare_prompts(config)
         if calibration is not None:
             self.use_calibration(calibration)
         self._coded: CodedRows | None = None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from sphkv.attention.api import row_kernels
@@ -15,6 +16,8 @@ from sphkv.cache.notes import SequenceNotes
 from sphkv.cache.residency import window_start
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
+from sphkv.core.devices import ReadyTensors, join_beside
+from sphkv.core.prompt_rows import RowShape
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.gate import tier_bounds
@@ -70,6 +73,7 @@ class PromptDecision:
         self._costs = costs
         self._work = work
         self._layers: list[tuple[Tensor, Tensor]] = []
+        self._waiting: tuple[int, ReadyTensors] | None = None
         self._num_paged = 0
         self._controller = RetentionController(costs, config.retention.options)
         self._pricer: LayerPricer | None = None
@@ -92,8 +96,24 @@ class PromptDecision:
         """
         if layer != len(self._layers):
             raise ValueError(f"layer {layer} is out of order: {len(self._layers)} came before")
+        self._price_waiting()
         self._layers.append((keys, values))
         if self._config.windows[layer] is None and keys.shape[1] >= _LEAST_RUNS * RUN_TOKENS:
+            self._waiting = layer, ReadyTensors(query, keys, values)
+            if self.is_complete or not self._waiting[1].is_on_gpu:
+                self._price_waiting()
+
+    def _price_waiting(self) -> None:
+        """Measure the layer before, beside what the model does next.
+
+        A GPU takes so many launches ahead and no more: were a layer measured at once, its launches
+        would keep those of the next layer back.
+        """
+        if self._waiting is None:
+            return
+        layer, states = self._waiting
+        self._waiting = None
+        with states.beside() as (query, keys, values):
             self._price(layer, query, keys, values)
 
     def _price(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -156,6 +176,8 @@ class PromptDecision:
         Raises:
             BudgetError: The parts that must stay dense do not fit.
         """
+        self._price_waiting()
+        join_beside(self._layers[0][0].device)
         self._num_paged = self._paged_tokens()
         if self._notes.is_measured:
             return self._decide_measured(limit)
@@ -214,6 +236,22 @@ class PromptDecision:
         self._store.write_layers(self._sequence, 0, front, self._layers)
         self._layers = []
         self._store.compact()
+
+
+def prepare_prompts(config: CacheConfig) -> None:
+    """Have what measures prompts on a GPU compiled behind what the caller does next."""
+    retention, kernels = config.retention, row_kernels(config.device)
+    if retention is None or kernels is None:
+        return
+    policy, group = retention.policy, config.geometry.group_size
+    has_expected = policy.attention_mix > 0
+    shape = RowShape(
+        head_dim=config.geometry.head_dim,
+        votes=group * policy.window,
+        expected=group * len(retention.horizon) if has_expected else 0,
+        groups=group if has_expected else 0,
+    )
+    kernels.prepare(shape, torch.device(config.device))
 
 
 def short_contract(config: CacheConfig, plan: ResidencyPlan, num_tokens: int) -> WriteContract:

@@ -3,7 +3,8 @@
 
 Copying a constant to a GPU waits for all work before it, and launching many short operations takes
 longer than they do: small constants are made once per device, numbers that change go through pinned
-memory, such functions are captured once and replayed with other tensors.
+memory, such functions are captured once and replayed with other tensors. What nobody waits for yet
+runs beside the rest.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -157,6 +159,59 @@ def upload(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
     return _buffers(device).send(numbers)
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of what runs beside other work.
+
+    Its kernels are short and follow one another: with a high priority each begins as soon as a
+    block of what else runs is done, otherwise it would wait for the whole of that.
+    """
+    _, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
+    return torch.cuda.Stream(device, priority=highest)
+
+
+class ReadyTensors:
+    """Tensors for work that nobody waits for, which a GPU may begin as soon as it has them.
+
+    Attributes:
+        tensors: The tensors.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        """All that was queued so far comes before them."""
+        self.tensors = tensors
+        self._device = tensors[0].device
+        self._event: torch.cuda.Event | None = None
+        if self.is_on_gpu:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether there is something to run beside."""
+        return self._device.type == "cuda"
+
+    @contextmanager
+    def beside(self) -> Iterator[Tensors]:
+        """On a GPU, queue what follows beside other work; elsewhere it is just done."""
+        if self._event is None:
+            yield self.tensors
+            return
+        side = _side_stream(self._device)
+        side.wait_event(self._event)
+        for each in self.tensors:
+            # their owner may give them up before the work is done
+            each.record_stream(side)
+        with torch.cuda.stream(side):
+            yield self.tensors
+
+
+def join_beside(device: torch.device) -> None:
+    """What the caller queues from now on comes after all that was queued beside it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -168,7 +223,8 @@ class Replay:
     """Calls a function; from the third call with tensors of the same shapes on by replaying it.
 
     The function must wait for nothing, copy nothing from the CPU, and depend on its tensors alone.
-    Results are overwritten by the next call of the same thread, so they must be used up by then.
+    Results are overwritten by the next call of the same thread on the same stream, so they must be
+    used up by then.
     Elsewhere than on a GPU, and while something else is being captured, it is just called.
     """
 
@@ -182,7 +238,8 @@ class Replay:
         """What the function gives for some tensors."""
         if not inputs[0].is_cuda or torch.cuda.is_current_stream_capturing():
             return self._function(*inputs)
-        key: _Key = (threading.get_ident(), inputs[0].device)
+        stream = torch.cuda.current_stream(inputs[0].device)
+        key: _Key = (threading.get_ident(), stream)
         key += tuple((each.shape, each.dtype) for each in inputs)
         if key not in self._captured:
             # the first call may still make constants, which copies from the CPU

@@ -10,7 +10,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """What rows of prompts have in common, whatever their length.
+
+    Attributes:
+        head_dim: Elements of a key.
+        votes: Rows of the observation window of a KV head.
+        expected: Rows of expected queries; 0 for none.
+        groups: Biases that these share.
+        dtype: Type of the states.
+    """
+
+    head_dim: int
+    votes: int
+    expected: int
+    groups: int
+    dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +77,10 @@ class RowKernels(Protocol):
 
     Keys and values are ``[heads, tokens, head_dim]`` of any float type, keys after RoPE.
     """
+
+    def prepare(self, shape: RowShape, device: torch.device) -> None:
+        """Compile what prompts of a shape need, behind what the caller does next."""
+        ...
 
     def spread(self, keys: Tensor, weight: Tensor) -> Tensor:
         """``[heads, groups, tokens]`` float32: squared keys times ``[heads, groups, head_dim]``."""

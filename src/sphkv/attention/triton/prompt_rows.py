@@ -2,12 +2,18 @@
 """Sums over rows of a prompt's attention, for the controller: no row is ever written down.
 
 Each kernel reads keys and values once and finds weights where it needs them. Products of two
-numbers of the model's own type are exact in float32; a float32 operand is cut into three parts of
-that type, whose products add up to what float32 would give.
+numbers of the model's own type are exact in float32. A float32 operand is cut into parts of that
+type: queries into three, whose products add up to what float32 would give; weights and outputs into
+two, for a share of 2^-17 of a weight moves no decision.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,18 +21,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sphkv.core.prompt_rows import PartTotals, RowPart
+from sphkv.core.prompt_rows import PartTotals, RowPart, RowShape
+from sphkv.core.tiers import RUN_TOKENS
 
 # Rows and tokens of a tile of states of up to 256 bytes; products need at least 16.
 _ROWS, _TOKENS, _LEAST = 64, 64, 16
 _STATE_BYTES = 256
 _WARPS = 4
-# Where tokens are what is summed for, they come in larger tiles.
-_SUM_TOKENS, _SUM_WARPS = 128, 8
+# What is summed for comes in larger tiles: rows where tokens are read, tokens where rows are.
+_LARGE, _LARGE_WARPS = 128, 8
+# A block of moves reads few tiles: there is little to load ahead.
+_MOVE_STAGES = 2
 # Blocks whose moves are added up at once.
 _NESTED_BLOCKS = 16
-# Thread blocks for which the tokens of rows are split.
-_BLOCKS = 264
+# The tokens of rows are split so that thread blocks have this many rows together: small ones are
+# waited for longest. More blocks than the second number leave more to join than they save.
+_SPLIT_ROWS, _MOST_BLOCKS = 264 * 128, 1056
 
 
 @triton.jit
@@ -48,6 +58,19 @@ def _left_product(x, y):
         found = tl.dot(high, y)
         found = tl.dot(middle, y, found)
         found = tl.dot(low, y, found)
+    return found
+
+
+@triton.jit
+def _weighted(weight, values):
+    """Sums of values by float32 weights, which two parts of the values' type are enough for."""
+    if values.dtype == tl.float32:
+        found = tl.dot(weight, values, input_precision="ieee")
+    else:
+        high = weight.to(values.dtype)
+        low = (weight - high.to(tl.float32)).to(values.dtype)
+        found = tl.dot(high, values)
+        found = tl.dot(low, values, found)
     return found
 
 
@@ -82,7 +105,8 @@ def _token_logits(keys, query, IS_EXACT: tl.constexpr):
         return _right_product(keys, query)
 
 
-@triton.jit
+# one build for prompts of any length
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "chunk", "far_start", "far_stop"])
 def _totals_kernel(
     query,
     bias,
@@ -162,7 +186,7 @@ def _totals_kernel(
             mask=is_token[:, None] & is_dim[None, :],
             other=0.0,
         )
-        output = output * shrink[:, None] + _left_product(weight, value)
+        output = output * shrink[:, None] + _weighted(weight, value)
         peak = now
     heads = tl.num_programs(1)
     at = (split * heads).to(tl.int64) * num_rows + own
@@ -173,7 +197,7 @@ def _totals_kernel(
     tl.store(outputs + at[:, None] * DIM + dim[None, :], output, mask=is_held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _sums_kernel(
     query,
     bias,
@@ -181,6 +205,8 @@ def _sums_kernel(
     valid,
     lse,
     output,
+    rest,
+    squares,
     keys,
     values,
     found,
@@ -199,7 +225,11 @@ def _sums_kernel(
     BR: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """What a tile of tokens gets: ``found [3, heads, tokens]``."""
+    """What a tile of tokens gets: ``found [3, heads, tokens]``.
+
+    ``output`` and ``rest [heads, rows, DIM]`` are two parts of what rows give, in the values' type
+    (the first is all of it where that is float32); ``squares`` are its squared norms.
+    """
     tile, head = tl.program_id(0), tl.program_id(1)
     token, dim = tile * BT + tl.arange(0, BT), tl.arange(0, BD)
     is_token, is_dim = token < num_tokens, dim < DIM
@@ -237,8 +267,13 @@ def _sums_kernel(
         is_valid = (token[:, None] <= limit[None, :]) & is_token[:, None]
         weight = tl.where(is_valid, tl.exp(logit - above[None, :]), 0.0)
         given = tl.load(output + place, mask=is_in, other=0.0)
-        gap = tl.sum(given * given, axis=0)[None, :] + norm[:, None]
-        gap = tl.maximum(gap - 2.0 * _right_product(value, given), 0.0)
+        if given.dtype == tl.float32:
+            along = tl.dot(value, given, input_precision="ieee")
+        else:
+            along = tl.dot(value, given)
+            along = tl.dot(value, tl.load(rest + place, mask=is_in, other=0.0), along)
+        length = tl.load(squares + own, mask=is_row, other=0.0)
+        gap = tl.maximum(length[None, :] + norm[:, None] - 2.0 * along, 0.0)
         mass += tl.sum(weight * part[None, :], axis=1)
         square = weight * weight * part[None, :]
         energy += tl.sum(square, axis=1)
@@ -250,7 +285,7 @@ def _sums_kernel(
     tl.store(found + 2 * size + place, pull, mask=is_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_blocks", "num_units"])
 def _moves_kernel(
     query,
     bias,
@@ -321,13 +356,13 @@ def _moves_kernel(
             mask=is_token[:, None] & is_dim[None, :],
             other=0.0,
         )
-        output += _left_product(weight, value)
+        output += _weighted(weight, value)
     at = place * num_rows + row
     tl.store(gone + at, mass, mask=is_row)
     tl.store(moved + at[:, None] * DIM + dim[None, :], output, mask=is_held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _nested_kernel(
     moved,
     gone,
@@ -370,7 +405,7 @@ def _nested_kernel(
         mass += tl.sum(more, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _apart_kernel(
     values,
     mean,
@@ -397,7 +432,7 @@ def _apart_kernel(
     tl.store(found + first * num_tokens + at, tl.sum(gap * gap, axis=1), mask=is_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _spread_kernel(
     keys,
     weight,
@@ -431,6 +466,51 @@ def _spread_kernel(
 class TritonRows:
     """Sums over rows on a GPU; see ``RowKernels``."""
 
+    def __init__(self) -> None:
+        """Nothing is compiled yet."""
+        self._shapes: set[tuple[RowShape, torch.device]] = set()
+
+    def prepare(self, shape: RowShape, device: torch.device) -> None:
+        """Compile in threads, all at once, while a prompt is read; see ``RowKernels``."""
+        if device.type != "cuda" or (shape, device) in self._shapes:
+            return
+        self._shapes.add((shape, device))
+
+        def compile_all() -> None:
+            works = self.trials(shape, device)
+            with ThreadPoolExecutor(min(len(works), os.cpu_count() or 1)) as pool:
+                # who needs what could not be compiled is told then
+                wait([pool.submit(work) for work in works])
+
+        threading.Thread(target=compile_all, name="sphkv-rows", daemon=True).start()
+
+    def trials(self, shape: RowShape, device: torch.device) -> list[Callable[[], object]]:
+        """Every kernel on a few states, which compiles it for prompts of any length."""
+        heads, tokens, dim = 2, _LARGE, shape.head_dim
+        states = torch.zeros(heads, tokens, dim, dtype=shape.dtype, device=device)
+        units = torch.zeros(heads, 1, tokens // RUN_TOKENS, dtype=torch.int64, device=device)
+        mean = torch.zeros(heads, dim, device=device)
+        works: list[Callable[[], object]] = [partial(self.apart, states, mean)]
+        for rows, groups in ((shape.votes, 0), (shape.expected, shape.groups)):
+            if not rows:
+                continue
+            dtype, bias = shape.dtype, None
+            if groups:
+                dtype, bias = torch.float32, torch.zeros(heads, groups, tokens, device=device)
+                weight = torch.zeros(heads, groups, dim, device=device)
+                works.append(partial(self.spread, states, weight))
+            query = torch.zeros(heads, rows, dim, dtype=dtype, device=device)
+            share = torch.zeros(heads, rows, device=device)
+            last = torch.full((rows,), tokens - 1, dtype=torch.int32, device=device)
+            part = RowPart(query, share, last, last, 1.0, bias)
+            found = PartTotals(share, query.float(), share, share)
+            works += [
+                partial(self.totals, part, states, states, (0, tokens)),
+                partial(self.sums, part, states, states, found),
+                partial(self.drop_losses, part, states, states, found, units, RUN_TOKENS, 1.0),
+            ]
+        return works
+
     def spread(self, keys: Tensor, weight: Tensor) -> Tensor:
         """Squared keys times weights; see ``RowKernels``."""
         keys = _packed(keys)
@@ -449,8 +529,11 @@ class TritonRows:
         keys, values = _packed(keys), _packed(values)
         heads, rows, dim = part.query.shape
         tokens, constants = keys.shape[1], _constants(part, keys)
+        if constants["BR"] == _ROWS and rows > _ROWS:
+            constants |= {"BR": _LARGE, "num_warps": _LARGE_WARPS}
         tiles, most = triton.cdiv(rows, constants["BR"]), triton.cdiv(tokens, constants["BT"])
-        splits = max(1, min(most, _BLOCKS // (heads * tiles)))
+        blocks = min(_SPLIT_ROWS // constants["BR"], _MOST_BLOCKS)
+        splits = max(1, min(most, blocks // (heads * tiles)))
         chunk = constants["BT"] * triton.cdiv(most, splits)
         splits = triton.cdiv(tokens, chunk)
         stats = part.share.new_empty(splits, heads, rows, 4)
@@ -470,12 +553,15 @@ class TritonRows:
         heads, rows, _ = part.query.shape
         tokens = keys.shape[1]
         found = part.share.new_empty(3, heads, tokens)
-        constants = _constants(part, keys)
+        output, constants = totals.output, _constants(part, keys)
+        high = output.to(values.dtype)
+        rest = high if high.dtype == output.dtype else (output - high).to(values.dtype)
         if (constants["BR"], constants["BT"]) == (_ROWS, _TOKENS):
-            constants |= {"BT": _SUM_TOKENS, "num_warps": _SUM_WARPS}
+            constants |= {"BT": _LARGE, "num_warps": _LARGE_WARPS}
         _sums_kernel[(triton.cdiv(tokens, constants["BT"]), heads)](
-            part.query, part.bias, part.share, part.valid, totals.lse, totals.output, keys, values,
-            found, *keys.stride()[:2], *values.stride()[:2], tokens, rows, part.scale, **constants,
+            part.query, part.bias, part.share, part.valid, totals.lse, high, rest,
+            output.square().sum(-1), keys, values, found, *keys.stride()[:2], *values.stride()[:2],
+            tokens, rows, part.scale, **constants,
         )  # fmt: skip
         return found[0], found[1], found[2]
 
@@ -511,7 +597,7 @@ class TritonRows:
             _moves_kernel[(blocks, triton.cdiv(rows, constants["BR"]), heads)](
                 part.query, part.bias, part.valid, totals.lse, keys, values, units, moved, gone,
                 *keys.stride()[:2], *values.stride()[:2], tokens, rows, blocks, size, part.scale,
-                GRANULARITY=granularity, **constants,
+                GRANULARITY=granularity, num_stages=_MOVE_STAGES, **constants,
             )  # fmt: skip
         found = part.share.new_empty(heads, rows, blocks)
         _nested_kernel[(rows, heads)](
