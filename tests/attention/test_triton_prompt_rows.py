@@ -2,6 +2,7 @@
 """Rows that are never written down give what whole matrices of them give."""
 
 import functools
+import threading
 from dataclasses import replace
 
 import pytest
@@ -156,3 +157,27 @@ def test_what_is_prepared_is_what_prompts_run(monkeypatch):
     units = torch.arange(12).view(1, 6, 2).expand(2, -1, -1)
     found.rows.drop_losses(states[2], units, granularity=RUN_TOKENS)
     assert launched == prepared
+
+
+def test_layers_are_measured_once_everything_is_compiled(monkeypatch):
+    rows, done = TritonRows(), []
+    begun = threading.Event()
+
+    def work():
+        begun.wait(5)
+        done.append(1)
+
+    def trials(self, shape, device):
+        assert self is not rows
+        return [work] * 2
+
+    monkeypatch.setattr(TritonRows, "trials", trials)
+    shape = RowShape(32, 4, 0, 0)
+    for _ in range(2):
+        # the second time there is nothing to do
+        rows.prepare(shape, torch.device("cuda", 0))
+    rows.prepare(shape, torch.device("cpu"))
+    begun.set()
+    states, weight = torch.ones(1, 16, 32), torch.ones(1, 1, 32)
+    assert torch.equal(rows.spread(states, weight), torch.full((1, 1, 16), 32.0))
+    assert len(done) == 2

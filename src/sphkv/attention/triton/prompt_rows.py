@@ -469,6 +469,7 @@ class TritonRows:
     def __init__(self) -> None:
         """Nothing is compiled yet."""
         self._shapes: set[tuple[RowShape, torch.device]] = set()
+        self._compiling: list[threading.Thread] = []
 
     def prepare(self, shape: RowShape, device: torch.device) -> None:
         """Compile in threads, all at once, while a prompt is read; see ``RowKernels``."""
@@ -477,12 +478,23 @@ class TritonRows:
         self._shapes.add((shape, device))
 
         def compile_all() -> None:
-            works = self.trials(shape, device)
+            # of an instance of their own: nothing there waits for this thread
+            works = TritonRows().trials(shape, device)
             with ThreadPoolExecutor(min(len(works), os.cpu_count() or 1)) as pool:
                 # who needs what could not be compiled is told then
                 wait([pool.submit(work) for work in works])
 
-        threading.Thread(target=compile_all, name="sphkv-rows", daemon=True).start()
+        self._compiling.append(threading.Thread(target=compile_all, name="sphkv-rows", daemon=True))
+        self._compiling[-1].start()
+
+    def _settle(self) -> None:
+        """Wait for what is being compiled.
+
+        From the first layer that is measured on no other thread uses the GPU, which must not be
+        while steps are captured.
+        """
+        for each in self._compiling:
+            each.join()
 
     def trials(self, shape: RowShape, device: torch.device) -> list[Callable[[], object]]:
         """Every kernel on a few states, which compiles it for prompts of any length."""
@@ -513,6 +525,7 @@ class TritonRows:
 
     def spread(self, keys: Tensor, weight: Tensor) -> Tensor:
         """Squared keys times weights; see ``RowKernels``."""
+        self._settle()
         keys = _packed(keys)
         heads, tokens, dim = keys.shape
         found = weight.new_empty(heads, weight.shape[1], tokens)
@@ -526,6 +539,7 @@ class TritonRows:
         self, part: RowPart, keys: Tensor, values: Tensor, far: tuple[int, int]
     ) -> PartTotals:
         """What each row gives; see ``RowKernels``."""
+        self._settle()
         keys, values = _packed(keys), _packed(values)
         heads, rows, dim = part.query.shape
         tokens, constants = keys.shape[1], _constants(part, keys)
