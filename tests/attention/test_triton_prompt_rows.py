@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that are never written down give what whole matrices of them give."""
 
+import contextlib
 import functools
 import threading
 from dataclasses import replace
@@ -14,7 +15,7 @@ from sphkv.core.prompt_rows import RowShape
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, ladder
 from sphkv.retention.features import measure_features
-from sphkv.retention.measure import MeasureConfig, measure_layer, predict_rows
+from sphkv.retention.measure import MeasureConfig, _predict, measure_layer, predict_rows
 from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.pricing import rank_units
 from sphkv.retention.streamed import StreamedRows
@@ -58,8 +59,6 @@ def make_config(dim, *, layers=1, mix=0.25, kernels=None):
 
 def both(dtype, dim, mix=0.25):
     """Votes and all rows as matrices, and streamed; with the states."""
-    from sphkv.retention.measure import _predict
-
     states = make_states(dtype, dim=dim)
     whole = predict_rows(make_config(dim, mix=mix), 0, *states[:2])
     found = _predict(make_config(dim, mix=mix, kernels=TritonRows()), 0, states)
@@ -157,6 +156,10 @@ def test_what_is_prepared_is_what_prompts_run(monkeypatch):
     units = torch.arange(12).view(1, 6, 2).expand(2, -1, -1)
     found.rows.drop_losses(states[2], units, granularity=RUN_TOKENS)
     assert launched == prepared
+    # a window that the prompt fills in part: fewer rows, the same builds
+    short = tuple(part[:, -17:] if at == 0 else part for at, part in enumerate(states))
+    measure_layer(replace(config, kernels=TritonRows()), codec, 0, short)
+    assert launched == prepared
 
 
 def test_layers_are_measured_once_everything_is_compiled(monkeypatch):
@@ -169,15 +172,47 @@ def test_layers_are_measured_once_everything_is_compiled(monkeypatch):
 
     def trials(self, shape, device):
         assert self is not rows
-        return [work] * 2
+        assert device == torch.device("cuda", 0)
+        return [work, lambda: 1 / 0, work]
 
     monkeypatch.setattr(TritonRows, "trials", trials)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     shape = RowShape(32, 4, 0, 0)
-    for _ in range(2):
+    for device in ("cuda", "cuda:0", "cpu"):
         # the second time there is nothing to do
-        rows.prepare(shape, torch.device("cuda", 0))
-    rows.prepare(shape, torch.device("cpu"))
+        rows.prepare(shape, torch.device(device))
     begun.set()
     states, weight = torch.ones(1, 16, 32), torch.ones(1, 1, 32)
     assert torch.equal(rows.spread(states, weight), torch.full((1, 1, 16), 32.0))
     assert len(done) == 2
+
+
+def test_tokens_that_a_row_does_not_see_may_have_any_logit():
+    """Weights of others must not become numbers that are none."""
+    states = tuple(part.clone() for part in make_states(torch.float32))
+    query, keys, values = states
+    # the newest key draws all that see it; the oldest row of the window does not
+    keys[:, -2] = 400 * query[::2, -1] / query[::2, -1].norm(dim=-1, keepdim=True)
+    found = _predict(make_config(32, kernels=TritonRows()), 0, (query, keys, values))[1]
+    right = predict_rows(make_config(32), 0, query, keys)[1]
+    index = torch.arange(keys.shape[1] - 64, keys.shape[1]).expand(2, -1)
+    one, two = found.at(index)[0], right.at(index)[0]
+    assert bool(torch.isfinite(one).all())
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropping_what_has_hardly_any_weight(dtype):
+    """In half precision such weights would be no numbers."""
+    query, keys, values = (part.clone() for part in make_states(dtype))
+    query, keys = 1 + 0.1 * query, 0.2 * keys
+    keys[:, 5] = 3.5
+    whole = predict_rows(make_config(32, mix=0.0), 0, query, keys)[1]
+    own = _predict(make_config(32, mix=0.0, kernels=TritonRows()), 0, (query, keys, values))[1]
+    units = torch.arange(1, 12).view(1, 11, 1).expand(2, -1, -1)
+    expected = whole.drop_losses(values, units, granularity=16)
+    assert float(whole.weight[..., 16:192].median()) < 1e-8
+    torch.testing.assert_close(
+        own.drop_losses(values, units, granularity=16), expected, rtol=1e-2, atol=1e-24
+    )

@@ -298,7 +298,6 @@ def test_layers_written_together_equal_single_ones(
             assert ours.layout == theirs.layout
             assert torch.equal(ours.num_pages, theirs.num_pages)
             assert torch.equal(one.view(ours).pages, other.view(theirs).pages)
-    # slabs are asked for together, so that fewer pages are spare
     assert other.sequence_bytes(0) == one.sequence_bytes(0)
     assert other.live_bytes == sum(tensor.nbytes for tensor in other.live_tensors())
 
@@ -327,6 +326,13 @@ def test_layers_that_do_not_fit_change_nothing(
             store.write_layers(0, 0, contract, [states[0], (broken, values[1])])
         with pytest.raises(ValueError, match="layer"):
             store.write_layers(0, 1, contract, states)
+        for some in (states[:1], []):
+            with pytest.raises(ValueError, match=f"2 layers got states of {len(some)}"):
+                store.write_layers(0, 0, contract, some)
     store.write_layers(0, 0, contract, states)
+    with unchanged(store), pytest.raises(ValueError, match="hold states"):
+        store.write_layers(0, 0, contract, states)
+    # what a crop leaves is a tail without states
+    store.crop(0, 0)
     with unchanged(store), pytest.raises(ValueError, match="hold states"):
         store.write_layers(0, 0, contract, states)

@@ -68,11 +68,8 @@ def test_a_contract_takes_what_was_forecast(
     store.create(0)
     before = store.live_bytes
     expected = contract_bytes(store, contract, num_tokens)
-    for layer in range(LAYERS):
-        keys, values = codec.numbered(num_tokens, 100)
-        positions = torch.arange(num_tokens)
-        store.write(0, layer, contract.layer(layer), keys, values, positions)
-        store.append(0, layer, *codec.numbered(1))
+    states = [codec.numbered(num_tokens + 1, 100) for _ in range(LAYERS)]
+    store.write_layers(0, 0, contract, states)
     assert store.live_bytes - before == expected
 
 

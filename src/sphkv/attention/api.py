@@ -7,6 +7,7 @@ import difflib
 import functools
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import BatchRequest, DecodeBackend, DecodeRequest
 from sphkv.core.prompt_rows import RowKernels
 from sphkv.errors import BackendUnavailableError, CudaUnavailableError
+
+if TYPE_CHECKING:
+    from sphkv.attention.triton.prompt_rows import TritonRows
 
 _log = logging.getLogger(__name__)
 
@@ -83,11 +87,13 @@ def _fastest(device_type: str) -> DecodeBackend:
 
 def row_kernels(device: torch.device | str) -> RowKernels | None:
     """What streams rows of a prompt's attention on a device; None leaves them to torch."""
-    return _gpu_rows() if torch.device(device).type == "cuda" else None
+    device = torch.device(device)
+    rows = _gpu_rows() if device.type == "cuda" else None
+    return rows if rows is not None and rows.serves(device) else None
 
 
 @functools.cache
-def _gpu_rows() -> RowKernels | None:
+def _gpu_rows() -> TritonRows | None:
     """Kernels of all GPUs of the process."""
     try:
         from sphkv.attention.triton.prompt_rows import TritonRows

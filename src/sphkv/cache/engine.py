@@ -25,6 +25,7 @@ from sphkv.cache.step import BatchPlaces, StepTokens
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
+from sphkv.core.devices import join_beside
 from sphkv.retention.measure import PromptWork
 from sphkv.store.ledger import ByteLedger
 from sphkv.store.store import PageStore
@@ -417,6 +418,8 @@ class CacheEngine:
 
     def _undo(self) -> None:
         if self._is_encoding:
+            # what is measured beside still reads what will be given up
+            join_beside(torch.device(self.config.device))
             self._broken = (
                 "the forward pass in which the cache was coded failed, and the dense states are "
                 "gone: call reset() and give the prompt again"

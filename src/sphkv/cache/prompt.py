@@ -99,7 +99,9 @@ class PromptDecision:
         self._price_waiting()
         self._layers.append((keys, values))
         if self._config.windows[layer] is None and keys.shape[1] >= _LEAST_RUNS * RUN_TOKENS:
-            self._waiting = layer, ReadyTensors(query, keys, values)
+            # a copy: the few that are watched would keep those of all tokens alive
+            own = query.clone() if query.is_cuda else query
+            self._waiting = layer, ReadyTensors(own, keys, values)
             if self.is_complete or not self._waiting[1].is_on_gpu:
                 self._price_waiting()
 
@@ -176,7 +178,6 @@ class PromptDecision:
         Raises:
             BudgetError: The parts that must stay dense do not fit.
         """
-        self._price_waiting()
         join_beside(self._layers[0][0].device)
         self._num_paged = self._paged_tokens()
         if self._notes.is_measured:

@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from sphkv.attention.api import row_kernels
 from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.request import AttentionOptions, BatchRequest, DecodeBackend, StepGraph
 from sphkv.cache.config import CacheConfig, ResidencyPlan
@@ -222,6 +223,8 @@ class CodedRows:
             max_tokens: Tokens a sequence may reach before ``end_graph``.
         """
         if self.graph is None and self.owns_store:
+            if (kernels := row_kernels(self.store.config.device)) is not None:
+                kernels.settle()
             self.graph = self._backend.capture(
                 self.store, self._ids, max_tokens=max_tokens, windows=self._config.windows
             )

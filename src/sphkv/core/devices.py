@@ -208,8 +208,11 @@ class ReadyTensors:
 
 def join_beside(device: torch.device) -> None:
     """What the caller queues from now on comes after all that was queued beside it."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+    if device.type != "cuda":
+        return
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.current_stream(device).wait_stream(_side_stream(device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

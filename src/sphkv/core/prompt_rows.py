@@ -82,6 +82,13 @@ class RowKernels(Protocol):
         """Compile what prompts of a shape need, behind what the caller does next."""
         ...
 
+    def settle(self) -> None:
+        """Wait for what is being compiled: no other thread then uses the device for it.
+
+        ``spread`` and ``totals`` do so by themselves; who captures a device's work must.
+        """
+        ...
+
     def spread(self, keys: Tensor, weight: Tensor) -> Tensor:
         """``[heads, groups, tokens]`` float32: squared keys times ``[heads, groups, head_dim]``."""
         ...

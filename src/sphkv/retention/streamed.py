@@ -127,7 +127,9 @@ class StreamedRows:
                 near = part.bias.gather(2, index[:, None].expand(-1, part.bias.shape[1], -1))
                 logits += near.repeat_interleave(rows, 1)
             is_seen = index[:, None] <= part.seen[:, None]
-            weight.append((logits - totals.lse[..., None]).exp() * is_seen)
+            # logits of what a row does not see may lie far above its sum
+            hidden = (logits - totals.lse[..., None]).masked_fill(~is_seen, -torch.inf)
+            weight.append(hidden.exp())
             is_valid.append(index[:, None] <= part.valid[:, None])
         return torch.cat(weight, 1), torch.cat(is_valid, 1)
 

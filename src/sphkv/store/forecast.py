@@ -18,27 +18,27 @@ _PLANNED_UNITS = 1 << 22
 
 
 def contract_bytes(store: PageStore, contract: WriteContract, num_tokens: int) -> int:
-    """Bytes that ``PageStore.write`` of all layers adds to an empty sequence, then its tails.
+    """Bytes that ``PageStore.write_layers`` of all layers adds to an empty sequence.
 
     Args:
         store: The store as it is now.
-        contract: Decision of all layers; only its first ``num_tokens`` are written, at positions
-            from 0 on.
-        num_tokens: Tokens that are written.
+        contract: Decision of all layers; only its first ``num_tokens`` are stored in pages, at
+            positions from 0 on.
+        num_tokens: How many these are; others follow, which open the tails.
 
     Returns:
         Growth of ``live_bytes``: pages with the free ones of new slabs, tables, and a tail per
-        layer, which the first append makes.
+        layer.
     """
     num_layers = contract.tier_id.shape[0]
     pages = count_pages(store, contract, num_tokens)
-    by_pool = [[(key, count) for count in each.sum(1).tolist()] for key, each in pages.items()]
-    requests = [dict(layer) for layer in zip(*by_pool, strict=True)]
+    # all layers take theirs at once
+    request = {key: int(each.sum()) for key, each in pages.items()}
     per_head = torch.zeros(contract.tier_id.shape[:2], dtype=torch.int64)
     for each in pages.values():
         per_head += each
     tables = _table_bytes(store, per_head.amax(1).tolist())
-    return store.allocator.forecast(requests) + tables + num_layers * tail_bytes(store)
+    return store.allocator.forecast([request]) + tables + num_layers * tail_bytes(store)
 
 
 def span_bytes(

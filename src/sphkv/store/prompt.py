@@ -65,6 +65,8 @@ def plan_layers(
         plan = _LayerPlan(pool, state, first_layer + first, dense[own])
         for layer, pages in plan.encode(run_tiers[own], protected[own].flatten(0, 1)):
             pending[first + layer].append(pages)
+        # its copy of the states must not outlast the next one's making
+        del plan
     return [
         LayerChange(state.tables[first_layer + at], pending=own) for at, own in enumerate(pending)
     ]

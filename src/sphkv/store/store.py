@@ -443,11 +443,16 @@ class PageStore:
 
         Raises:
             BudgetError: The states do not fit.
+            ValueError: The layers hold states or tails, or are not as many as the contract's.
         """
+        decided = contract.tier_id.shape[0]
+        if not states or decided != len(states):
+            raise ValueError(f"a contract about {decided} layers got states of {len(states)}")
         state = self._get(sequence, first_layer)
         last = first_layer + len(states) - 1
         self._get(sequence, last)
-        if any(state.next_position[first_layer : last + 1]):
+        own = slice(first_layer, last + 1)
+        if any(state.next_position[own]) or any(tail is not None for tail in state.tails[own]):
             raise ValueError(f"layers {first_layer} to {last} of sequence {sequence} hold states")
         self._writer.write_layers(state, first_layer, contract, states)
 

@@ -9,10 +9,9 @@ two, for a share of 2^-17 of a weight moves no decision.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -37,6 +36,8 @@ _NESTED_BLOCKS = 16
 # The tokens of rows are split so that thread blocks have this many rows together: small ones are
 # waited for longest. More blocks than the second number leave more to join than they save.
 _SPLIT_ROWS, _MOST_BLOCKS = 264 * 128, 1056
+# The largest tiles take 160 KiB of shared memory: compute capabilities whose blocks may have them.
+_ROOMY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 
 
 @triton.jit
@@ -66,12 +67,22 @@ def _weighted(weight, values):
     """Sums of values by float32 weights, which two parts of the values' type are enough for."""
     if values.dtype == tl.float32:
         found = tl.dot(weight, values, input_precision="ieee")
+    elif values.dtype == tl.float16:
+        # half precision has no small weights: each row is scaled by its largest
+        most = tl.maximum(tl.max(weight, axis=1), 1e-30)
+        found = _in_two_parts(weight / most[:, None], values) * most[:, None]
     else:
-        high = weight.to(values.dtype)
-        low = (weight - high.to(tl.float32)).to(values.dtype)
-        found = tl.dot(high, values)
-        found = tl.dot(low, values, found)
+        found = _in_two_parts(weight, values)
     return found
+
+
+@triton.jit
+def _in_two_parts(weight, values):
+    """``_weighted`` by numbers that two parts of the values' type hold."""
+    high = weight.to(values.dtype)
+    low = (weight - high.to(tl.float32)).to(values.dtype)
+    found = tl.dot(high, values)
+    return tl.dot(low, values, found)
 
 
 @triton.jit
@@ -468,32 +479,33 @@ class TritonRows:
 
     def __init__(self) -> None:
         """Nothing is compiled yet."""
-        self._shapes: set[tuple[RowShape, torch.device]] = set()
-        self._compiling: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._compiling: dict[tuple[RowShape, torch.device], threading.Thread] = {}
+
+    @staticmethod
+    def serves(device: torch.device) -> bool:
+        """Whether blocks of a GPU may have the shared memory that the kernels need."""
+        return torch.cuda.get_device_capability(device) in _ROOMY
 
     def prepare(self, shape: RowShape, device: torch.device) -> None:
         """Compile in threads, all at once, while a prompt is read; see ``RowKernels``."""
-        if device.type != "cuda" or (shape, device) in self._shapes:
+        if device.type != "cuda":
             return
-        self._shapes.add((shape, device))
+        if device.index is None:
+            # threads begin with a current device of their own
+            device = torch.device("cuda", torch.cuda.current_device())
+        with self._lock:
+            if (shape, device) in self._compiling:
+                return
+            thread = threading.Thread(target=_compile_all, args=(shape, device), daemon=True)
+            thread.start()
+            self._compiling[shape, device] = thread
 
-        def compile_all() -> None:
-            # of an instance of their own: nothing there waits for this thread
-            works = TritonRows().trials(shape, device)
-            with ThreadPoolExecutor(min(len(works), os.cpu_count() or 1)) as pool:
-                # who needs what could not be compiled is told then
-                wait([pool.submit(work) for work in works])
-
-        self._compiling.append(threading.Thread(target=compile_all, name="sphkv-rows", daemon=True))
-        self._compiling[-1].start()
-
-    def _settle(self) -> None:
-        """Wait for what is being compiled.
-
-        From the first layer that is measured on no other thread uses the GPU, which must not be
-        while steps are captured.
-        """
-        for each in self._compiling:
+    def settle(self) -> None:
+        """Wait for what is being compiled; see ``RowKernels``."""
+        with self._lock:
+            threads = list(self._compiling.values())
+        for each in threads:
             each.join()
 
     def trials(self, shape: RowShape, device: torch.device) -> list[Callable[[], object]]:
@@ -525,7 +537,7 @@ class TritonRows:
 
     def spread(self, keys: Tensor, weight: Tensor) -> Tensor:
         """Squared keys times weights; see ``RowKernels``."""
-        self._settle()
+        self.settle()
         keys = _packed(keys)
         heads, tokens, dim = keys.shape
         found = weight.new_empty(heads, weight.shape[1], tokens)
@@ -539,7 +551,7 @@ class TritonRows:
         self, part: RowPart, keys: Tensor, values: Tensor, far: tuple[int, int]
     ) -> PartTotals:
         """What each row gives; see ``RowKernels``."""
-        self._settle()
+        self.settle()
         keys, values = _packed(keys), _packed(values)
         heads, rows, dim = part.query.shape
         tokens, constants = keys.shape[1], _constants(part, keys)
@@ -621,6 +633,24 @@ class TritonRows:
         return found.sum(1)
 
 
+def _compile_all(shape: RowShape, device: torch.device) -> None:
+    """Run every trial in a thread of its own."""
+
+    def run(work: Callable[[], object]) -> None:
+        # who needs what could not be compiled is told then
+        with suppress(Exception), torch.cuda.device(device):
+            work()
+
+    with torch.cuda.device(device):
+        # of an instance of its own: nothing there waits for these threads
+        works = TritonRows().trials(shape, device)
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+
+
 def _packed(states: Tensor) -> Tensor:
     """States whose features lie side by side."""
     return states if states.stride(2) == 1 else states.contiguous()
@@ -632,7 +662,8 @@ def _constants(part: RowPart, keys: Tensor) -> dict[str, Any]:
     width = max(16, triton.next_power_of_2(keys.shape[2]))
     size = max(1, width * keys.element_size() // _STATE_BYTES)
     return {
-        "REPEAT": rows // groups,
+        # only biases are shared by rows: without any, one build does for all numbers of rows
+        "REPEAT": 1 if part.bias is None else rows // groups,
         "HAS_BIAS": part.bias is not None,
         "IS_EXACT": part.query.dtype == keys.dtype,
         "DIM": keys.shape[2],

@@ -209,7 +209,14 @@ def measure_errors(
     index = (sinks + torch.arange(pages * PART_TOKENS)).expand(heads, -1)
     sample = StateSample(index, torch.ones(index.shape))
     return measure_tier_errors(
-        codec, layer, tiers, (seen, keys, values), votes, sample, scale=scale
+        codec,
+        layer,
+        tiers,
+        (seen, keys, values),
+        votes,
+        sample,
+        scale=scale,
+        output=votes.output(values),
     )
 
 
