@@ -497,7 +497,8 @@ class TritonRows:
         with self._lock:
             if (shape, device) in self._compiling:
                 return
-            thread = threading.Thread(target=_compile_all, args=(shape, device), daemon=True)
+            # a process that ends waits for them: a compiler may not be left in its midst
+            thread = threading.Thread(target=_compile_all, args=(shape, device))
             thread.start()
             self._compiling[shape, device] = thread
 
@@ -644,7 +645,7 @@ def _compile_all(shape: RowShape, device: torch.device) -> None:
     with torch.cuda.device(device):
         # of an instance of its own: nothing there waits for these threads
         works = TritonRows().trials(shape, device)
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
     for each in threads:
         each.start()
     for each in threads:
