@@ -2,16 +2,23 @@
 """Kernels compiled ahead of time; none of it needs a GPU."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from sphkv.attention.cuda import build, compiler
-from sphkv.attention.cuda.geometry import KernelShape
+from sphkv.attention.cuda.geometry import PAGE_SIZES, KernelShape
+from sphkv.attention.cuda.kernel_cache import DecodeKernels
+from sphkv.cache.plan import FAST_RETENTION_TIERS
+from sphkv.codec.calibration_file import load_calibration
+from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import ladder
 from sphkv.errors import CudaUnavailableError
+from sphkv.store.paging import PositionMode
 
 TARGET = "sm_90a"
+SMOLLM2 = Path(__file__).parents[2] / "results/workloads/calibration-6385d03ee7d2cc38.safetensors"
 
 
 def test_usual_builds_differ_and_fit():
@@ -20,6 +27,21 @@ def test_usual_builds_differ_and_fit():
     assert len(names) == len(builds) > 30
     llama = KernelShape(128, 64, 1, 1, 4, 4).fitted()
     assert ("sphkv_decode", llama.defines()) in builds
+
+
+def test_what_a_real_model_needs_is_built():
+    """SmolLM2's codebooks, in the runs of pages that a controller keeps."""
+    codec, builds = SphericalCodec(load_calibration(SMOLLM2)), {*build.usual_builds()}
+    kernels, shapes = DecodeKernels(torch.device("cpu")), set()
+    for tokens in PAGE_SIZES:
+        for tier in ladder(64, page_tokens=tokens, names=FAST_RETENTION_TIERS):
+            if tier.is_coded:
+                layers = range(codec.calibration.geometry.num_layers)
+                shapes |= {
+                    kernels._shape(codec, layer, tier, PositionMode.RUNS) for layer in layers
+                }
+    assert len(shapes) >= len(FAST_RETENTION_TIERS) * len(PAGE_SIZES)
+    assert {("sphkv_decode", shape.defines()) for shape in shapes} <= builds
 
 
 def test_loader_takes_what_was_built(tmp_path, monkeypatch):

@@ -21,7 +21,14 @@ from typing import TypeVar
 
 from sphkv.attention.cuda import compiler, decode, dense
 from sphkv.attention.cuda.encode import encode_builds, reorder_build
-from sphkv.attention.cuda.geometry import HEAD_DIMS, PAGE_SIZES, KernelShape, is_served
+from sphkv.attention.cuda.geometry import (
+    HEAD_DIMS,
+    MAX_SLOTS,
+    PAGE_SIZES,
+    PAGE_TOKENS,
+    KernelShape,
+    is_served,
+)
 from sphkv.core.tiers import TierTable, ladder
 from sphkv.errors import CudaUnavailableError
 from sphkv.store.layout import PageLayout
@@ -31,8 +38,11 @@ _KEY_BITS = (2, 3)
 _VALUE_BITS = (2, 3, 4)
 _COLUMNS = (4, 8)
 _GROUPS = (1, 2, 3, 4, 5, 7, 8)
-# What calibrated models need: a few planes of two bits in pairs, a few without bits.
-_DOUBLE_STEPS, _CONSTANT_STEPS = 1, 1
+# Steps of second look-ups and of constants that calibrated models need, by bits of a key: a few
+# planes of two bits in pairs; none to many without bits where these are few.
+_STEPS = {2: ((1, 0), (1, 1), (1, 2), (1, 4)), 3: ((1, 1), (1, 2)), 4: ((1, 0),), 6: ((0, 0),)}
+# Bits of keys and values that a controller on a GPU chooses from, in pages of runs.
+_CONTROLLED = ((2, 2), (3, 4), (4, 8), (6, 8))
 # Pages of single tokens are rare: they are compiled when the first one comes.
 _MODES = (PositionMode.CONTIGUOUS, PositionMode.RUNS)
 
@@ -45,22 +55,37 @@ _Made = TypeVar("_Made")
 
 def usual_builds() -> Iterator[Build]:
     """Entry point and definitions of each kernel worth shipping."""
-    for head_dim, key_bits, value_bits, columns in itertools.product(
-        HEAD_DIMS, _KEY_BITS, _VALUE_BITS, _COLUMNS
-    ):
-        shape = KernelShape(
-            head_dim,
-            key_bits * head_dim // 4,
-            _DOUBLE_STEPS,
-            _CONSTANT_STEPS,
-            value_bits,
-            columns,
-        )
-        yield decode.ENTRY_POINT, shape.fitted().defines()
+    for head_dim, columns in itertools.product(HEAD_DIMS, _COLUMNS):
+        uniform = [*itertools.product(_KEY_BITS, _VALUE_BITS)]
+        yield from _decode_builds(head_dim, columns, uniform, PAGE_TOKENS, PositionMode.CONTIGUOUS)
+        for tokens in PAGE_SIZES:
+            yield from _decode_builds(head_dim, columns, _CONTROLLED, tokens, PositionMode.RUNS)
     for head_dim, group in itertools.product(HEAD_DIMS, _GROUPS):
         yield dense.ENTRY_POINT, dense.definitions(head_dim, group)
     for head_dim, tokens in itertools.product(HEAD_DIMS, PAGE_SIZES):
         yield from tier_builds(ladder(head_dim, page_tokens=tokens), head_dim)
+
+
+def _decode_builds(
+    head_dim: int, columns: int, bits: Iterable[tuple[int, int]], tokens: int, mode: PositionMode
+) -> Iterator[Build]:
+    """Kernels that read pages of some bits per key and value element."""
+    for key_bits, value_bits in bits:
+        slots = key_bits * head_dim // 4
+        if slots > MAX_SLOTS:
+            continue
+        for doubles, constants in _STEPS[key_bits]:
+            shape = KernelShape(
+                head_dim,
+                slots,
+                doubles,
+                constants,
+                value_bits,
+                columns,
+                positions=mode,
+                page_tokens=tokens,
+            )
+            yield decode.ENTRY_POINT, shape.fitted().defines()
 
 
 def tier_builds(tiers: TierTable, head_dim: int) -> Iterator[Build]:
