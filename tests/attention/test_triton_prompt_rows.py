@@ -15,7 +15,13 @@ from sphkv.core.prompt_rows import RowShape
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, ladder
 from sphkv.retention.features import measure_features
-from sphkv.retention.measure import MeasureConfig, _predict, measure_layer, predict_rows
+from sphkv.retention.measure import (
+    MeasureConfig,
+    _predict,
+    measure_layer,
+    measure_layers,
+    predict_rows,
+)
 from sphkv.retention.policy import RetentionPolicy
 from sphkv.retention.pricing import rank_units
 from sphkv.retention.streamed import StreamedRows
@@ -60,8 +66,8 @@ def make_config(dim, *, layers=1, mix=0.25, kernels=None):
 def both(dtype, dim, mix=0.25):
     """Votes and all rows as matrices, and streamed; with the states."""
     states = make_states(dtype, dim=dim)
-    whole = predict_rows(make_config(dim, mix=mix), 0, *states[:2])
-    found = _predict(make_config(dim, mix=mix, kernels=TritonRows()), 0, states)
+    whole = predict_rows(make_config(dim, mix=mix), (0,), *states[:2])
+    found = _predict(make_config(dim, mix=mix, kernels=TritonRows()), (0,), states)
     assert all(isinstance(rows, StreamedRows) for rows in found)
     return whole, found, states
 
@@ -194,8 +200,8 @@ def test_tokens_that_a_row_does_not_see_may_have_any_logit():
     query, keys, values = states
     # the newest key draws all that see it; the oldest row of the window does not
     keys[:, -2] = 400 * query[::2, -1] / query[::2, -1].norm(dim=-1, keepdim=True)
-    found = _predict(make_config(32, kernels=TritonRows()), 0, (query, keys, values))[1]
-    right = predict_rows(make_config(32), 0, query, keys)[1]
+    found = _predict(make_config(32, kernels=TritonRows()), (0,), (query, keys, values))[1]
+    right = predict_rows(make_config(32), (0,), query, keys)[1]
     index = torch.arange(keys.shape[1] - 64, keys.shape[1]).expand(2, -1)
     one, two = found.at(index)[0], right.at(index)[0]
     assert bool(torch.isfinite(one).all())
@@ -208,11 +214,30 @@ def test_dropping_what_has_hardly_any_weight(dtype):
     query, keys, values = (part.clone() for part in make_states(dtype))
     query, keys = 1 + 0.1 * query, 0.2 * keys
     keys[:, 5] = 3.5
-    whole = predict_rows(make_config(32, mix=0.0), 0, query, keys)[1]
-    own = _predict(make_config(32, mix=0.0, kernels=TritonRows()), 0, (query, keys, values))[1]
+    whole = predict_rows(make_config(32, mix=0.0), (0,), query, keys)[1]
+    own = _predict(make_config(32, mix=0.0, kernels=TritonRows()), (0,), (query, keys, values))[1]
     units = torch.arange(1, 12).view(1, 11, 1).expand(2, -1, -1)
     expected = whole.drop_losses(values, units, granularity=16)
     assert float(whole.weight[..., 16:192].median()) < 1e-8
     torch.testing.assert_close(
         own.drop_losses(values, units, granularity=16), expected, rtol=1e-2, atol=1e-24
     )
+
+
+def test_layers_are_measured_together_without_writing_rows_down():
+    config = make_config(64, layers=2, kernels=TritonRows())
+    codec = SphericalCodec(random_calibration(config.geometry, config.ropes[0]))
+    states = [make_states(torch.float16, dim=64), make_states(torch.float16, dim=64, tokens=203)]
+    states[1] = tuple(0.5 * part for part in states[1])
+    joined = tuple(torch.cat(parts) for parts in zip(*states, strict=True))
+    found = measure_layers(config, codec, (0, 1), joined)
+    for layer, own in enumerate(states):
+        alone = measure_layer(config, codec, layer, own)
+        heads = slice(2 * layer, 2 * layer + 2)
+        assert torch.equal(found.protected[heads], alone.protected)
+        for name in ("mass", "energy", "shift", "reuse", "stability", "output_energy"):
+            one, two = (getattr(each.features, name) for each in (found, alone))
+            torch.testing.assert_close(one[heads], two, rtol=1e-4, atol=2e-6, msg=name)
+        for name in ("angle", "radius", "value", "common", "direction", "length"):
+            one, two = (getattr(each.errors, name) for each in (found, alone))
+            torch.testing.assert_close(one[heads], two, rtol=1e-3, atol=1e-6, msg=name)

@@ -477,3 +477,26 @@ def test_uniform_heads_stay_uniform_while_decoding():
         for head in range(4)
     ]
     assert all(torch.equal(each, counts[0]) for each in counts[1:])
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 64)])
+def test_a_prompt_whose_layers_are_measured_together_is_decided_about_alike(monkeypatch, windows):
+    alone = make_engine(windows=windows)
+    run(alone, 600)
+    monkeypatch.setattr("sphkv.cache.prompt.layers_together", lambda config, tokens: 8)
+    together = make_engine(windows=windows)
+    run(together, 600)
+    one, two = contract_of(alone), contract_of(together)
+    assert torch.equal(one.protected, two.protected)
+    # last places decide how much of the budget the search leaves: two pages of 240 may differ
+    assert float((one.tier_id != two.tier_id).float().mean()) < 0.03
+    for mine, other in zip(alone.rows, together.rows, strict=True):
+        notes = zip(mine.residency.notes, other.residency.notes, strict=True)
+        for left, right in notes:
+            torch.testing.assert_close(left.tier_ratio, right.tier_ratio, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(left.bound, right.bound, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(
+                left.log_importance, right.log_importance, rtol=1e-3, atol=2e-3
+            )
+    for engine in (alone, together):
+        run(engine, 1)

@@ -113,7 +113,7 @@ def test_errors_predict_the_move_of_the_output():
     features = measure_features(rows, keys, values, sinks=0, recent=0)
     sample = sample_states(features.shift, torch.ones(heads, TOKENS, dtype=torch.bool), 128)
     errors = measure_tier_errors(
-        make_codec(), 0, tiers, (query, keys, values), rows, sample, scale=SCALE
+        make_codec(), (0,), tiers, (query, keys, values), rows, sample, scale=SCALE
     )
     at = torch.arange(TOKENS).expand(heads, -1)
     # the lowest tiers move weights by more than the first order tells
@@ -138,8 +138,8 @@ def test_all_tiers_at_once_are_those_one_by_one():
     )
     codec = make_codec()
     for one, many in zip(
-        codec.recode(0, tiers, keys, values, index),
-        codec._recode_together(0, tiers, keys, values, index),
+        codec.recode((0,), tiers, keys, values, index),
+        codec._recode_together((0,), tiers, keys, values, index),
         strict=True,
     ):
         # a code between two others may go either way

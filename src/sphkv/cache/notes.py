@@ -40,7 +40,7 @@ class SequenceNotes:
         self._retention = config.retention
         self._store = store
         self._sequence = sequence
-        # of the layers of a prompt as they come, then of all of them in one
+        # of the layers of a prompt as they come, some joined; then of all of them in one
         self._layers: list[RunNotes] = []
         self._joined: RunNotes | None = None
         # ages of runs that follow, to be noted when somebody asks for notes
@@ -67,7 +67,9 @@ class SequenceNotes:
     def layers(self) -> list[RunNotes]:
         """Notes of each layer with full attention."""
         joined = self.joined()
-        return self._layers if joined is None else joined.split(self._config.geometry.num_kv_heads)
+        held = self._layers if joined is None else [joined]
+        heads = self._config.geometry.num_kv_heads
+        return [notes for each in held for notes in each.split(heads)]
 
     def joined(self) -> RunNotes | None:
         """Notes of all layers in one, once those are written down that were put off.
@@ -84,8 +86,8 @@ class SequenceNotes:
         """Whether a layer of a prompt was noted that is not decided about yet."""
         return bool(self._layers)
 
-    def add_layer(self, notes: RunNotes) -> None:
-        """Note the next measured layer of a prompt."""
+    def add_layers(self, notes: RunNotes) -> None:
+        """Note the next measured layers of a prompt, joined."""
         self._layers.append(notes)
 
     def keep_prompt(self, tier_id: Tensor, num_tokens: int) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -21,13 +21,21 @@ from sphkv.core.prompt_rows import RowShape
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.controller import RetentionController
 from sphkv.retention.gate import tier_bounds
-from sphkv.retention.measure import MeasureConfig, PromptWork, measure_layer, paged_tokens
+from sphkv.retention.measure import (
+    MeasureConfig,
+    PromptWork,
+    layers_together,
+    measure_layers,
+    paged_tokens,
+)
 from sphkv.retention.notes import RunNotes
 from sphkv.retention.pricing import LayerPricer, PageCosts
 from sphkv.store.forecast import contract_bytes
 from sphkv.store.store import PageStore
 
 Found = TypeVar("Found")
+States = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values of a layer."""
 
 # So many rows seal beside one step at least: most of the host's work is the same for one or more.
 _ROWS_AT_ONCE = 8
@@ -73,7 +81,9 @@ class PromptDecision:
         self._costs = costs
         self._work = work
         self._layers: list[tuple[Tensor, Tensor]] = []
-        self._waiting: tuple[int, ReadyTensors] | None = None
+        # layers that others are measured with, and those that are to be measured next
+        self._waiting: list[tuple[int, States]] = []
+        self._ready: tuple[tuple[int, ...], ReadyTensors] | None = None
         self._num_paged = 0
         self._controller = RetentionController(costs, config.retention.options)
         self._pricer: LayerPricer | None = None
@@ -96,36 +106,63 @@ class PromptDecision:
         """
         if layer != len(self._layers):
             raise ValueError(f"layer {layer} is out of order: {len(self._layers)} came before")
-        self._price_waiting()
+        self._price_ready()
         self._layers.append((keys, values))
         if self._config.windows[layer] is None and keys.shape[1] >= _LEAST_RUNS * RUN_TOKENS:
-            # a copy: the few that are watched would keep those of all tokens alive
-            own = query.clone() if query.is_cuda else query
-            self._waiting = layer, ReadyTensors(own, keys, values)
-            if self.is_complete or not self._waiting[1].is_on_gpu:
-                self._price_waiting()
+            self._wait(layer, query, keys, values)
+        if self.is_complete:
+            self._make_ready()
+            self._price_ready()
 
-    def _price_waiting(self) -> None:
-        """Measure the layer before, beside what the model does next.
+    def _wait(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Have a layer measured with others, once as many are there as shall be."""
+        ropes = self._config.ropes
+        if self._waiting and ropes[self._waiting[0][0]] != ropes[layer]:
+            self._make_ready()
+            self._price_ready()
+        # a copy: the few that are watched would keep those of all tokens alive
+        own = query.clone() if query.is_cuda else query
+        self._waiting.append((layer, (own, keys, values)))
+        if len(self._waiting) >= layers_together(self._measure_config(), keys.shape[1]):
+            self._make_ready()
+            if not keys.is_cuda:
+                self._price_ready()
 
-        A GPU takes so many launches ahead and no more: were a layer measured at once, its launches
+    def _make_ready(self) -> None:
+        """The layers that wait are complete, and may be measured from here on."""
+        if not self._waiting:
+            return
+        layers, states = zip(*self._waiting, strict=True)
+        self._waiting = []
+        self._ready = layers, ReadyTensors(*chain.from_iterable(zip(*states, strict=True)))
+
+    def _price_ready(self) -> None:
+        """Measure layers that came before, beside what the model does next.
+
+        A GPU takes so many launches ahead and no more: were they measured at once, these launches
         would keep those of the next layer back.
         """
-        if self._waiting is None:
+        if self._ready is None:
             return
-        layer, states = self._waiting
-        self._waiting = None
-        with states.beside() as (query, keys, values):
-            self._price(layer, query, keys, values)
+        layers, states = self._ready
+        self._ready = None
+        with states.beside() as tensors:
+            num = len(layers)
+            query, keys, values = (
+                tensors[at] if num == 1 else torch.cat(tensors[at : at + num])
+                for at in range(0, 3 * num, num)
+            )
+            self._price(layers, query, keys, values)
 
-    def _price(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Measure, price and note a layer where its states are, without waiting for them."""
+    def _price(self, layers: tuple[int, ...], query: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Measure, price and note layers where their states are, without waiting for them."""
         codec, config = self._codec(), self._measure_config()
         found = self._once(
-            ("measured", layer), lambda: measure_layer(config, codec, layer, (query, keys, values))
+            ("measured", layers),
+            lambda: measure_layers(config, codec, layers, (query, keys, values)),
         )
         pricer = self._pricer = self._pricer or self._start(keys.shape[1])
-        priced = self._once(("priced", pricer.key, layer), lambda: pricer.price(found))
+        priced = self._once(("priced", pricer.key, layers), lambda: pricer.price(found))
 
         def note() -> RunNotes:
             features = found.features
@@ -140,8 +177,9 @@ class PromptDecision:
             paged = paged_tokens(keys.shape[1])
             return RunNotes.of_prompt(losses, priced, bound, num_tokens=paged)
 
-        self._notes.add_layer(self._once(("notes", pricer.key, layer), note))
-        self._controller.add_layer(replace(priced, run_loss=None))
+        self._notes.add_layers(self._once(("notes", pricer.key, layers), note))
+        for each in priced.split(self._config.geometry.num_kv_heads):
+            self._controller.add_layer(each)
 
     def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
         return find() if self._work is None else self._work.once(key, find)

@@ -8,6 +8,7 @@ jointly. Errors are measured in the metric that queries see (see docs/math/codeb
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -67,6 +68,13 @@ class PlaneCodebooks:
     def layer(self, layer: int) -> PlaneCodebooks:
         """One layer of codebooks that were stacked over layers."""
         return PlaneCodebooks(*(getattr(self, name)[layer] for name in self.__slots__))
+
+    @classmethod
+    def join(cls, parts: Sequence[PlaneCodebooks]) -> PlaneCodebooks:
+        """Heads of several layers, as if they were those of one."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(torch.cat([getattr(each, name) for each in parts]) for name in cls.__slots__))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -138,17 +138,27 @@ class SphericalCodec:
         return keys, decode_values(ValueCode(encoded.value_codes, scale, tier.value_bits))
 
     def recode(
-        self, layer: int, tiers: Sequence[TierSpec], keys: Tensor, values: Tensor, index: Tensor
+        self,
+        layers: Sequence[int],
+        tiers: Sequence[TierSpec],
+        keys: Tensor,
+        values: Tensor,
+        index: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What tiers make of the same states; see ``RecodingCodec.recode``."""
-        if keys.device.type == "cpu":
-            # kernels of the CPU code one tier faster than tensors all of them
-            found = (self._recode_pages(layer, tier, keys, values, index) for tier in tiers)
-            coded_keys, coded_values, step = (
-                torch.stack(parts) for parts in zip(*found, strict=True)
-            )
-            return coded_keys, coded_values, step
-        return self._recode_together(layer, tiers, keys, values, index)
+        if keys.device.type != "cpu":
+            return self._recode_together(layers, tiers, keys, values, index)
+        # kernels of the CPU code one tier faster than tensors all of them
+        heads = [each.chunk(len(layers)) for each in (keys, values, index)]
+        found = [
+            [self._recode_pages(layer, tier, *own) for tier in tiers]
+            for layer, *own in zip(layers, *heads, strict=True)
+        ]
+        coded_keys, coded_values, step = (
+            torch.cat([torch.stack([tier[part] for tier in layer]) for layer in found], 1)
+            for part in range(3)
+        )
+        return coded_keys, coded_values, step
 
     def _recode_pages(
         self, layer: int, tier: TierSpec, keys: Tensor, values: Tensor, index: Tensor
@@ -164,14 +174,19 @@ class SphericalCodec:
         return coded[0].reshape(heads, count, -1), coded[1].reshape(heads, count, -1), step
 
     def _recode_together(
-        self, layer: int, tiers: Sequence[TierSpec], keys: Tensor, values: Tensor, index: Tensor
+        self,
+        layers: Sequence[int],
+        tiers: Sequence[TierSpec],
+        keys: Tensor,
+        values: Tensor,
+        index: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of all tiers at once, with few operations and no wait for the device."""
-        planes = self._planes(layer, keys.device)
-        cells = self._cells(layer, tiers, keys.device)
+        """The same of all tiers and layers at once, by few operations, which wait for nothing."""
+        planes = PlaneCodebooks.join([self._planes(layer, keys.device) for layer in layers])
+        cells = torch.cat([self._cells(layer, tiers, keys.device) for layer in layers], 1)
         fitted = (getattr(planes, name) for name in PlaneCodebooks.__slots__)
         bits = tuple(tier.value_bits if tier.has_value_codes else 0 for tier in tiers)
-        replay = _recoder(self.calibration.ropes[layer], bits)
+        replay = _recoder(self.calibration.ropes[layers[0]], bits)
         coded_keys, coded_values, step = replay(keys, values, index, cells, *fitted)
         return coded_keys, coded_values, step
 

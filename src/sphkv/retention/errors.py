@@ -31,12 +31,18 @@ class RecodingCodec(Protocol):
     """A codec that says what several tiers make of the same states."""
 
     def recode(
-        self, layer: int, tiers: Sequence[TierSpec], keys: Tensor, values: Tensor, index: Tensor
+        self,
+        layers: Sequence[int],
+        tiers: Sequence[TierSpec],
+        keys: Tensor,
+        values: Tensor,
+        index: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """States after coding at every tier, in pages of 32.
 
         Args:
-            layer: Layer of the states.
+            layers: Layers of the states, whose heads lie one behind the other; their rotary
+                embedding is the same.
             tiers: Coded tiers.
             keys: ``[heads, states, head_dim]`` float32 after RoPE, whole pages.
             values: ``[heads, states, head_dim]`` float32.
@@ -103,9 +109,16 @@ class StateSample:
 
 
 def sample_states(
-    importance: Tensor, is_free: Tensor, count: int, *, least_free: int = 0
+    importance: Tensor,
+    is_free: Tensor,
+    count: int,
+    *,
+    least_free: int = 0,
+    num_layers: int = 1,
 ) -> StateSample:
     """The most important half of a sample, and evenly spaced ranks below.
+
+    Heads of a layer are sampled at the same ranks.
 
     Args:
         importance: ``[heads, tokens]``.
@@ -113,31 +126,37 @@ def sample_states(
         count: States of each head, a multiple of a coded page's.
         least_free: States that every head has free in any case. If these are more than ``count``,
             nothing waits for the device to tell how many there are.
+        num_layers: Layers whose heads lie one behind the other; several must have more than
+            ``count`` states free in every head.
     """
     if count < 1 or count % (2 * CODED_PAGE_MULTIPLE):
         raise ValueError(
             f"count must be a positive multiple of {2 * CODED_PAGE_MULTIPLE}, got {count}"
         )
     order = importance.masked_fill(~is_free, -1.0).argsort(dim=1, descending=True, stable=True)
-    free, top = is_free.sum(1).min(), count // 2
+    free, top = is_free.sum(1).view(num_layers, -1).amin(1), count // 2
     device = order.device
-    if least_free <= count and int(free) <= count:
+    if least_free <= count and int(free.min()) <= count:
+        if num_layers > 1:
+            raise ValueError(f"{num_layers} layers, of which one has only {int(free.min())} free")
         num_free = int(free)
         pages = -(-num_free // CODED_PAGE_MULTIPLE)
         rank = torch.arange(pages * CODED_PAGE_MULTIPLE, device=device)
-        weight = (rank < num_free).float()
-        rank = rank.clamp(max=max(0, num_free - 1))
+        weight = (rank < num_free).float()[None]
+        rank = rank.clamp(max=max(0, num_free - 1))[None]
     else:
-        gap = ((free - top).double() / top).float()
-        first = torch.arange(top, device=device)
-        rank = torch.cat([first, top + ((first + 0.5) * gap).long()])
-        weight = torch.cat([torch.ones(top, device=device), gap.expand(top)])
-    return StateSample(order[:, rank], weight.expand(order.shape[0], -1))
+        gap = ((free - top).double() / top).float()[:, None]
+        first = torch.arange(top, device=device).expand(num_layers, -1)
+        rank = torch.cat([first, top + ((first + 0.5) * gap).long()], 1)
+        weight = torch.cat([torch.ones_like(first, dtype=gap.dtype), gap.expand(-1, top)], 1)
+    heads = len(order) // num_layers
+    rank, weight = (each.repeat_interleave(heads, 0) for each in (rank, weight))
+    return StateSample(order.gather(1, rank), weight)
 
 
 def measure_tier_errors(
     codec: RecodingCodec,
-    layer: int,
+    layers: Sequence[int],
     tiers: TierTable,
     states: tuple[Tensor, Tensor, Tensor],
     votes: PredictedRows,
@@ -150,7 +169,7 @@ def measure_tier_errors(
 
     Args:
         codec: The encoder the store will use.
-        layer: Layer of the states.
+        layers: Layers of the states, whose heads lie one behind the other.
         tiers: The tiers.
         states: Queries of the window ``[query_heads, window, head_dim]``, keys and values
             ``[heads, tokens, head_dim]``.
@@ -178,7 +197,7 @@ def measure_tier_errors(
     along = (seen.pull * logits.square()).sum(1) / length.clamp(min=_TINY)
     norm = (seen.square * seen.values.square().sum(-1)).sum(1).clamp(min=_TINY)
     coded_keys, coded_values, step = codec.recode(
-        layer, coded, seen.keys, seen.values, sample.index
+        layers, coded, seen.keys, seen.values, sample.index
     )
     wrong = grouped @ coded_keys.transpose(2, 3) - logits
     moved = (seen.pull * weight_move(wrong, seen.weight)).sum((2, 3))  # [tiers, heads]

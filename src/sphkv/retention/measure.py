@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the controller is told about one layer of a prompt: attention, features, errors."""
+"""What the controller is told about layers of a prompt: attention, features, errors."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +38,9 @@ from sphkv.retention.streamed import StreamedRows, expected_part, window_part
 Found = TypeVar("Found")
 
 _EXPECTED_STRIDE = 2
+# Layers that are measured side by side have at most so many states of a head together: a thousand
+# short operations are launched for one or for all of them, but long ones gain nothing.
+_MOST_TOGETHER, _STATES_TOGETHER = 8, 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class MeasureConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInput:
-    """What the controller needs of one layer.
+    """What the controller needs of one layer, or of several whose heads lie one behind the other.
 
     Attributes:
         features: Measured features.
@@ -86,6 +90,7 @@ class LayerInput:
         protected: ``[heads, tokens]`` bool.
         token_weight: ``[tokens]`` float32 factor on every loss of a token; None for one.
         output: ``[heads, rows, head_dim]`` float32 what the rows give; None if it was not kept.
+        num_layers: How many layers.
     """
 
     features: TokenFeatures
@@ -95,30 +100,49 @@ class LayerInput:
     protected: Tensor
     token_weight: Tensor | None = None
     output: Tensor | None = None
+    num_layers: int = 1
 
 
 def measure_layer(
     config: MeasureConfig, codec: RecodingCodec, layer: int, states: tuple[Tensor, Tensor, Tensor]
 ) -> LayerInput:
-    """Features, error models and protection of a layer; waits for no device.
+    """Features, error models and protection of a layer; see ``measure_layers``."""
+    return measure_layers(config, codec, (layer,), states)
+
+
+def layers_together(config: MeasureConfig, num_tokens: int) -> int:
+    """Layers of a prompt that are best measured side by side."""
+    has_many = paged_tokens(num_tokens) - config.protection.most_states(num_tokens)
+    if config.kernels is None or has_many <= config.error_samples:
+        return 1
+    return max(1, min(_MOST_TOGETHER, _STATES_TOGETHER // num_tokens))
+
+
+def measure_layers(
+    config: MeasureConfig,
+    codec: RecodingCodec,
+    layers: Sequence[int],
+    states: tuple[Tensor, Tensor, Tensor],
+) -> LayerInput:
+    """Features, error models and protection of some layers; waits for no device.
 
     Args:
         config: Model, tiers and policy.
         codec: The encoder it will use.
-        layer: Index of the layer.
+        layers: Indices of the layers, which share a rotary embedding.
         states: Queries ``[query_heads, queries, head_dim]`` of the newest tokens, all or at
             least those the policy watches; keys and values ``[heads, tokens, head_dim]``; all
-            after RoPE.
+            after RoPE, heads layer by layer.
     """
     query, keys, values = states
     tokens, scale = keys.shape[1], config.geometry.head_dim**-0.5
-    votes, rows = _predict(config, layer, states)
+    votes, rows = _predict(config, layers, states)
     near = {"sinks": config.protection.sink_tokens, "recent": RUN_TOKENS}
     totals = rows.totals(values, **near)
     features, output = measure_features(rows, keys, values, **near, totals=totals), totals.output
     policy = config.policy
     if policy.surprise is not None:
-        chance = constant(policy.surprise[layer], device=keys.device)
+        chance = _of_layers(policy.surprise, layers, keys.device)
         even, coded = policy.surprise_even, policy.surprise_coded
         features = expect_surprise(
             features, rows, values, chance, even=even, coded=coded, output=output
@@ -126,36 +150,49 @@ def measure_layer(
     protected = protected_states(config, features.radius)
     least_free = paged_tokens(tokens) - config.protection.most_states(tokens)
     sample = sample_states(
-        features.drop_shift, ~protected, config.error_samples, least_free=least_free
+        features.drop_shift,
+        ~protected,
+        config.error_samples,
+        least_free=least_free,
+        num_layers=len(layers),
     )
     first = tokens - query.shape[1]
     seen = query[:, window_positions(config, query, tokens) - first]
     # votes are the first rows
     voted = output[:, : votes.share.shape[1]]
     errors = measure_tier_errors(
-        codec, layer, config.tiers, (seen, keys, values), votes, sample, scale=scale, output=voted
+        codec, layers, config.tiers, (seen, keys, values), votes, sample, scale=scale, output=voted
     )
-    return LayerInput(features, errors, rows, values, protected, output=output)
+    return LayerInput(
+        features, errors, rows, values, protected, output=output, num_layers=len(layers)
+    )
+
+
+def _of_layers(
+    table: Sequence[tuple[float, ...]], layers: Sequence[int], device: torch.device | str
+) -> Tensor:
+    """``[heads]`` numbers of the heads of some layers."""
+    return constant(tuple(chain.from_iterable(table[each] for each in layers)), device=device)
 
 
 def _predict(
-    config: MeasureConfig, layer: int, states: tuple[Tensor, Tensor, Tensor]
+    config: MeasureConfig, layers: Sequence[int], states: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[PredictedRows, PredictedRows]:
     """Votes of the observation window, and these with what is expected; see ``predict_rows``."""
     query, keys, values = states
     if config.kernels is None:
-        return predict_rows(config, layer, query, keys)
+        return predict_rows(config, layers, query, keys)
     policy, tokens = config.policy, keys.shape[1]
-    share, scale = row_share(config, layer, keys.device), config.geometry.head_dim**-0.5
+    share, scale = row_share(config, layers, keys.device), config.geometry.head_dim**-0.5
     window, held = window_positions(config, query, tokens), tokens - query.shape[1]
     votes = window_part(query[:, window - held], window, keys, scale=scale, share=share)
     parts = [votes]
     if policy.attention_mix > 0:
         expected = expected_part(
             config.kernels,
-            _recent_planes(config, layer, query, tokens),
+            _recent_planes(config, layers, query, tokens),
             keys,
-            config.ropes[layer],
+            config.ropes[layers[0]],
             scale=scale,
             horizon=config.horizon,
             share=share,
@@ -176,30 +213,30 @@ def _predict(
 
 
 def predict_rows(
-    config: MeasureConfig, layer: int, query: Tensor, keys: Tensor
+    config: MeasureConfig, layers: Sequence[int], query: Tensor, keys: Tensor
 ) -> tuple[AttentionRows, AttentionRows]:
     """Votes of the observation window, and these with what is expected in closed form.
 
     Args:
         config: Model, tiers and policy.
-        layer: Index of the layer.
+        layers: Indices of the layers, which share a rotary embedding.
         query: ``[query_heads, queries, head_dim]`` of the newest tokens, after RoPE.
-        keys: ``[heads, tokens, head_dim]`` after RoPE.
+        keys: ``[heads, tokens, head_dim]`` after RoPE, heads layer by layer.
     """
-    share = row_share(config, layer, keys.device)
+    share = row_share(config, layers, keys.device)
     first = keys.shape[1] - query.shape[1]
     window = window_positions(config, query, keys.shape[1])
     scale = config.geometry.head_dim**-0.5
     votes = window_rows(query[:, window - first], window, keys, scale=scale, share=share)
-    return votes, _with_expected(config, layer, votes, query, keys, share)
+    return votes, _with_expected(config, layers, votes, query, keys, share)
 
 
 def row_share(
-    config: MeasureConfig, layer: int, device: torch.device | str = "cpu"
+    config: MeasureConfig, layers: Sequence[int], device: torch.device | str = "cpu"
 ) -> Tensor | None:
     """``[query_heads]`` importance of each query head's rows; None if all count alike."""
     sensitivity = config.policy.sensitivity
-    return None if sensitivity is None else constant(sensitivity[layer], device=device)
+    return None if sensitivity is None else _of_layers(sensitivity, layers, device)
 
 
 def protected_states(config: MeasureConfig, radius: Tensor) -> Tensor:
@@ -212,7 +249,7 @@ def protected_states(config: MeasureConfig, radius: Tensor) -> Tensor:
 
 def _with_expected(
     config: MeasureConfig,
-    layer: int,
+    layers: Sequence[int],
     votes: AttentionRows,
     query: Tensor,
     keys: Tensor,
@@ -223,9 +260,9 @@ def _with_expected(
     if policy.attention_mix == 0:
         return votes
     expected = expected_rows(
-        _recent_planes(config, layer, query, tokens),
+        _recent_planes(config, layers, query, tokens),
         keys,
-        config.ropes[layer],
+        config.ropes[layers[0]],
         scale=config.geometry.head_dim**-0.5,
         horizon=config.horizon,
         share=share,
@@ -233,12 +270,14 @@ def _with_expected(
     return mix_rows(votes, expected, policy.attention_mix)
 
 
-def _recent_planes(config: MeasureConfig, layer: int, query: Tensor, tokens: int) -> Tensor:
+def _recent_planes(
+    config: MeasureConfig, layers: Sequence[int], query: Tensor, tokens: int
+) -> Tensor:
     """Some of the newest queries in planes before RoPE, by which others are expected."""
     held = tokens - query.shape[1]
     first = max(held, tokens - 4 * config.policy.window)
     seen = torch.arange(first, tokens, _EXPECTED_STRIDE, device=query.device)
-    return unrotated_planes(config, layer, query[:, seen - held], seen)
+    return unrotated_planes(config, layers[0], query[:, seen - held], seen)
 
 
 def window_positions(config: MeasureConfig, query: Tensor, tokens: int) -> Tensor:

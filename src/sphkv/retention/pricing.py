@@ -87,6 +87,12 @@ class LayerBlocks:
         joined = (torch.cat([getattr(part, name) for part in parts]) for name in names)
         return cls(parts[0].shape, *joined)
 
+    def split(self, num_heads: int) -> list[LayerBlocks]:
+        """Layers of so many heads each, which ``join`` put together."""
+        names = ("units", "states", "distortion", "cost")
+        parts = (getattr(self, name).split(num_heads) for name in names)
+        return [LayerBlocks(self.shape, *own) for own in zip(*parts, strict=True)]
+
     def spread(self, tier_id: Tensor, num_tokens: int) -> Tensor:
         """The tier of every token, given those of blocks.
 
@@ -133,7 +139,7 @@ def rank_units(score: Tensor, is_free: Tensor, *, block_units: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PricedLayer:
-    """A layer as blocks with their losses and bytes.
+    """A layer as blocks with their losses and bytes, or several whose heads lie side by side.
 
     Attributes:
         protected: ``[heads, tokens]`` bool states that stay dense, whole runs if runs are decided.
@@ -144,6 +150,14 @@ class PricedLayer:
     protected: Tensor
     blocks: Mapping[BlockShape, LayerBlocks]
     run_loss: Tensor | None = None
+
+    def split(self, num_heads: int) -> list[PricedLayer]:
+        """Layers of so many heads each, without losses of runs."""
+        blocks = {shape: part.split(num_heads) for shape, part in self.blocks.items()}
+        return [
+            PricedLayer(protected, {shape: part[at] for shape, part in blocks.items()})
+            for at, protected in enumerate(self.protected.split(num_heads))
+        ]
 
 
 class LayerPricer:

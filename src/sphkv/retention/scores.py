@@ -114,14 +114,16 @@ class AttentionScore:
         scale = torch.ones((), device=weight.device, dtype=torch.float64)
         if self._policy.sensitivity is None:
             # outputs of layers differ in size and only the relative move matters
-            scale = 1.0 / layer.features.output_energy.sum().double().clamp(min=_LEAST)
+            energy = layer.features.output_energy.view(layer.num_layers, -1)
+            scale = 1.0 / energy.sum(1).double().clamp(min=_LEAST)
+            scale = scale.repeat_interleave(energy.shape[1])[:, None, None]
         units = _weighed_units(layer, granularity)
         return _NestedLosses(
             scale.float() * state_distortion(units, layer.errors, self._policy),
             granularity,
             layer,
             weight,
-            (self._policy.alpha_drop * scale).float(),
+            (self._policy.alpha_drop * scale).float().view(-1, 1),
             units.surprise,
         )
 
@@ -133,7 +135,7 @@ class _NestedLosses(UnitLosses):
     Attributes:
         layer: The layer, for its rows and values.
         weight: ``[heads, tokens]`` factor on the loss of dropping a token.
-        drop_scale: ``[]`` float32 factor on every squared move.
+        drop_scale: ``[heads or 1, 1]`` float32 factor on every squared move.
         surprise: ``[heads, units]`` squared move by queries that no row predicts; None if none.
     """
 

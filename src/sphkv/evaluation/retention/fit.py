@@ -315,7 +315,7 @@ def _excess(config: MeasureConfig, layer: int, states: LayerStates, num_later: i
     query, keys, values = states.query, states.keys, states.values
     tokens = keys.shape[1] - num_later
     known = values[:, :tokens]
-    _, rows = predict_rows(config, layer, query[:, :tokens], keys[:, :tokens])
+    _, rows = predict_rows(config, (layer,), query[:, :tokens], keys[:, :tokens])
     features = measure_features(
         rows, keys[:, :tokens], known, sinks=config.protection.sink_tokens, recent=RUN_TOKENS
     )
@@ -324,7 +324,7 @@ def _excess(config: MeasureConfig, layer: int, states: LayerStates, num_later: i
         torch.arange(tokens, keys.shape[1]),
         keys,
         scale=config.geometry.head_dim**-0.5,
-        share=row_share(config, layer),
+        share=row_share(config, (layer,)),
     )
     # what they give is known, however near to a token they stand
     later = replace(later, is_valid=torch.ones_like(later.is_valid))

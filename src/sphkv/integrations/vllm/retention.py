@@ -210,7 +210,7 @@ def measure_errors(
     sample = StateSample(index, torch.ones(index.shape))
     return measure_tier_errors(
         codec,
-        layer,
+        (layer,),
         tiers,
         (seen, keys, values),
         votes,
