@@ -15,6 +15,7 @@ from sphkv.cache.config import CacheConfig, RetentionConfig
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.files import load_engine, read_config, save_engine
 from sphkv.cache.plan import parse_tiers, retention_tiers
+from sphkv.cache.prompt import PromptDecision
 from sphkv.cache.retention import RetentionResidency
 from sphkv.cache.step import StepTokens
 from sphkv.codec.calibration import Calibration, Calibrator
@@ -479,13 +480,15 @@ def test_uniform_heads_stay_uniform_while_decoding():
     assert all(torch.equal(each, counts[0]) for each in counts[1:])
 
 
-@pytest.mark.parametrize("windows", [(None, None), (None, 64)])
-def test_a_prompt_whose_layers_are_measured_together_is_decided_about_alike(monkeypatch, windows):
+@pytest.mark.parametrize(("windows", "tokens"), [((None, None), 600), ((None, 64), 1200)])
+def test_a_prompt_whose_layers_are_measured_together_is_decided_about_alike(
+    monkeypatch, windows, tokens
+):
     alone = make_engine(windows=windows)
-    run(alone, 600)
-    monkeypatch.setattr("sphkv.cache.prompt.layers_together", lambda config, tokens: 8)
+    run(alone, tokens)
+    monkeypatch.setattr("sphkv.cache.prompt.layers_together", lambda *_: 8)
     together = make_engine(windows=windows)
-    run(together, 600)
+    run(together, tokens)
     one, two = contract_of(alone), contract_of(together)
     assert torch.equal(one.protected, two.protected)
     # last places decide how much of the budget the search leaves: two pages of 240 may differ
@@ -500,3 +503,33 @@ def test_a_prompt_whose_layers_are_measured_together_is_decided_about_alike(monk
             )
     for engine in (alone, together):
         run(engine, 1)
+
+
+def test_a_prompt_is_decided_about_once_its_pass_is_queued(monkeypatch):
+    engine, decide = make_engine(), PromptDecision.decide
+    run_steps = StepTokens(torch.ones(1, 600, dtype=torch.bool), torch.arange(600)[None])
+
+    def give() -> None:
+        engine.begin(run_steps)
+        for layer in range(GEOMETRY.num_layers):
+            query, keys, values = (part[None] for part in make_states(layer, 600))
+            engine.update(layer, keys, values)
+            engine.end_layer(layer, query)
+        assert engine.on_contract == []
+
+    def refuse(self: PromptDecision, limit: int) -> WriteContract:
+        raise BudgetError(2, 1, 1, "what must be kept")
+
+    monkeypatch.setattr(PromptDecision, "decide", refuse)
+    give()
+    with pytest.raises(BudgetError, match="what must be kept"):
+        engine.finish()
+    # nothing is left of the dense states, so nothing may go on
+    with pytest.raises(RuntimeError, match="call reset"):
+        engine.begin(run_steps)
+    engine.reset()
+    monkeypatch.setattr(PromptDecision, "decide", decide)
+    give()
+    engine.finish()
+    assert len(engine.on_contract) == 1
+    check_bytes(engine)

@@ -132,11 +132,16 @@ def test_layers_are_sampled_at_ranks_of_their_own():
 
 def test_how_many_layers_are_measured_together():
     config = make_config(RetentionPolicy())
-    assert layers_together(config, 8192) == 1
+    assert layers_together(config, 8192, 32) == 1
     on_gpu = replace(config, kernels=object())
-    counts = {tokens: layers_together(on_gpu, tokens) for tokens in (128, 400, 8192, 32768, 131072)}
-    assert counts == {128: 1, 400: 8, 8192: 8, 32768: 4, 131072: 1}
-    assert layers_together(on_gpu, 1 << 20) == 1
+    lengths = (128, 400, 8192, 32768, 131072, 1 << 20)
+    counts = {tokens: layers_together(on_gpu, tokens, 32) for tokens in lengths}
+    assert counts == {128: 1, 400: 8, 8192: 8, 32768: 4, 131072: 1, 1 << 20: 1}
+    left, groups = 32, []
+    while left:
+        groups.append(min(left, layers_together(on_gpu, 8192, left)))
+        left -= groups[-1]
+    assert groups == [8, 8, 8, 4, 2, 2]
 
 
 def test_a_layer_alone_is_one_of_one():

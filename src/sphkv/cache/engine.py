@@ -307,9 +307,6 @@ class CacheEngine:
         Args:
             layer: The layer.
             query: ``[batch, query_heads, tokens, head_dim]`` after RoPE, of this step.
-
-        Raises:
-            BudgetError: What must stay dense does not fit a budget.
         """
         step = self._step
         if step is None or not self._dense.has(layer):
@@ -360,7 +357,11 @@ class CacheEngine:
         )
 
     def finish(self, *, is_failed: bool = False) -> None:
-        """End a forward pass; a failed one leaves no trace where that is possible."""
+        """End a forward pass; a failed one leaves no trace where that is possible.
+
+        Raises:
+            BudgetError: What must stay dense of a prompt does not fit a budget.
+        """
         step, self._step = self._step, None
         if step is None:
             return
@@ -368,6 +369,12 @@ class CacheEngine:
         if is_failed:
             self._undo()
             return
+        if self._is_encoding and self._coded is not None:
+            try:
+                self._coded.end_prompt()
+            except BaseException:
+                self._undo()
+                raise
         if self.graph is not None:
             self.graph.commit()
         self.places.append(step.is_real.cpu())

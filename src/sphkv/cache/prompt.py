@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable
 from itertools import chain
 from typing import TypeVar
@@ -16,7 +17,7 @@ from sphkv.cache.notes import SequenceNotes
 from sphkv.cache.residency import window_start
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
-from sphkv.core.devices import ReadyTensors, join_beside
+from sphkv.core.devices import ReadyTensors, RunAhead, behind_beside, join_beside
 from sphkv.core.prompt_rows import RowShape
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.controller import RetentionController
@@ -39,6 +40,8 @@ States = tuple[Tensor, Tensor, Tensor]
 
 # So many rows seal beside one step at least: most of the host's work is the same for one or more.
 _ROWS_AT_ONCE = 8
+# Layers that the host may be ahead of a GPU: enough for launching what measures others.
+_LAYERS_AHEAD = 3
 # Runs a prompt needs so that there is one to decide about between sinks and the newest.
 _LEAST_RUNS = 3
 
@@ -46,7 +49,8 @@ _LEAST_RUNS = 3
 class PromptDecision:
     """Measures, prices and notes the layers of one prompt, and decides about them together.
 
-    For every layer ``take``, then ``decide`` and ``write``; after that it is of no more use.
+    For every layer ``take``. Once the model's pass is queued ``decide``, then ``write``; after that
+    it is of no more use.
     """
 
     def __init__(
@@ -83,7 +87,8 @@ class PromptDecision:
         self._layers: list[tuple[Tensor, Tensor]] = []
         # layers that others are measured with, and those that are to be measured next
         self._waiting: list[tuple[int, States]] = []
-        self._ready: tuple[tuple[int, ...], ReadyTensors] | None = None
+        self._ready: deque[tuple[tuple[int, ...], ReadyTensors]] = deque()
+        self._pace = RunAhead(_LAYERS_AHEAD)
         self._num_paged = 0
         self._controller = RetentionController(costs, config.retention.options)
         self._pricer: LayerPricer | None = None
@@ -106,27 +111,26 @@ class PromptDecision:
         """
         if layer != len(self._layers):
             raise ValueError(f"layer {layer} is out of order: {len(self._layers)} came before")
-        self._price_ready()
         self._layers.append((keys, values))
         if self._config.windows[layer] is None and keys.shape[1] >= _LEAST_RUNS * RUN_TOKENS:
             self._wait(layer, query, keys, values)
         if self.is_complete:
             self._make_ready()
-            self._price_ready()
+        # nothing is launched that a GPU could not begin with
+        self._pace.mark(keys.device)
+        self._price_ready(layer - _LAYERS_AHEAD if keys.is_cuda else layer)
 
     def _wait(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
         """Have a layer measured with others, once as many are there as shall be."""
         ropes = self._config.ropes
         if self._waiting and ropes[self._waiting[0][0]] != ropes[layer]:
             self._make_ready()
-            self._price_ready()
         # a copy: the few that are watched would keep those of all tokens alive
         own = query.clone() if query.is_cuda else query
         self._waiting.append((layer, (own, keys, values)))
-        if len(self._waiting) >= layers_together(self._measure_config(), keys.shape[1]):
+        left = sum(each >= self._waiting[0][0] for each in self._config.full_layers)
+        if len(self._waiting) >= layers_together(self._measure_config(), keys.shape[1], left):
             self._make_ready()
-            if not keys.is_cuda:
-                self._price_ready()
 
     def _make_ready(self) -> None:
         """The layers that wait are complete, and may be measured from here on."""
@@ -134,25 +138,20 @@ class PromptDecision:
             return
         layers, states = zip(*self._waiting, strict=True)
         self._waiting = []
-        self._ready = layers, ReadyTensors(*chain.from_iterable(zip(*states, strict=True)))
+        tensors = ReadyTensors(*chain.from_iterable(zip(*states, strict=True)))
+        self._ready.append((layers, tensors))
 
-    def _price_ready(self) -> None:
-        """Measure layers that came before, beside what the model does next.
-
-        A GPU takes so many launches ahead and no more: were they measured at once, these launches
-        would keep those of the next layer back.
-        """
-        if self._ready is None:
-            return
-        layers, states = self._ready
-        self._ready = None
-        with states.beside() as tensors:
-            num = len(layers)
-            query, keys, values = (
-                tensors[at] if num == 1 else torch.cat(tensors[at : at + num])
-                for at in range(0, 3 * num, num)
-            )
-            self._price(layers, query, keys, values)
+    def _price_ready(self, last: int) -> None:
+        """Measure layers up to a last one, beside what the model does next."""
+        while self._ready and self._ready[0][0][-1] <= last:
+            layers, states = self._ready.popleft()
+            with states.beside() as tensors:
+                num = len(layers)
+                query, keys, values = (
+                    tensors[at] if num == 1 else torch.cat(tensors[at : at + num])
+                    for at in range(0, 3 * num, num)
+                )
+                self._price(layers, query, keys, values)
 
     def _price(self, layers: tuple[int, ...], query: Tensor, keys: Tensor, values: Tensor) -> None:
         """Measure, price and note layers where their states are, without waiting for them."""
@@ -216,12 +215,21 @@ class PromptDecision:
         Raises:
             BudgetError: The parts that must stay dense do not fit.
         """
-        join_beside(self._layers[0][0].device)
+        self._price_ready(len(self._layers))
         self._num_paged = self._paged_tokens()
-        if self._notes.is_measured:
-            return self._decide_measured(limit)
-        self._notes.keep_unmeasured(self._plan.tiers)
-        return short_contract(self._config, self._plan, self.num_tokens)
+        if not self._notes.is_measured:
+            self._notes.keep_unmeasured(self._plan.tiers)
+            return short_contract(self._config, self._plan, self.num_tokens)
+        device = self._layers[0][0].device
+        # the model's last layer is still being computed: there is no need to wait for it
+        with behind_beside(device):
+            contract = self._decide_measured(limit)
+        join_beside(device)
+        for each in (contract.tier_id, contract.protected):
+            if each.is_cuda:
+                # made beside and read here, where its memory must not be used again too early
+                each.record_stream(torch.cuda.current_stream(device))
+        return contract
 
     def _paged_tokens(self) -> int:
         """Tokens of the prompt that are stored in pages; the others open the tail.

@@ -41,6 +41,14 @@ class Residency(Protocol):
         """
         ...
 
+    def end_prompt(self) -> None:
+        """The pass with the prompt is over: have all of its layers stored.
+
+        Raises:
+            BudgetError: What must stay dense does not fit a budget.
+        """
+        ...
+
     @property
     def num_changes(self) -> int:
         """Rises when pages come otherwise than by sealing tails at one tier."""
@@ -125,6 +133,9 @@ class UniformResidency:
         write_uniform(
             self._config, self._plan, self._store, [self._sequence], layer, keys[None], values[None]
         )
+
+    def end_prompt(self) -> None:
+        """Every layer is stored as it comes."""
 
     def settle(self, num_new: int, *, is_ahead: bool = False) -> bool:
         """Nothing has to give way."""

@@ -126,24 +126,32 @@ class RetentionResidency:
         return self._rebalancer.num_rebalances
 
     def take_prompt(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Take a layer of the prompt; the last one triggers the decision about all.
+        """Take a layer of the prompt.
 
         Raises:
-            BudgetError: The parts that must stay dense do not fit the budget.
             ValueError: A layer comes out of order.
         """
         prompt = self._prompt
         if prompt is None:
             raise ValueError(f"layer {layer} is out of order: the prompt was decided about")
         prompt.take(layer, query, keys, values)
-        if prompt.is_complete:
-            # with room left for the first pages to seal
-            contract = prompt.decide(self._limit(prompt.num_tokens) - self._seal_bytes())
-            self._prompt = None
-            self._rebalancer.seal_tier = self._tier_of_new(contract)
-            if self._on_contract is not None:
-                self._on_contract(contract)
-            prompt.write(contract)
+
+    def end_prompt(self) -> None:
+        """Decide about all layers of the prompt, and write them.
+
+        Raises:
+            BudgetError: The parts that must stay dense do not fit the budget.
+        """
+        prompt = self._prompt
+        if prompt is None or not prompt.is_complete:
+            return
+        # with room left for the first pages to seal
+        contract = prompt.decide(self._limit(prompt.num_tokens) - self._seal_bytes())
+        self._prompt = None
+        self._rebalancer.seal_tier = self._tier_of_new(contract)
+        if self._on_contract is not None:
+            self._on_contract(contract)
+        prompt.write(contract)
 
     def _tier_of_new(self, contract: WriteContract) -> str:
         """Tier at which new states are sealed.

@@ -94,6 +94,15 @@ class CodedRows:
             row_query = seen.get(index, query[index][:, :0])
             self.rows[index].take_prompt(layer, row_query, *own)
 
+    def end_prompt(self) -> None:
+        """The pass with the prompts is over, and what it computes last is queued.
+
+        Raises:
+            BudgetError: What must stay dense does not fit a budget.
+        """
+        for row in self.rows:
+            row.end_prompt()
+
     def attend(
         self,
         layer: int,

@@ -116,6 +116,10 @@ class CacheSequence:
         self.residency.take_prompt(layer, query, keys, values)
         self.note_prompt(layer, keys.shape[1])
 
+    def end_prompt(self) -> None:
+        """The pass with the prompt is over; see ``Residency.end_prompt``."""
+        self.residency.end_prompt()
+
     def note_prompt(self, layer: int, tokens: int) -> None:
         """A layer of a prompt of so many tokens was stored."""
         self.first_kept[layer] = window_start(self._config, self._plan, layer, tokens)

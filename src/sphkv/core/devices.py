@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -206,13 +207,52 @@ class ReadyTensors:
             yield self.tensors
 
 
+class RunAhead:
+    """Keeps the host so many marks ahead of a GPU and no further.
+
+    A GPU takes about a thousand launches ahead. A host that is further ahead with work that runs
+    beside another stream's would wait there, and the other stream with it.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Allow ``most`` marks that the device has not reached."""
+        self._most = most
+        self._events: deque[torch.cuda.Event] = deque()
+
+    def mark(self, device: torch.device) -> None:
+        """Note what was queued so far; wait until at most ``most`` marks are ahead."""
+        if device.type != "cuda":
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        self._events.append(event)
+        if len(self._events) > self._most:
+            self._events.popleft().synchronize()
+
+
+@contextmanager
+def behind_beside(device: torch.device) -> Iterator[None]:
+    """On a GPU, queue what follows behind all that was queued beside other work.
+
+    Whoever uses what is found there elsewhere calls ``join_beside`` first.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(_side_stream(_with_index(device))):
+        yield
+
+
 def join_beside(device: torch.device) -> None:
     """What the caller queues from now on comes after all that was queued beside it."""
     if device.type != "cuda":
         return
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+    torch.cuda.current_stream(device).wait_stream(_side_stream(_with_index(device)))
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """A GPU by its number."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

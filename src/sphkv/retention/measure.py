@@ -40,7 +40,7 @@ Found = TypeVar("Found")
 _EXPECTED_STRIDE = 2
 # Layers that are measured side by side have at most so many states of a head together: a thousand
 # short operations are launched for one or for all of them, but long ones gain nothing.
-_MOST_TOGETHER, _STATES_TOGETHER = 8, 1 << 17
+_LEAST_TOGETHER, _MOST_TOGETHER, _STATES_TOGETHER = 2, 8, 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +110,20 @@ def measure_layer(
     return measure_layers(config, codec, (layer,), states)
 
 
-def layers_together(config: MeasureConfig, num_tokens: int) -> int:
-    """Layers of a prompt that are best measured side by side."""
+def layers_together(config: MeasureConfig, num_tokens: int, num_left: int) -> int:
+    """Layers of a prompt that are best measured side by side.
+
+    Args:
+        config: Model, tiers and policy.
+        num_tokens: Tokens of the prompt.
+        num_left: Layers that are not measured yet. Nothing hides the last ones' time, so these
+            are few.
+    """
     has_many = paged_tokens(num_tokens) - config.protection.most_states(num_tokens)
     if config.kernels is None or has_many <= config.error_samples:
         return 1
-    return max(1, min(_MOST_TOGETHER, _STATES_TOGETHER // num_tokens))
+    most = max(1, min(_MOST_TOGETHER, _STATES_TOGETHER // num_tokens))
+    return min(most, max(_LEAST_TOGETHER, -(-num_left // 2)))
 
 
 def measure_layers(
