@@ -17,7 +17,7 @@ from sphkv.cache.notes import SequenceNotes
 from sphkv.cache.residency import window_start
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import WriteContract
-from sphkv.core.devices import ReadyTensors, RunAhead, behind_beside, join_beside
+from sphkv.core.devices import ReadyTensors, behind_beside, join_beside
 from sphkv.core.prompt_rows import RowShape
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.controller import RetentionController
@@ -40,8 +40,6 @@ States = tuple[Tensor, Tensor, Tensor]
 
 # So many rows seal beside one step at least: most of the host's work is the same for one or more.
 _ROWS_AT_ONCE = 8
-# Layers that the host may be ahead of a GPU: enough for launching what measures others.
-_LAYERS_AHEAD = 3
 # Runs a prompt needs so that there is one to decide about between sinks and the newest.
 _LEAST_RUNS = 3
 
@@ -88,7 +86,6 @@ class PromptDecision:
         # layers that others are measured with, and those that are to be measured next
         self._waiting: list[tuple[int, States]] = []
         self._ready: deque[tuple[tuple[int, ...], ReadyTensors]] = deque()
-        self._pace = RunAhead(_LAYERS_AHEAD)
         self._num_paged = 0
         self._controller = RetentionController(costs, config.retention.options)
         self._pricer: LayerPricer | None = None
@@ -116,9 +113,9 @@ class PromptDecision:
             self._wait(layer, query, keys, values)
         if self.is_complete:
             self._make_ready()
-        # nothing is launched that a GPU could not begin with
-        self._pace.mark(keys.device)
-        self._price_ready(layer - _LAYERS_AHEAD if keys.is_cuda else layer)
+        # A GPU takes so many launches ahead and no more: were layers measured at once, these
+        # launches would keep those of the next layer back.
+        self._price_ready(layer - 1 if keys.is_cuda else layer)
 
     def _wait(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
         """Have a layer measured with others, once as many are there as shall be."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -205,29 +204,6 @@ class ReadyTensors:
             each.record_stream(side)
         with torch.cuda.stream(side):
             yield self.tensors
-
-
-class RunAhead:
-    """Keeps the host so many marks ahead of a GPU and no further.
-
-    A GPU takes about a thousand launches ahead. A host that is further ahead with work that runs
-    beside another stream's would wait there, and the other stream with it.
-    """
-
-    def __init__(self, most: int) -> None:
-        """Allow ``most`` marks that the device has not reached."""
-        self._most = most
-        self._events: deque[torch.cuda.Event] = deque()
-
-    def mark(self, device: torch.device) -> None:
-        """Note what was queued so far; wait until at most ``most`` marks are ahead."""
-        if device.type != "cuda":
-            return
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        self._events.append(event)
-        if len(self._events) > self._most:
-            self._events.popleft().synchronize()
 
 
 @contextmanager

@@ -80,15 +80,18 @@ class ProtectionRule:
         return mask
 
     def _outliers(self, radius: Tensor) -> Tensor:
+        most = min(self.max_outliers, radius.shape[1])
         if radius.device.type == "cpu":
             median = radius.median(dim=1, keepdim=True).values
+            largest = radius.topk(most, dim=1).indices
         else:
-            # a GPU sorts all heads in less time than it finds the median of a few
-            median = radius.sort(dim=1).values[:, (radius.shape[1] - 1) // 2, None]
+            # a GPU sorts all heads in less time than it finds the median of a few, or the largest
+            ordered, place = radius.sort(dim=1)
+            median = ordered[:, (radius.shape[1] - 1) // 2, None]
+            largest = place[:, radius.shape[1] - most :]
         excess = radius / median.clamp(min=torch.finfo(torch.float32).tiny)
-        most = min(self.max_outliers, radius.shape[1])
         top = torch.zeros_like(excess, dtype=torch.bool)
-        top.scatter_(1, excess.topk(most, dim=1).indices, True)
+        top.scatter_(1, largest, True)
         return top & (excess > float(self.outlier_ratio or 0))
 
 
