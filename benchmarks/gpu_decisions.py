@@ -42,7 +42,13 @@ from sphkv.core.devices import native_kernels
 from sphkv.evaluation.harness.states import log_probabilities, read_prompt
 from sphkv.integrations.transformers.cache import CacheOptions, RetentionOptions
 from sphkv.retention.controller import RetentionController
-from sphkv.retention.measure import MeasureConfig, PromptWork, measure_layer, paged_tokens
+from sphkv.retention.measure import (
+    MeasureConfig,
+    PromptWork,
+    layers_together,
+    measure_layers,
+    paged_tokens,
+)
 from sphkv.retention.pricing import NO_TIER, LayerPricer
 from sphkv.store.forecast import contract_bytes
 from sphkv.store.pages import decode_pages
@@ -127,10 +133,18 @@ def price_layers(engine, calibration, states):
     )  # fmt: skip
     costs = page_costs(config, engine.plan, engine.store)
     pricer, codec = LayerPricer(costs, kept.policy, kept.options), SphericalCodec(calibration)
-    return [
-        pricer.price(measure_layer(measured, codec, layer, part))
-        for layer, part in enumerate(states)
-    ]
+    priced, tokens = [], states[0][1].shape[1]
+    while (first := len(priced)) < len(states):
+        # as a cache measures them: side by side on a GPU
+        together = layers_together(measured, tokens, len(states) - first)
+        some = states[first : first + together]
+        layers = range(first, first + len(some))
+        joined = tuple(torch.cat(parts) for parts in zip(*some, strict=True))
+        found = pricer.price(measure_layers(measured, codec, layers, joined))
+        losses = found.run_loss.split(config.geometry.num_kv_heads)
+        parts = found.split(config.geometry.num_kv_heads)
+        priced += [replace(one, run_loss=own) for one, own in zip(parts, losses, strict=True)]
+    return priced
 
 
 def decide(engine, priced, tokens):
