@@ -233,20 +233,30 @@ def plan_runs(
         as_runs: Whether pages of consecutive runs tell a position per run as well.
     """
     num_heads, num_runs = tier_ids.shape
-    head_ids, runs = np.divmod(np.flatnonzero(tier_ids == tier_id), max(1, num_runs))
-    if not len(runs):
+    found = np.flatnonzero(tier_ids == tier_id)
+    if not len(found):
         return []
     size = page_tokens // RUN_TOKENS
-    per_head = np.bincount(head_ids, minlength=num_heads)
+    head_starts = np.arange(num_heads + 1) * num_runs
+    ends = found.searchsorted(head_starts)
+    per_head = np.diff(ends)
     pages = -(-per_head // size)
-    rank = np.arange(len(runs)) - np.repeat(per_head.cumsum() - per_head, per_head)
-    row = np.repeat(pages.cumsum() - pages, per_head) + rank // size
-    table = np.zeros((int(pages.sum()), size), dtype=np.int64)
-    table[row, rank % size] = runs
-    counts = np.bincount(row, minlength=len(table))
-    page_heads = np.repeat(np.arange(num_heads), pages)
+    ends_of_pages = pages.cumsum()
+    # a head's runs follow one another in its pages, so that all of them move by as many places
+    shift = (ends_of_pages - pages) * size - ends[:-1]
+    table = np.zeros((int(ends_of_pages[-1]), size), dtype=np.int64)
+    to = np.arange(len(found)) + shift.repeat(per_head)
+    table.ravel()[to] = found - head_starts[:-1].repeat(per_head)
+    counts = np.full(len(table), size)
+    has_pages = pages > 0
+    counts[ends_of_pages[has_pages] - 1] -= (pages * size - per_head)[has_pages]
+    page_heads = np.arange(num_heads).repeat(pages)
+    if as_runs:
+        return [RunPages(tier_id, PositionMode.RUNS, page_heads, table, counts)]
     last = table[np.arange(len(table)), counts - 1]
-    is_contiguous = (last - table[:, 0] == counts - 1) & (not as_runs)
+    is_contiguous = last - table[:, 0] == counts - 1
+    if is_contiguous.all():
+        return [RunPages(tier_id, PositionMode.CONTIGUOUS, page_heads, table, counts)]
     modes = ((PositionMode.CONTIGUOUS, is_contiguous), (PositionMode.RUNS, ~is_contiguous))
     return [
         RunPages(tier_id, mode, page_heads[chosen], table[chosen], counts[chosen])
