@@ -15,8 +15,7 @@ LOW, HIGH = (1, PositionMode.CONTIGUOUS), (2, PositionMode.RUNS)
 def make_slab(tiers: TierTable, key: PoolKey, num_pages: int) -> Slab:
     layout = PageLayout(key[0], tiers[key[0]], 8, key[1])
     data = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8)
-    none = torch.zeros(num_pages, dtype=torch.int32)
-    return Slab(key, layout, data, none, none.clone(), num_pages, data)
+    return Slab(key, layout, data, num_pages, data)
 
 
 def test_the_lowest_slot_is_given_out_again(tiers: TierTable) -> None:

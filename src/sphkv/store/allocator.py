@@ -169,37 +169,25 @@ class PageAllocator:
         for key, wanted in requests.items():
             free, total = self._slabs.total(key)
             fresh[key] = self._new_slabs(key, self._slab_sizes(wanted - free, total))
-        for slabs in fresh.values():
-            for slab in slabs:
-                self._slabs.place(slab)
-        return {key: self._take(key, wanted) for key, wanted in requests.items()}
+        self._slabs.place(*(slab for slabs in fresh.values() for slab in slabs))
+        return {
+            key: torch.from_numpy(self._slabs.take(key, wanted))
+            for key, wanted in requests.items()
+        }
 
     def _new_slabs(self, key: PoolKey, sizes: Sequence[int]) -> list[Slab]:
-        """Slabs of so many pages each; the table shows them their counts."""
-        layout, none = self._layout_of(key), torch.zeros(0, dtype=torch.int32)
+        """Slabs of so many pages each."""
+        layout = self._layout_of(key)
         size, alignment = layout.page_bytes, self._alignment(layout)
         spare, slabs = spare_bytes(alignment), []
         for num_pages in sizes:
-            num_bytes = num_pages * size
-            buffer = torch.empty(num_bytes + spare, dtype=torch.uint8, device=self._device)
+            num_bytes = num_pages * size + spare
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             begin = -buffer.data_ptr() % alignment
-            data = buffer[begin : begin + num_bytes].view(num_pages, size)
-            slabs.append(Slab(key, layout, data, none, none, num_pages, buffer))
+            # one call instead of three: there are hundreds of slabs
+            data = buffer.as_strided((num_pages, size), (size, 1), begin)
+            slabs.append(Slab(key, layout, data, num_pages, buffer))
         return slabs
-
-    def _take(self, key: PoolKey, wanted: int) -> Tensor:
-        parts = [np.empty(0, dtype=np.int64)]
-        slots = self._slabs.slots(key) if wanted else parts[0]
-        for slot in slots[self._slabs.num_free(slots) > 0].tolist():
-            if wanted == 0:
-                break
-            refcounts = self._slabs[slot].refcounts.numpy()
-            index = np.flatnonzero(refcounts == 0)[:wanted]
-            refcounts[index] = 1
-            self._slabs.add_free(slot, -len(index))
-            wanted -= len(index)
-            parts.append(slot * self._slabs.stride + index)
-        return torch.from_numpy(np.concatenate(parts))
 
     def own(self, owner: PageOwner, page_ids: Tensor) -> None:
         """Note who keeps ids, so that it is told when the pages move.

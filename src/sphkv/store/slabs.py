@@ -24,6 +24,28 @@ PoolKey = tuple[int, PositionMode]
 
 
 @dataclass(slots=True, eq=False)
+class PageCounts:
+    """What is counted of all pages, by id; slabs show their part of it.
+
+    Attributes:
+        refcounts: ``[slots * stride]`` int32 sequences that hold a page; 0 is free.
+        counts: ``[slots * stride]`` int32 live states of a page.
+    """
+
+    refcounts: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    counts: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+
+    def reserve(self, num_pages: int) -> None:
+        """Have room for so many pages, and half as many more."""
+        missing = num_pages - len(self.counts)
+        if missing > 0:
+            more = np.zeros(missing + num_pages // 2, dtype=np.int32)
+            self.refcounts, self.counts = (
+                np.concatenate([old, more]) for old in (self.refcounts, self.counts)
+            )
+
+
+@dataclass(slots=True, eq=False)
 class Slab:
     """Pages of one pool in one tensor.
 
@@ -31,26 +53,36 @@ class Slab:
         key: Pool the slab belongs to.
         layout: Layout of its pages.
         data: ``[pages, page_bytes]`` uint8.
-        refcounts: ``[pages]`` int32 on the CPU: sequences that hold a page; 0 is free.
-        counts: ``[pages]`` int32 on the CPU: live states; 0 until the page is sealed.
         num_free: Pages with no owner.
         buffer: What ``data`` is cut from where pages are aligned; else ``data`` itself.
         owners: Numbers of those who may keep ids of its pages.
+        counted: Counts of all pages, and the id of its first one; its table tells it.
     """
 
     key: PoolKey
     layout: PageLayout
     data: Tensor
-    refcounts: Tensor
-    counts: Tensor
     num_free: int
     buffer: Tensor
     owners: set[int] = field(default_factory=set)
+    counted: tuple[PageCounts, int] = field(default_factory=lambda: (PageCounts(), 0))
 
     @property
     def num_pages(self) -> int:
         """Pages, free ones included."""
         return self.data.shape[0]
+
+    @property
+    def refcounts(self) -> Tensor:
+        """``[pages]`` int32 on the CPU: sequences that hold a page; 0 is free."""
+        every, first = self.counted
+        return torch.from_numpy(every.refcounts[first : first + self.num_pages])
+
+    @property
+    def counts(self) -> Tensor:
+        """``[pages]`` int32 on the CPU: live states; 0 until the page is sealed."""
+        every, first = self.counted
+        return torch.from_numpy(every.counts[first : first + self.num_pages])
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Everything the slab keeps alive."""
@@ -86,8 +118,6 @@ class SlabTable:
 
     Attributes:
         stride: Pages of the largest slab.
-        refcounts: ``[slots * stride]`` int32 sequences that hold a page, by id; 0 is free.
-        counts: ``[slots * stride]`` int32 live states of a page, by id.
     """
 
     def __init__(self, stride: int) -> None:
@@ -98,8 +128,7 @@ class SlabTable:
         # by slot: address and bytes of pages, how many there are, and how many are free
         self._address = self._size = np.zeros(0, dtype=np.int64)
         self._pages_at = self._free_at = np.zeros(0, dtype=np.int64)
-        # what slabs show of these are parts of them
-        self.refcounts = self.counts = np.zeros(0, dtype=np.int32)
+        self._counts = PageCounts()
         self._pools: dict[PoolKey, dict[int, None]] = {}
         # free pages and all pages of each pool
         self._totals: dict[PoolKey, tuple[int, int]] = {}
@@ -118,6 +147,16 @@ class SlabTable:
         if slab is None:
             raise ValueError(f"no slab {slot}: a page id is stale")
         return slab
+
+    @property
+    def refcounts(self) -> NDArray[np.int32]:
+        """``[slots * stride]`` sequences that hold a page, by id; 0 is free."""
+        return self._counts.refcounts
+
+    @property
+    def counts(self) -> NDArray[np.int32]:
+        """``[slots * stride]`` live states of a page, by id."""
+        return self._counts.counts
 
     @property
     def totals(self) -> dict[PoolKey, tuple[int, int]]:
@@ -158,47 +197,51 @@ class SlabTable:
         found: Ids = ids[is_there & ((self.refcounts[ids] == 0) == are_free)]
         return found
 
-    def place(self, slab: Slab) -> None:
-        """Add a slab, in the lowest slot there is."""
-        if self._empty_slots:
-            slot = heapq.heappop(self._empty_slots)
-            self._slabs[slot] = slab
-        else:
-            slot = len(self._slabs)
-            self._slabs.append(slab)
-        if slot >= len(self._address):
-            room = max(64, 2 * len(self._address))
+    def place(self, *slabs: Slab) -> None:
+        """Add slabs, each in the lowest slot there is."""
+        slots = [self._free_slot(slab) for slab in slabs]
+        num_slots = len(self._slabs)
+        if num_slots > len(self._address):
+            room = max(64, 2 * len(self._address), num_slots)
             self._address, self._size, self._pages_at, self._free_at = (
                 np.concatenate([old, np.zeros(room - len(old), dtype=np.int64)])
                 for old in (self._address, self._size, self._pages_at, self._free_at)
             )
-        if slot >= len(self.refcounts) // self.stride:
-            self._reserve_counts(slot + 1)
-        self._show_counts(slot)
-        self._address[slot] = slab.data.data_ptr()
-        self._size[slot] = slab.data.shape[1]
-        self._pages_at[slot], self._free_at[slot] = slab.num_pages, slab.num_free
-        self._pools.setdefault(slab.key, {})[slot] = None
-        free, pages = self.total(slab.key)
-        self._totals[slab.key] = (free + slab.num_free, pages + slab.num_pages)
+        self._counts.reserve(num_slots * self.stride)
+        for slot, slab in zip(slots, slabs, strict=True):
+            slab.counted = (self._counts, slot * self.stride)
+            num_pages, size = slab.data.shape
+            self._address[slot], self._size[slot] = slab.data.data_ptr(), size
+            self._pages_at[slot], self._free_at[slot] = num_pages, slab.num_free
+            self._pools.setdefault(slab.key, {})[slot] = None
+            free, pages = self.total(slab.key)
+            self._totals[slab.key] = (free + slab.num_free, pages + num_pages)
 
-    def _reserve_counts(self, num_slots: int) -> None:
-        """Have room for the counts of the pages of so many slots, and half as many more."""
-        room = self.stride * (num_slots + num_slots // 2)
-        self.refcounts, self.counts = (
-            np.concatenate([old, np.zeros(room - len(old), dtype=np.int32)])
-            for old in (self.refcounts, self.counts)
-        )
-        for slot, slab in enumerate(self._slabs[: num_slots - 1]):
-            if slab is not None:
-                self._show_counts(slot)
+    def _free_slot(self, slab: Slab) -> int:
+        """Put a slab in the lowest slot there is."""
+        if self._empty_slots:
+            slot = heapq.heappop(self._empty_slots)
+            self._slabs[slot] = slab
+            return slot
+        self._slabs.append(slab)
+        return len(self._slabs) - 1
 
-    def _show_counts(self, slot: int) -> None:
-        """Have a slab show its part of the counts."""
-        slab = self[slot]
-        own = slice(slot * self.stride, slot * self.stride + slab.num_pages)
-        slab.refcounts = torch.from_numpy(self.refcounts[own])
-        slab.counts = torch.from_numpy(self.counts[own])
+    def take(self, key: PoolKey, wanted: int) -> Ids:
+        """Ids ``[wanted]`` of free pages of a pool, which get an owner; there must be as many.
+
+        Slabs are emptied in the order they came.
+        """
+        slots = self.slots(key)
+        slots = slots[self._free_at[slots] > 0]
+        # the last of them keeps what is left
+        room = self._free_at[slots].cumsum()
+        slots = slots[: int(room.searchsorted(wanted)) + 1] if wanted else slots[:0]
+        ids = self.pages_of(slots, are_free=True)[:wanted]
+        self.refcounts[ids] = 1
+        taken = np.bincount(ids // self.stride, minlength=len(self._slabs))
+        for slot in slots.tolist():
+            self.add_free(slot, -int(taken[slot]))
+        return ids
 
     def add_free(self, slot: int, num_pages: int) -> None:
         """Note that so many more pages of a slab are free."""
@@ -275,7 +318,8 @@ class SlabTable:
         for rows in parts:
             slab = self[slot := int(slots[rows[0]])]
             in_slab = index[rows]
-            if in_slab.max() >= slab.num_pages or not slab.refcounts.numpy()[in_slab].all():
+            owners = self.refcounts[slot * self.stride + in_slab]
+            if in_slab.max() >= slab.num_pages or not owners.all():
                 raise ValueError(f"pages {page_ids.tolist()} are not all owned")
             groups.append((slot, torch.from_numpy(in_slab), torch.from_numpy(rows)))
         return iter(groups)
