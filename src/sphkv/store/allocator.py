@@ -214,6 +214,21 @@ class PageAllocator:
         for slot in {*flat.tolist()}:
             self._slabs[slot].owners.update(numbers[flat == slot].tolist())
 
+    def own_each(self, owners: Sequence[PageOwner], which: Ids, page_ids: Tensor) -> None:
+        """Note who keeps which ids.
+
+        Args:
+            owners: Kept weakly.
+            which: ``[pages]`` number in ``owners`` of who keeps each page; quick if rising.
+            page_ids: ``[pages]`` int64 ids on the CPU.
+        """
+        slots = page_ids.numpy() // self._slabs.stride
+        numbers = [self._followers.number_of(owner) for owner in owners]
+        # pages of one owner and slab lie together, so that few pairs come twice
+        starts = np.flatnonzero(np.diff(slots, prepend=-1) | np.diff(which, prepend=-1))
+        for slot, owner in zip(slots[starts].tolist(), which[starts].tolist(), strict=True):
+            self._slabs[slot].owners.add(numbers[owner])
+
     def journal(self) -> PageJournal:
         """Begin to tell what becomes of pages; as long as the journal is kept."""
         return self._followers.journal()
@@ -229,17 +244,22 @@ class PageAllocator:
         Raises:
             ValueError: A page is sealed already.
         """
+        self.write_parts(page_ids, [pages], counts)
+
+    def write_parts(self, page_ids: Tensor, parts: Sequence[Tensor], counts: Tensor) -> None:
+        """``write`` of pages in several tensors, one behind the other."""
         ids = self._slabs.owned(page_ids)
         if self._slabs.counts[ids].any():
             sealed = {*(ids[self._slabs.counts[ids] > 0] // self._slabs.stride).tolist()}
             raise ValueError(f"sealed pages of slabs {sorted(sealed)} cannot be written again")
         if self._copier is None:
+            pages = parts[0] if len(parts) == 1 else torch.cat([*parts])
             for slot, index, rows in self._slabs.by_slab(page_ids):
                 self._fill(self._slabs[slot], index, pages, rows, counts)
         elif len(ids):
-            pages, size = pages.to(self._device).contiguous(), pages.shape[1]
-            source = pages.data_ptr() + size * np.arange(len(pages))
-            self._copier.copy(source, self._slabs.addresses(ids), size)
+            size, held = parts[0].shape[1], [part.to(self._device).contiguous() for part in parts]
+            sources = [part.data_ptr() + size * np.arange(len(part)) for part in held]
+            self._copier.copy(np.concatenate(sources), self._slabs.addresses(ids), size)
             self._slabs.counts[ids] = counts.cpu().numpy()
 
     def copy(self, sources: Ids, targets: Ids, num_bytes: int) -> None:

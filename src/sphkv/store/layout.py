@@ -18,6 +18,7 @@ from sphkv.codec.packing import (
     unpack_value_codes,
 )
 from sphkv.core.contract import EncodedStates
+from sphkv.core.devices import constant
 from sphkv.core.tiers import MAX_PAGE_TOKENS, RUN_TOKENS, TierSpec
 from sphkv.store.paging import MAX_POSITION, PageRows, PositionMode, live_mask
 
@@ -154,7 +155,9 @@ def write_pages(layout: PageLayout, encoded: EncodedStates, rows: PageRows) -> T
     return pages
 
 
-def write_dense_pages(layout: PageLayout, keys: Tensor, values: Tensor, rows: PageRows) -> Tensor:
+def write_dense_pages(
+    layout: PageLayout, keys: Tensor, values: Tensor, rows: PageRows, *, is_checked: bool = False
+) -> Tensor:
     """Write bfloat16 states into pages of the dense tier.
 
     Args:
@@ -162,6 +165,7 @@ def write_dense_pages(layout: PageLayout, keys: Tensor, values: Tensor, rows: Pa
         keys: ``[rows, tokens, head_dim]`` keys after rotary embedding.
         values: ``[rows, tokens, head_dim]``.
         rows: Positions, counts and flags of the same pages.
+        is_checked: See ``blank_pages``.
 
     Returns:
         ``[rows, page_bytes]`` uint8.
@@ -171,25 +175,29 @@ def write_dense_pages(layout: PageLayout, keys: Tensor, values: Tensor, rows: Pa
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     # rows may be on the CPU, where checking them waits for nothing
-    pages = blank_pages(layout, rows).to(keys.device, non_blocking=True)
+    pages = blank_pages(layout, rows, is_checked=is_checked).to(keys.device, non_blocking=True)
     live = rows.live().to(keys.device, non_blocking=True)
     put_dense(pages, layout.key_offset, keys, live)
     put_dense(pages, layout.value_offset, values, live)
     return pages
 
 
-def blank_pages(layout: PageLayout, rows: PageRows) -> Tensor:
-    """Pages ``[rows, page_bytes]`` with header, positions and flags only; the rest is zero."""
+def blank_pages(layout: PageLayout, rows: PageRows, *, is_checked: bool = False) -> Tensor:
+    """Pages ``[rows, page_bytes]`` with header, positions and flags only; the rest is zero.
+
+    ``is_checked``: counts and positions are known to fit, so that no device is waited for.
+    """
     num_rows, tokens = rows.counts.shape[0], layout.page_tokens
     for name, tensor in (("positions", rows.positions), ("flags", rows.flags)):
         if tuple(tensor.shape) != (num_rows, tokens):
             expected = (num_rows, tokens)
             raise ValueError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
     live = rows.live()
-    if num_rows and not 0 < int(rows.counts.min()) <= int(rows.counts.max()) <= tokens:
+    is_checked = is_checked or not num_rows
+    if not is_checked and not 0 < int(rows.counts.min()) <= int(rows.counts.max()) <= tokens:
         raise ValueError(f"counts of a page must be in 1..{tokens}, got {rows.counts.tolist()}")
     positions = rows.positions.masked_fill(~live, 0)
-    if num_rows and not 0 <= int(positions.min()) <= int(positions.max()) <= MAX_POSITION:
+    if not is_checked and not 0 <= int(positions.min()) <= int(positions.max()) <= MAX_POSITION:
         raise ValueError(f"positions must be in 0..{MAX_POSITION}")
     pages = torch.zeros(num_rows, layout.page_bytes, dtype=torch.uint8, device=positions.device)
     _put_header(pages, layout)
@@ -208,7 +216,11 @@ def blank_pages(layout: PageLayout, rows: PageRows) -> Tensor:
 def header_words(layout: PageLayout) -> tuple[int, ...]:
     """The twelve words before the flags of every page of a layout; what differs is zero."""
     blank = torch.zeros((1, HEADER_BYTES), dtype=torch.uint8)
-    _put_header(blank, layout)
+    blank[:, _VERSION] = PAGE_VERSION
+    blank[:, _TIER] = layout.tier_id
+    blank[:, _MODE] = int(layout.position_mode)
+    _put(blank, _CAPACITY, torch.tensor([[layout.page_tokens]], dtype=torch.int16))
+    _put(blank, _OFFSETS, torch.tensor([layout.offsets()], dtype=torch.int32))
     return tuple(blank[0, :FLAGS_OFFSET].view(torch.int32).tolist())
 
 
@@ -219,17 +231,9 @@ def first_positions(pages: Tensor) -> Tensor:
 
 
 def _put_header(pages: Tensor, layout: PageLayout) -> None:
-    """Store what the headers of all pages of a layout have in common."""
-    pages[:, _VERSION] = PAGE_VERSION
-    pages[:, _TIER] = layout.tier_id
-    pages[:, _MODE] = int(layout.position_mode)
-    words = (
-        (_CAPACITY, torch.int16, [layout.page_tokens]),
-        (_OFFSETS, torch.int32, layout.offsets()),
-    )
-    for offset, dtype, values in words:
-        row = torch.tensor(values, dtype=dtype, device=pages.device)
-        _put(pages, offset, row.expand(len(pages), -1))
+    """Store what the headers of all pages of a layout have in common; the rest of them is zero."""
+    words = constant(header_words(layout), device=pages.device, dtype=torch.int32)
+    _put(pages, 0, words.expand(len(pages), -1))
 
 
 def _put(pages: Tensor, offset: int, words: Tensor) -> None:

@@ -207,18 +207,45 @@ class RunPages:
             protected: ``[heads, tokens]`` bool there.
             first_position: Position of the first token; the others follow it.
         """
-        rows, size = self.runs.shape
-        head_ids, counts, runs = words.split([rows, rows, rows * size])
-        each = torch.arange(RUN_TOKENS, device=words.device)
-        token = (runs.view(rows, size, 1) * RUN_TOKENS + each).flatten(1)
-        counts = counts * RUN_TOKENS
-        is_live = live_mask(counts, size * RUN_TOKENS)
-        source = torch.where(is_live, token + head_ids[:, None] * protected.shape[1], 0)
-        flags = protected.flatten()[source] & is_live
+        head_ids, source, rows = place_runs(words, self.runs.shape, protected, first_position)
         on_cpu = torch.from_numpy(self.head_ids), torch.from_numpy(self.counts * RUN_TOKENS)
-        positions = torch.where(is_live, token + first_position, 0)
-        page_rows = PageRows(positions, counts, flags)
-        return PageBatch(self.tier_id, self.position_mode, head_ids, source, page_rows, on_cpu)
+        return PageBatch(self.tier_id, self.position_mode, head_ids, source, rows, on_cpu)
+
+
+def place_runs(
+    words: Tensor,
+    shape: tuple[int, ...],
+    protected: Tensor,
+    first_position: int = 0,
+    *,
+    is_full: bool = False,
+) -> tuple[Tensor, Tensor, PageRows]:
+    """Where pages of whole runs have their states, and what they hold besides.
+
+    Args:
+        words: ``RunPages.words`` on the device of the states.
+        shape: Rows, and runs of a page.
+        protected: ``[heads, tokens]`` bool there.
+        first_position: Position of the first token; the others follow it.
+        is_full: Whether it is known that no page has an unused place.
+
+    Returns:
+        ``[rows]`` int64 heads, ``[rows, tokens]`` int64 rows of the flat states as in
+        ``PageBatch``, and positions, counts and flags.
+    """
+    rows, size = shape
+    head_ids, counts, runs = words.split([rows, rows, rows * size])
+    each = torch.arange(RUN_TOKENS, device=words.device)
+    token = (runs.view(rows, size, 1) * RUN_TOKENS + each).flatten(1)
+    counts = counts * RUN_TOKENS
+    source = token + head_ids[:, None] * protected.shape[1]
+    positions = token + first_position if first_position else token
+    if is_full:
+        return head_ids, source, PageRows(positions, counts, protected.reshape(-1)[source])
+    is_live = live_mask(counts, size * RUN_TOKENS)
+    source = torch.where(is_live, source, 0)
+    flags = protected.reshape(-1)[source] & is_live
+    return head_ids, source, PageRows(torch.where(is_live, positions, 0), counts, flags)
 
 
 def plan_runs(

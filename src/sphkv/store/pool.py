@@ -104,6 +104,23 @@ class SealedPages:
     count: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedPages:
+    """Pages of one pool for several tables that own no memory of the store yet.
+
+    Attributes:
+        key: Their tier id and position mode.
+        heads: ``[rows]`` KV head of each page among those of all tables, not decreasing.
+        counts: ``[rows]`` live states of each page.
+        parts: The pages in order, as slabs keep them, ``[..., page_bytes]`` uint8 each.
+    """
+
+    key: PoolKey
+    heads: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    parts: Sequence[Tensor]
+
+
 @dataclass(slots=True, eq=False)
 class LayerChange:
     """Pages that one layer of a sequence loses and gains in one step.
@@ -196,6 +213,45 @@ class PagePool:
             change.table.remove(change.removed)
             change.table.reserve(per_head)
             self._place(change, fresh, placed)
+        self.meter.add(delta)
+
+    def fill(
+        self, tables: Sequence[PointerTable], parts: Sequence[JoinedPages], extra_bytes: int = 0
+    ) -> None:
+        """Give pages to several tables, all or none; what ``commit`` does, at once for all.
+
+        Args:
+            tables: Tables of layers, none twice.
+            parts: Their pages, each pool once, in the order that tables have them.
+            extra_bytes: Bytes of tensors the caller adds besides.
+
+        Raises:
+            BudgetError: The result would pass the limit; nothing was changed.
+        """
+        num_heads = self.config.geometry.num_kv_heads
+        shape = (len(tables), num_heads)
+        # as a pool's first page comes, table by table
+        order = sorted(parts, key=lambda part: int(part.heads[0]) // num_heads)
+        requests = {part.key: len(part.heads) for part in order}
+        delta = extra_bytes + self.allocator.plan_bytes(requests)
+        heads = np.concatenate([np.zeros(0, np.int64), *(part.heads for part in parts)])
+        added = np.bincount(heads, minlength=shape[0] * num_heads).reshape(shape)
+        delta += sum(map(PointerTable.growth_bytes, tables, added))
+        self.meter.check(delta)
+
+        fresh = self.allocator.allocate(requests)
+        ids, tags = [np.zeros(0, np.int64)], [np.zeros(0, np.int16)]
+        for part in parts:
+            own = fresh[part.key]
+            self.allocator.write_parts(own, part.parts, torch.from_numpy(part.counts))
+            self.allocator.own_each(tables, part.heads // num_heads, own)
+            ids.append(own.numpy())
+            tags.append(np.full(len(own), page_tag(part.key), np.int16))
+        by_head = heads.argsort(kind="stable")
+        all_ids, all_tags = np.concatenate(ids)[by_head], np.concatenate(tags)[by_head]
+        ends = [0, *added.sum(1).cumsum().tolist()]
+        for table, per_head, own_pages in zip(tables, added, map(slice, ends, ends[1:])):
+            table.fill(all_ids[own_pages], all_tags[own_pages], per_head)
         self.meter.add(delta)
 
     def append(self, parts: Sequence[SealedPages]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a store keeps for one sequence: pointer tables, open tails, and what it shows of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -173,7 +173,28 @@ class PointerTable:
             ids[heads, num_pages[heads] + rank] = page_ids.numpy()
             tags[heads, num_pages[heads] + rank] = tag
         num_pages += added
-        self._count_more(tag, len(page_ids))
+        self._count_more({tag: len(page_ids)})
+
+    def fill(
+        self, page_ids: NDArray[np.int64], tags: NDArray[np.int16], added: NDArray[np.int64]
+    ) -> None:
+        """Append pages of any tags, growing as ``growth_bytes`` says.
+
+        Args:
+            page_ids: ``[pages]``, head by head.
+            tags: ``[pages]`` ``page_tag`` of each.
+            added: ``[heads]`` pages of each head.
+        """
+        if not len(page_ids):
+            return
+        self.reserve(added)
+        ids, all_tags, num_pages = self._arrays
+        column = np.arange(self.capacity)
+        is_new = (column >= num_pages[:, None]) & (column < (num_pages + added)[:, None])
+        ids[is_new], all_tags[is_new] = page_ids, tags
+        num_pages += added
+        counts = np.bincount(tags)
+        self._count_more({tag: int(counts[tag]) for tag in np.flatnonzero(counts).tolist()})
 
     def push(self, page_ids: NDArray[np.int64], tag: int) -> None:
         """Append a page to every head.
@@ -190,14 +211,15 @@ class PointerTable:
         ids.put(at, page_ids)
         tags.put(at, tag)
         num_pages += 1
-        self._count_more(tag, len(page_ids))
+        self._count_more({tag: len(page_ids)})
         self._fullest = (self.version, most + 1)
 
-    def _count_more(self, tag: int, num_pages: int) -> None:
-        """Raise the version for pages that came; what was counted before is counted on."""
+    def _count_more(self, added: Mapping[int, int]) -> None:
+        """Raise the version for pages of some tags; what was counted before is counted on."""
         version, counts = self._counted
         if version == self.version:
-            counts[tag] = counts.get(tag, 0) + num_pages
+            for tag, num_pages in added.items():
+                counts[tag] = counts.get(tag, 0) + num_pages
             self._counted = (version + 1, counts)
         self.version += 1
 
@@ -407,6 +429,26 @@ class OpenTail:
         shape = (2, config.geometry.num_kv_heads, config.tail_capacity, config.geometry.head_dim)
         states = torch.zeros(shape, dtype=torch.bfloat16, device=config.device)
         return cls(states, first_position, 0)
+
+    @classmethod
+    def of_layers(
+        cls, config: StoreConfig, first_position: int, states: tuple[Sequence[Tensor], ...]
+    ) -> "list[OpenTail]":
+        """Tails of several layers at once, which a GPU makes in a few launches.
+
+        Args:
+            config: Their capacity.
+            first_position: Position of the oldest state of all.
+            states: Keys and values of each, ``[heads, tokens, head_dim]``, as many in all.
+        """
+        geometry, num_tokens = config.geometry, states[0][0].shape[1]
+        shape = (geometry.num_kv_heads, config.tail_capacity, geometry.head_dim)
+        every = torch.zeros(
+            (len(states[0]), 2, *shape), dtype=torch.bfloat16, device=config.device
+        )
+        for at, part in enumerate(states):
+            every[:, at, :, :num_tokens] = torch.stack([*part])
+        return [cls(own, first_position, num_tokens) for own in every.unbind()]
 
     @property
     def nbytes(self) -> int:
