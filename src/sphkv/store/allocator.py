@@ -171,8 +171,7 @@ class PageAllocator:
             fresh[key] = self._new_slabs(key, self._slab_sizes(wanted - free, total))
         self._slabs.place(*(slab for slabs in fresh.values() for slab in slabs))
         return {
-            key: torch.from_numpy(self._slabs.take(key, wanted))
-            for key, wanted in requests.items()
+            key: torch.from_numpy(self._slabs.take(key, wanted)) for key, wanted in requests.items()
         }
 
     def _new_slabs(self, key: PoolKey, sizes: Sequence[int]) -> list[Slab]:

@@ -19,10 +19,17 @@ from sphkv.core.contract import WriteContract
 from sphkv.core.devices import upload
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout, blank_pages, put_dense
-from sphkv.store.pages import PageEncoder, check_finite, check_shapes, extreme_elements
+from sphkv.store.pages import (
+    PageEncoder,
+    check_finite,
+    check_magnitudes,
+    check_shapes,
+    extreme_elements,
+    largest_elements,
+)
 from sphkv.store.paging import MAX_POSITION, PageRows, live_mask
 from sphkv.store.pool import EncodedPages, LayerChange, PagePool, SealedPages
-from sphkv.store.prompt import plan_layers
+from sphkv.store.prompt import PromptPages, joined_tiers, plan_layers
 from sphkv.store.sequence import OpenTail, SequenceState
 
 # Pages that seal together: bounds the copy of their states.
@@ -298,15 +305,24 @@ class SpanWriter:
             raise ValueError(f"layers must have as many states, and at least {paged}")
         if num_tokens - paged > config.tail_capacity:
             raise ValueError(f"{num_tokens - paged} tokens behind the contract do not fit a tail")
-        extremes = torch.stack([extreme_elements(*own) for own in dense])
         front = [(keys[:, :paged], values[:, :paged]) for keys, values in dense]
-        for row in extremes.cpu():
-            check_finite(row)
-        changes = plan_layers(self._pool, state, first_layer, contract, front)
-        tails = [OpenTail.blank(config, paged) for _ in dense if num_tokens > paged]
-        for tail, (keys, values) in zip(tails, dense, strict=False):
-            tail.append(keys[:, paged:], values[:, paged:])
-        self._pool.commit(changes, sum(tail.nbytes for tail in tails))
+        tails: list[OpenTail] = []
+        if num_tokens > paged:
+            rest = [(keys[:, paged:], values[:, paged:]) for keys, values in dense]
+            tails = OpenTail.of_layers(config, paged, rest)
+        tail_bytes = sum(tail.nbytes for tail in tails)
+        # the only wait for the decision; the device then looks while the host plans
+        run_tiers = joined_tiers(self._pool, contract)
+        largest = largest_elements(dense)
+        if run_tiers is None:
+            check_magnitudes(largest)
+            changes = plan_layers(self._pool, state, first_layer, contract, front)
+            self._pool.commit(changes, tail_bytes)
+        else:
+            pages = PromptPages(self._pool, state.codec, first_layer, run_tiers, front[0])
+            check_magnitudes(largest)
+            tables = state.tables[first_layer : first_layer + len(dense)]
+            self._pool.fill(tables, pages.encode(contract.protected, front), tail_bytes)
         for at in range(len(dense)):
             state.next_position[first_layer + at] = num_tokens
         for at, tail in enumerate(tails):

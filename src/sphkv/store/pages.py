@@ -72,11 +72,33 @@ def extreme_elements(keys: Tensor, values: Tensor) -> Tensor:
     return torch.stack([*keys.aminmax(), *values.aminmax()])
 
 
+def largest_elements(states: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """``[layers, 2]`` largest magnitude of keys and values; NaN if there is one. Waits for nothing.
+
+    A GPU looks at all of them in a few launches.
+    """
+    every = [part for own in states for part in own]
+    if not every[0].numel():
+        return every[0].new_zeros(len(states), 2)
+    return torch.stack(torch._foreach_norm(every, torch.inf)).view(-1, 2)
+
+
 def check_finite(extremes: Tensor) -> None:
     """Raise if ``extreme_elements`` tells of NaN, infinity or what bfloat16 would make infinite."""
     for name, low, high in zip(("keys", "values"), *extremes.view(2, 2).T.tolist(), strict=True):
-        if not (low >= -_LARGEST and high <= _LARGEST):
-            raise ValueError(f"{name} hold NaN, infinity or elements above {_LARGEST:.3g}")
+        _check_range(name, low, high)
+
+
+def check_magnitudes(largest: Tensor) -> None:
+    """``check_finite`` of what ``largest_elements`` tells, layer by layer."""
+    for of_layer in largest.tolist():
+        for name, high in zip(("keys", "values"), of_layer, strict=True):
+            _check_range(name, -high, high)
+
+
+def _check_range(name: str, low: float, high: float) -> None:
+    if not (low >= -_LARGEST and high <= _LARGEST):
+        raise ValueError(f"{name} hold NaN, infinity or elements above {_LARGEST:.3g}")
 
 
 def check_positions(positions: Tensor, num_tokens: int, first: int) -> None:
@@ -129,6 +151,8 @@ class PageEncoder:
         states: tuple[Tensor, Tensor],
         rows: PageRows,
         head_ids: Tensor,
+        *,
+        is_checked: bool = False,
     ) -> Tensor:
         """Pages ``[rows, page_bytes]``, as slabs keep them, of states that lie page by page.
 
@@ -137,9 +161,10 @@ class PageEncoder:
             states: Keys and values, ``[rows, tokens, head_dim]`` each; zero past the counts.
             rows: Positions, counts and flags.
             head_ids: ``[rows]`` int64 KV head of each page.
+            is_checked: Whether counts and positions are known to fit.
         """
         if not layout.tier.is_coded:
-            pages = write_dense_pages(layout, *states, rows)
+            pages = write_dense_pages(layout, *states, rows, is_checked=is_checked)
         else:
             if self.kernels is not None:
                 found = self.kernels.encode(layout, self.layer, self.codec, states, rows, head_ids)

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -249,9 +250,9 @@ class PagePool:
             tags.append(np.full(len(own), page_tag(part.key), np.int16))
         by_head = heads.argsort(kind="stable")
         all_ids, all_tags = np.concatenate(ids)[by_head], np.concatenate(tags)[by_head]
-        ends = [0, *added.sum(1).cumsum().tolist()]
-        for table, per_head, own_pages in zip(tables, added, map(slice, ends, ends[1:])):
-            table.fill(all_ids[own_pages], all_tags[own_pages], per_head)
+        ends = pairwise([0, *added.sum(1).cumsum().tolist()])
+        for table, per_head, (first, end) in zip(tables, added, ends, strict=True):
+            table.fill(all_ids[first:end], all_tags[first:end], per_head)
         self.meter.add(delta)
 
     def append(self, parts: Sequence[SealedPages]) -> None:

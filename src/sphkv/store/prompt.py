@@ -6,22 +6,25 @@ every small step. Layers that are planned and encoded together share all of that
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sphkv.core.contract import WriteContract
+from sphkv.core.contract import StateCodec, WriteContract
 from sphkv.core.devices import upload
 from sphkv.core.tiers import RUN_TOKENS
+from sphkv.store.layout import PageLayout
 from sphkv.store.order import PageRecoder
 from sphkv.store.pages import FlatStates, PageEncoder, plan_write
-from sphkv.store.paging import PageBatch, RunPages, plan_runs
-from sphkv.store.pool import EncodedPages, LayerChange, PagePool, layer_parts, pages_by_layer
+from sphkv.store.paging import PageRows, RunPages, place_runs, plan_runs
+from sphkv.store.pool import JoinedPages, LayerChange, PagePool, layer_parts
 from sphkv.store.sequence import SequenceState
 
-# Dense states of layers that are encoded together, so many bytes.
+# Dense states of layers that lie together, so many bytes.
 _TOGETHER_BYTES = 1 << 30
 
 
@@ -32,7 +35,7 @@ def plan_layers(
     contract: WriteContract,
     dense: Sequence[tuple[Tensor, Tensor]],
 ) -> list[LayerChange]:
-    """Encode the first states of consecutive layers, from position 0 on.
+    """Encode the first states of consecutive layers, from position 0 on, layer by layer.
 
     Args:
         pool: Owner of the layouts.
@@ -44,48 +47,89 @@ def plan_layers(
     Returns:
         The new pages of each layer.
     """
-    tokens = contract.num_tokens
-    is_in_runs = contract.granularity == RUN_TOKENS and tokens % RUN_TOKENS == 0
-    kernels = None if isinstance(pool.kernels, PageRecoder) else pool.kernels
-    if kernels is None or not is_in_runs:
-        positions = torch.arange(tokens)
-        return [
-            plan_write(
-                pool, state, first_layer + at, contract.layer(at), FlatStates(*own), positions
-            )
-            for at, own in enumerate(dense)
-        ]
-    # the only wait for the device, which then works on some layers while the host plans others
-    run_tiers = contract.tier_id[..., ::RUN_TOKENS].cpu().numpy()
-    protected = contract.protected.to(pool.device)
-    pending: list[list[EncodedPages]] = [[] for _ in dense]
-    step = max(1, _TOGETHER_BYTES // max(1, 2 * dense[0][0].nbytes))
-    for first in range(0, len(dense), step):
-        own = slice(first, first + step)
-        plan = _LayerPlan(pool, state, first_layer + first, dense[own])
-        for layer, pages in plan.encode(run_tiers[own], protected[own].flatten(0, 1)):
-            pending[first + layer].append(pages)
-        # its copy of the states must not outlast the next one's making
-        del plan
+    positions = torch.arange(contract.num_tokens)
     return [
-        LayerChange(state.tables[first_layer + at], pending=own) for at, own in enumerate(pending)
+        plan_write(pool, state, first_layer + at, contract.layer(at), FlatStates(*own), positions)
+        for at, own in enumerate(dense)
     ]
 
 
-class _LayerPlan:
-    """Pages of layers that are planned as if all their heads were those of one."""
+def joined_tiers(pool: PagePool, contract: WriteContract) -> NDArray[np.uint8] | None:
+    """Tier ``[layers, heads, runs]`` of every run where ``PromptPages`` can encode all layers.
+
+    Waits for the decision. None where states are decided one by one, or no kernels encode them.
+    """
+    tokens = contract.num_tokens
+    is_in_runs = contract.granularity == RUN_TOKENS and tokens > 0 and tokens % RUN_TOKENS == 0
+    if not is_in_runs or pool.kernels is None or isinstance(pool.kernels, PageRecoder):
+        return None
+    return contract.tier_id[..., ::RUN_TOKENS].cpu().numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Rows of a piece that share a layout, and a layer where kernels take no more.
+
+    Attributes:
+        plan: Number of their plan.
+        rows: Where they are in the piece.
+        layer: Their layer, or any where kernels take all.
+    """
+
+    plan: int
+    rows: slice
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """Pages of as many runs each, in any layouts, whose states are collected at once.
+
+    Attributes:
+        layers: Layers whose states lie together.
+        words: See ``RunPages.words``.
+        shape: Pages, and runs of each.
+        is_full: Whether no page has an unused place.
+        segments: Rows by layout.
+    """
+
+    layers: slice
+    words: NDArray[np.int64]
+    shape: tuple[int, ...]
+    is_full: bool
+    segments: list[_Segment]
+
+
+class PromptPages:
+    """Pages of the first states of some layers, planned as if all their heads were those of one."""
 
     def __init__(
         self,
         pool: PagePool,
-        state: SequenceState,
+        codec: StateCodec | None,
         first_layer: int,
-        dense: Sequence[tuple[Tensor, Tensor]],
+        run_tiers: NDArray[np.uint8],
+        states: tuple[Tensor, Tensor],
     ) -> None:
-        self._pool, self._codec, self._first_layer = pool, state.codec, first_layer
-        self._num_heads = pool.config.geometry.num_kv_heads
-        keys, values = zip(*dense, strict=True)
-        self._states = FlatStates(torch.cat(keys).flatten(0, 1), torch.cat(values).flatten(0, 1))
+        """Plan the pages; waits for nothing.
+
+        Args:
+            pool: Owner of the layouts.
+            codec: Encoder of the sequence.
+            first_layer: The first of the layers.
+            run_tiers: ``[layers, heads, runs]`` tier of every run; see ``joined_tiers``.
+            states: Keys and values of a layer, which say how many bytes each has.
+        """
+        self._pool, self._codec, self._first_layer = pool, codec, first_layer
+        self._encoder = PageEncoder.of(pool, first_layer, codec)
+        num_layers, self._num_heads, num_runs = run_tiers.shape
+        self._plans = self._plan(run_tiers.reshape(-1, num_runs))
+        step = max(1, _TOGETHER_BYTES // sum(part.nbytes for part in states))
+        self._pieces = [
+            piece
+            for first in range(0, num_layers, step)
+            for piece in self._cut(slice(first, min(first + step, num_layers)))
+        ]
 
     def _plan(self, run_tiers: NDArray[np.uint8]) -> list[RunPages]:
         """Pages of every tier; heads count through those of all layers here."""
@@ -93,65 +137,128 @@ class _LayerPlan:
         for tier_id, tier in enumerate(config.tiers):
             if tier.kind != "drop":
                 plans += plan_runs(
-                    run_tiers.reshape(-1, run_tiers.shape[-1]),
+                    run_tiers,
                     tier_id=tier_id,
                     page_tokens=tier.page_tokens,
                     as_runs=config.is_in_runs(tier_id),
                 )
         return plans
 
+    def _cut(self, group: slice) -> Iterator[_Piece]:
+        """Pages of some layers, those of one size side by side, and no more than kernels take."""
+        ends = [layer * self._num_heads for layer in (group.start, group.stop)]
+        most = self._encoder.most_pages
+        for size in sorted({plan.runs.shape[1] for plan in self._plans}):
+            numbers = [at for at, plan in enumerate(self._plans) if plan.runs.shape[1] == size]
+            own = [slice(*self._plans[at].head_ids.searchsorted(ends).tolist()) for at in numbers]
+            heads, runs, counts = (
+                np.concatenate(
+                    [
+                        getattr(self._plans[at], name)[part]
+                        for at, part in zip(numbers, own, strict=True)
+                    ]
+                )
+                for name in ("head_ids", "runs", "counts")
+            )
+            begins = np.cumsum([0, *(part.stop - part.start for part in own)]).tolist()
+            for first in range(0, len(heads), most):
+                at = slice(first, min(first + most, len(heads)))
+                segments = [
+                    segment
+                    for number, (begin, end) in zip(numbers, pairwise(begins), strict=True)
+                    for segment in self._segments(number, heads, at, begin, end)
+                ]
+                words = np.concatenate([heads[at], counts[at], runs[at].ravel()])
+                is_full = bool((counts[at] == size).all())
+                yield _Piece(group, words, runs[at].shape, is_full, segments)
+
+    def _segments(
+        self, number: int, heads: NDArray[np.int64], piece: slice, begin: int, end: int
+    ) -> Iterator[_Segment]:
+        """Rows ``begin`` to ``end`` of a plan that are in a piece of so many heads."""
+        begin, end = max(begin, piece.start), min(end, piece.stop)
+        if begin >= end:
+            return
+        own, kernels = heads[begin:end], self._encoder.kernels
+        assert kernels is not None
+        layout, at = self._layout(number), begin - piece.start
+        if not layout.tier.is_coded or kernels.joins_layers(layout, self._codec, self._pool.device):
+            yield _Segment(number, slice(at, at + end - begin), int(own[0]) // self._num_heads)
+            return
+        for layer, part in layer_parts(own, self._num_heads):
+            yield _Segment(number, slice(at + part.start, at + part.stop), layer)
+
+    def _layout(self, number: int) -> PageLayout:
+        """Layout of the pages of a plan."""
+        plan = self._plans[number]
+        return self._pool.layout((plan.tier_id, plan.position_mode))
+
     def encode(
-        self, run_tiers: NDArray[np.uint8], protected: Tensor
-    ) -> Iterator[tuple[int, EncodedPages]]:
-        """Pages of every tier and layer; layers count from the first one here.
+        self, protected: Tensor, dense: Sequence[tuple[Tensor, Tensor]]
+    ) -> list[JoinedPages]:
+        """The pages, tier by tier; waits for nothing.
 
         Args:
-            run_tiers: ``[layers, heads, runs]`` tier of every run.
-            protected: ``[layers * heads, tokens]`` bool beside the states.
+            protected: ``[layers, heads, tokens]`` bool, of the contract.
+            dense: Keys and values of each layer, ``[heads, tokens, head_dim]``, as many as the
+                contract decides about.
         """
-        plans = self._plan(run_tiers)
-        if not plans:
-            return
-        words = [plan.words() for plan in plans]
+        found: list[list[Tensor]] = [[] for _ in self._plans]
+        if not self._pieces:
+            return []
+        words = [piece.words for piece in self._pieces]
         every = upload(np.concatenate(words), self._pool.device)
-        split = every.split([len(each) for each in words])
-        for plan, own in zip(plans, split, strict=True):
-            batch = plan.batch(own, protected, 0)
-            pages = torch.cat([*self._encode(plan, batch)])
-            key = (plan.tier_id, plan.position_mode)
-            counts = plan.counts * RUN_TOKENS
-            yield from pages_by_layer(key, plan.head_ids, counts, pages, self._num_heads)
+        protected = protected.to(self._pool.device).flatten(0, 1).contiguous()
+        group, states = slice(0, 0), None
+        for piece, own in zip(self._pieces, every.split([*map(len, words)]), strict=True):
+            if piece.layers != group:
+                # one group's copy of the states must not outlast the next one's making
+                states = None
+                group = piece.layers
+                keys, values = zip(*dense[group], strict=True)
+                states = FlatStates(torch.cat(keys).flatten(0, 1), torch.cat(values).flatten(0, 1))
+                del keys, values
+            assert states is not None
+            for number, pages in self._encode(piece, own, states, protected):
+                found[number].append(pages)
+        return [
+            JoinedPages(
+                (plan.tier_id, plan.position_mode), plan.head_ids, plan.counts * RUN_TOKENS, parts
+            )
+            for plan, parts in zip(self._plans, found, strict=True)
+        ]
 
-    def _encode(self, plan: RunPages, batch: PageBatch) -> Iterator[Tensor]:
-        """Pages of one layout, some at a time."""
-        pool = self._pool
-        layout = pool.layout((plan.tier_id, plan.position_mode))
-        encoder = PageEncoder.of(pool, self._first_layer, self._codec)
-        assert encoder.kernels is not None
-        joins = encoder.kernels.joins_layers(layout, self._codec, pool.device)
-        first_head, is_full = self._first_layer * self._num_heads, batch.is_full
-        for at in self._pieces(plan, encoder.most_pages, apart=layout.tier.is_coded and not joins):
-            rows, source = batch.rows.select(at), batch.source[at]
-            states = (self._states.keys[source], self._states.values[source])
-            if not is_full:
-                live = rows.live()[:, :, None]
-                states = (states[0] * live, states[1] * live)
-            heads = batch.head_ids[at]
-            if joins:
-                half = (states[0].to(torch.bfloat16), states[1].to(torch.bfloat16))
-                yield encoder.kernels.encode_layers(
-                    layout, self._codec, half, rows, heads + first_head
-                )
-                continue
-            layer = int(plan.head_ids[at.start]) // self._num_heads
-            own = PageEncoder.of(pool, self._first_layer + layer, self._codec)
-            yield own.encode(layout, states, rows, heads - layer * self._num_heads)
+    def _encode(
+        self, piece: _Piece, words: Tensor, states: FlatStates, protected: Tensor
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Pages of a piece, and the number of their plan."""
+        heads, source, rows = place_runs(words, piece.shape, protected, is_full=piece.is_full)
+        skipped = piece.layers.start * self._num_heads * protected.shape[1]
+        if skipped:
+            # unused places have no source: any will do
+            source = (source - skipped).clamp(min=0)
+        keys, values = (
+            part.index_select(0, source.view(-1)).view(*source.shape, -1)
+            for part in (states.keys, states.values)
+        )
+        if not piece.is_full:
+            live = rows.live()[:, :, None]
+            keys, values = keys.mul_(live), values.mul_(live)
+        for segment in piece.segments:
+            at = segment.rows
+            own = (keys[at], values[at])
+            yield segment.plan, self._pages(segment, own, rows.select(at), heads[at])
 
-    def _pieces(self, plan: RunPages, most: int, *, apart: bool) -> Iterator[slice]:
-        """Pages to be encoded at once: of one layer each where kernels take no more."""
-        whole = [slice(0, len(plan.head_ids))]
-        if apart:
-            whole = [part for _, part in layer_parts(plan.head_ids, self._num_heads)]
-        for part in whole:
-            for first in range(part.start, part.stop, most):
-                yield slice(first, min(first + most, part.stop))
+    def _pages(
+        self, segment: _Segment, states: tuple[Tensor, Tensor], rows: PageRows, heads: Tensor
+    ) -> Tensor:
+        """Pages of a segment; heads count through those of all layers here."""
+        layout, kernels = self._layout(segment.plan), self._encoder.kernels
+        assert kernels is not None
+        if layout.tier.is_coded and kernels.joins_layers(layout, self._codec, self._pool.device):
+            half = (states[0].to(torch.bfloat16), states[1].to(torch.bfloat16))
+            first_head = self._first_layer * self._num_heads
+            return kernels.encode_layers(layout, self._codec, half, rows, heads + first_head)
+        encoder = PageEncoder.of(self._pool, self._first_layer + segment.layer, self._codec)
+        local = heads - segment.layer * self._num_heads
+        return encoder.encode(layout, states, rows, local, is_checked=True)

@@ -432,7 +432,7 @@ class OpenTail:
 
     @classmethod
     def of_layers(
-        cls, config: StoreConfig, first_position: int, states: tuple[Sequence[Tensor], ...]
+        cls, config: StoreConfig, first_position: int, states: Sequence[tuple[Tensor, Tensor]]
     ) -> "list[OpenTail]":
         """Tails of several layers at once, which a GPU makes in a few launches.
 
@@ -443,11 +443,9 @@ class OpenTail:
         """
         geometry, num_tokens = config.geometry, states[0][0].shape[1]
         shape = (geometry.num_kv_heads, config.tail_capacity, geometry.head_dim)
-        every = torch.zeros(
-            (len(states[0]), 2, *shape), dtype=torch.bfloat16, device=config.device
-        )
-        for at, part in enumerate(states):
-            every[:, at, :, :num_tokens] = torch.stack([*part])
+        every = torch.zeros((len(states), 2, *shape), dtype=torch.bfloat16, device=config.device)
+        for at, part in enumerate(zip(*states, strict=True)):
+            every[:, at, :, :num_tokens] = torch.stack(part)
         return [cls(own, first_position, num_tokens) for own in every.unbind()]
 
     @property
