@@ -73,12 +73,12 @@ class _Segment:
     Attributes:
         plan: Number of their plan.
         rows: Where they are in the piece.
-        layer: Their layer, or any where kernels take all.
+        layer: Their layer; None where it makes no difference.
     """
 
     plan: int
     rows: slice
-    layer: int
+    layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +87,7 @@ class _Piece:
 
     Attributes:
         layers: Layers whose states lie together.
-        words: See ``RunPages.words``.
+        words: See ``RunPages.words``; heads count through those of these layers.
         shape: Pages, and runs of each.
         is_full: Whether no page has an unused place.
         segments: Rows by layout.
@@ -168,7 +168,7 @@ class PromptPages:
                     for number, (begin, end) in zip(numbers, pairwise(begins), strict=True)
                     for segment in self._segments(number, heads, at, begin, end)
                 ]
-                words = np.concatenate([heads[at], counts[at], runs[at].ravel()])
+                words = np.concatenate([heads[at] - ends[0], counts[at], runs[at].ravel()])
                 is_full = bool((counts[at] == size).all())
                 yield _Piece(group, words, runs[at].shape, is_full, segments)
 
@@ -183,7 +183,7 @@ class PromptPages:
         assert kernels is not None
         layout, at = self._layout(number), begin - piece.start
         if not layout.tier.is_coded or kernels.joins_layers(layout, self._codec, self._pool.device):
-            yield _Segment(number, slice(at, at + end - begin), int(own[0]) // self._num_heads)
+            yield _Segment(number, slice(at, at + end - begin))
             return
         for layer, part in layer_parts(own, self._num_heads):
             yield _Segment(number, slice(at + part.start, at + part.stop), layer)
@@ -208,7 +208,7 @@ class PromptPages:
             return []
         words = [piece.words for piece in self._pieces]
         every = upload(np.concatenate(words), self._pool.device)
-        protected = protected.to(self._pool.device).flatten(0, 1).contiguous()
+        protected = protected.to(self._pool.device).contiguous()
         group, states = slice(0, 0), None
         for piece, own in zip(self._pieces, every.split([*map(len, words)]), strict=True):
             if piece.layers != group:
@@ -219,7 +219,8 @@ class PromptPages:
                 states = FlatStates(torch.cat(keys).flatten(0, 1), torch.cat(values).flatten(0, 1))
                 del keys, values
             assert states is not None
-            for number, pages in self._encode(piece, own, states, protected):
+            of_group = protected[group].flatten(0, 1)
+            for number, pages in self._encode(piece, own, states, of_group):
                 found[number].append(pages)
         return [
             JoinedPages(
@@ -233,10 +234,6 @@ class PromptPages:
     ) -> Iterator[tuple[int, Tensor]]:
         """Pages of a piece, and the number of their plan."""
         heads, source, rows = place_runs(words, piece.shape, protected, is_full=piece.is_full)
-        skipped = piece.layers.start * self._num_heads * protected.shape[1]
-        if skipped:
-            # unused places have no source: any will do
-            source = (source - skipped).clamp(min=0)
         keys, values = (
             part.index_select(0, source.view(-1)).view(*source.shape, -1)
             for part in (states.keys, states.values)
@@ -247,18 +244,26 @@ class PromptPages:
         for segment in piece.segments:
             at = segment.rows
             own = (keys[at], values[at])
-            yield segment.plan, self._pages(segment, own, rows.select(at), heads[at])
+            yield segment.plan, self._pages(piece, segment, own, rows.select(at), heads[at])
 
     def _pages(
-        self, segment: _Segment, states: tuple[Tensor, Tensor], rows: PageRows, heads: Tensor
+        self,
+        piece: _Piece,
+        segment: _Segment,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        heads: Tensor,
     ) -> Tensor:
-        """Pages of a segment; heads count through those of all layers here."""
-        layout, kernels = self._layout(segment.plan), self._encoder.kernels
-        assert kernels is not None
-        if layout.tier.is_coded and kernels.joins_layers(layout, self._codec, self._pool.device):
-            half = (states[0].to(torch.bfloat16), states[1].to(torch.bfloat16))
-            first_head = self._first_layer * self._num_heads
-            return kernels.encode_layers(layout, self._codec, half, rows, heads + first_head)
-        encoder = PageEncoder.of(self._pool, self._first_layer + segment.layer, self._codec)
-        local = heads - segment.layer * self._num_heads
-        return encoder.encode(layout, states, rows, local, is_checked=True)
+        """Pages of a segment; heads count through those of the layers of its piece."""
+        layout, encoder, first = self._layout(segment.plan), self._encoder, piece.layers.start
+        if not layout.tier.is_coded:
+            return encoder.encode(layout, states, rows, heads, is_checked=True)
+        if segment.layer is not None:
+            encoder = PageEncoder.of(self._pool, self._first_layer + segment.layer, self._codec)
+            local = heads - (segment.layer - first) * self._num_heads
+            return encoder.encode(layout, states, rows, local)
+        assert encoder.kernels is not None
+        half = (states[0].to(torch.bfloat16), states[1].to(torch.bfloat16))
+        if first_head := (self._first_layer + first) * self._num_heads:
+            heads = heads + first_head
+        return encoder.kernels.encode_layers(layout, self._codec, half, rows, heads)

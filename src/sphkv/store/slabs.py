@@ -45,6 +45,10 @@ class PageCounts:
             )
 
 
+# Of slabs that no table has yet.
+_UNCOUNTED = (PageCounts(), 0)
+
+
 @dataclass(slots=True, eq=False)
 class Slab:
     """Pages of one pool in one tensor.
@@ -65,7 +69,7 @@ class Slab:
     num_free: int
     buffer: Tensor
     owners: set[int] = field(default_factory=set)
-    counted: tuple[PageCounts, int] = field(default_factory=lambda: (PageCounts(), 0))
+    counted: tuple[PageCounts, int] = _UNCOUNTED
 
     @property
     def num_pages(self) -> int:
@@ -269,7 +273,7 @@ class SlabTable:
             ValueError: A page has no owner, or its slab is gone.
         """
         ids: Ids = page_ids.cpu().numpy()
-        slots, index = ids // self.stride, ids % self.stride
+        slots, index = self._split(ids)
         # asking for a slab that is gone says so
         if ids.size and (ids.min() < 0 or slots.max() >= len(self._slabs)):
             self[int(slots.min() if ids.min() < 0 else slots.max())]
@@ -279,13 +283,18 @@ class SlabTable:
             raise ValueError(f"pages {page_ids.tolist()} are not all owned")
         return ids
 
+    def _split(self, page_ids: Ids) -> tuple[Ids, Ids]:
+        """Slots of pages and their places in them; numpy is slow at remainders."""
+        slots: Ids = page_ids // self.stride
+        return slots, page_ids - slots * self.stride
+
     def addresses(self, page_ids: Ids) -> Ids:
         """Memory addresses of pages ``[pages]``.
 
         Raises:
             ValueError: A slab is gone.
         """
-        slots, index = page_ids // self.stride, page_ids % self.stride
+        slots, index = self._split(page_ids)
         if slots.size and (slots.max() >= len(self._slabs) or not self._size[slots].all()):
             raise ValueError(f"pages {page_ids.tolist()} are not all there: an id is stale")
         found: Ids = self._address[slots] + index * self._size[slots]
