@@ -3,18 +3,28 @@
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sphkv.core.contract import WriteContract
 from sphkv.store.append import Span
-from sphkv.store.paging import PositionMode, count_run_pages, plan_pages, select_states
+from sphkv.store.paging import (
+    PositionMode,
+    count_run_pages,
+    count_tier_runs,
+    plan_pages,
+    select_states,
+)
 from sphkv.store.sequence import PointerTable
 from sphkv.store.slabs import PoolKey
 from sphkv.store.store import PageStore
 
 # Units whose pages are planned at once: bounds the memory of counting a long prompt.
 _PLANNED_UNITS = 1 << 22
+# What ``count_run_pages`` tells of a tier.
+_MODES = (PositionMode.CONTIGUOUS, PositionMode.RUNS)
 
 
 def contract_bytes(store: PageStore, contract: WriteContract, num_tokens: int) -> int:
@@ -31,13 +41,11 @@ def contract_bytes(store: PageStore, contract: WriteContract, num_tokens: int) -
         layer.
     """
     num_layers = contract.tier_id.shape[0]
-    pages = count_pages(store, contract, num_tokens)
+    pages = {key: each.numpy() for key, each in count_pages(store, contract, num_tokens).items()}
     # all layers take theirs at once
     request = {key: int(each.sum()) for key, each in pages.items()}
-    per_head = torch.zeros(contract.tier_id.shape[:2], dtype=torch.int64)
-    for each in pages.values():
-        per_head += each
-    tables = _table_bytes(store, per_head.amax(1).tolist())
+    per_head = sum(pages.values(), np.zeros(contract.tier_id.shape[:2], dtype=np.int64))
+    tables = _table_bytes(store, per_head.max(axis=1).tolist())
     return store.allocator.forecast([request]) + tables + num_layers * tail_bytes(store)
 
 
@@ -132,15 +140,24 @@ def _count_runs(
     tier_id = contract.tier_id[..., :num_tokens:size]
     layers, heads, _ = tier_id.shape
     page_runs = tuple(max(1, spec.page_tokens // size) for spec in tiers)
+    # pages of one run, and those that tell a position per run, are alike however runs lie
+    is_alike = all(
+        store.config.is_in_runs(tier) or runs == 1 for tier, runs in enumerate(page_runs)
+    )
     step = max(1, _PLANNED_UNITS // max(1, tier_id[0].numel()))
-    parts = [count_run_pages(part.flatten(0, 1), page_runs) for part in tier_id.split(step)]
-    pages = torch.cat(parts).cpu().view(layers, heads, len(tiers), 2)
-    found: dict[PoolKey, Tensor] = {}
-    for tier, spec in enumerate(tiers):
-        for column, mode in enumerate((PositionMode.CONTIGUOUS, PositionMode.RUNS)):
-            each = pages[:, :, tier, column]
-            if spec.kind == "drop" or not bool(each.any()):
-                continue
-            key = (tier, PositionMode.RUNS if store.config.is_in_runs(tier) else mode)
-            found[key] = found[key] + each if key in found else each
-    return found
+    parts = [part.flatten(0, 1) for part in tier_id.split(step)]
+    if is_alike:
+        runs_of = torch.cat([count_tier_runs(part, len(tiers)) for part in parts]).cpu()
+        pages = -(-runs_of.view(layers, heads, -1, 1).numpy() // np.array(page_runs)[:, None])
+    else:
+        counted = torch.cat([count_run_pages(part, page_runs) for part in parts])
+        pages = counted.cpu().view(layers, heads, len(tiers), 2).numpy()
+    found: dict[PoolKey, NDArray[np.int64]] = {}
+    for tier, column in np.argwhere(pages.any(axis=(0, 1))).tolist():
+        if tiers[tier].kind == "drop":
+            continue
+        is_in_runs = store.config.is_in_runs(tier)
+        key = (tier, PositionMode.RUNS if is_in_runs else _MODES[column])
+        each = pages[:, :, tier, column]
+        found[key] = found[key] + each if key in found else each
+    return {key: torch.from_numpy(each) for key, each in found.items()}

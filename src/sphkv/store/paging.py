@@ -149,6 +149,12 @@ def select_states(tier_id: Tensor, protected: Tensor, positions: Tensor, tier: i
     )
 
 
+def count_tier_runs(tier_id: Tensor, num_tiers: int) -> Tensor:
+    """``[heads, num_tiers]`` int64 runs of every tier, given the tiers ``[heads, runs]`` uint8."""
+    tiers = constant(tuple(range(num_tiers)), device=tier_id.device, dtype=torch.uint8)
+    return (tier_id[:, None] == tiers[:, None]).sum(2)
+
+
 def count_run_pages(tier_id: Tensor, page_runs: Sequence[int]) -> Tensor:
     """Pages that runs of tokens fill, without planning any.
 
