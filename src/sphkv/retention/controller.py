@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from sphkv.core.contract import WriteContract
+from sphkv.core.tiers import RUN_TOKENS
 from sphkv.errors import BudgetError
 from sphkv.retention.policy import ControlOptions
 from sphkv.retention.pricing import NO_TIER, PageCosts, PricedLayer
@@ -54,7 +54,9 @@ class RetentionController:
             BudgetError: Protected states and fixed parts alone exceed the budget.
         """
         protected = torch.stack([layer.protected for layer in self._layers])
-        empty = self._contract(protected, None)
+        dense, drop = self.costs.tiers.dense_id, self.costs.tiers.drop_id
+        dropped = torch.where(protected, dense, drop).to(torch.uint8)
+        empty = WriteContract(dropped, protected, self.options.granularity)
         fixed = exact_bytes(empty)
         if fixed > budget:
             raise BudgetError(fixed, budget, budget, "what must be kept")
@@ -73,7 +75,7 @@ class RetentionController:
                 if not bracket.widen():
                     break
                 continue
-            contract = self._contract(protected, decision)
+            contract = self._contract(empty, decision)
             used = exact_bytes(contract)
             if best_bytes < used <= budget:
                 best, best_bytes = (contract, decision), used
@@ -88,14 +90,18 @@ class RetentionController:
         self.price, self.loss = decision.price, decision.loss()
         return contract
 
-    def _contract(self, protected: Tensor, decision: Decision | None) -> WriteContract:
-        """The contract of a decision about what is not protected; None drops all of that."""
-        dense, drop = self.costs.tiers.dense_id, self.costs.tiers.drop_id
-        tier_id = torch.where(protected, dense, drop).to(torch.uint8)
-        if decision is not None:
-            chosen = decision.spread(protected.shape[2]).view_as(tier_id)
-            tier_id = torch.where(chosen == NO_TIER, tier_id, chosen)
-        return WriteContract(tier_id, protected, self.options.granularity)
+    def _contract(self, empty: WriteContract, decision: Decision) -> WriteContract:
+        """The contract of a decision about what is not protected, given that which drops it."""
+        tokens, tier_id = empty.num_tokens, empty.tier_id
+        chosen = decision.spread(tokens)
+        if decision.blocks.is_in_runs:
+            # what is protected is so in whole runs
+            tier_id = tier_id[..., ::RUN_TOKENS]
+        chosen = chosen.view_as(tier_id)
+        tier_id = torch.where(chosen == NO_TIER, tier_id, chosen)
+        if decision.blocks.is_in_runs:
+            tier_id = tier_id.repeat_interleave(RUN_TOKENS, 2)[..., :tokens]
+        return WriteContract(tier_id, empty.protected, self.options.granularity)
 
 
 class _Bracket:

@@ -187,11 +187,13 @@ class BudgetSolver:
         choices: Units and tiers.
     """
 
-    def __init__(self, choices: TierChoices) -> None:
-        """Nothing is known yet."""
+    def __init__(self, choices: TierChoices, hulls: HullSteps | None = None) -> None:
+        """Nothing is known yet but the steps of the units, if they were found before."""
         self.choices = choices
-        self._least = choices.bytes_of(choices.lowest())
+        self._lowest = choices.lowest()
+        self._least = choices.bytes_of(self._lowest)
         self._least_step = choices.least_step()
+        self._hulls = hulls
         self._steps: _SortedSteps | None = None
 
     def allocate(
@@ -227,9 +229,71 @@ class BudgetSolver:
             found, low, high = _bisect_price(self.choices, budget)
             return found, self.choices.bytes_of(found), low, high
         if self._steps is None:
-            self._steps = _SortedSteps.of(self.choices)
-        found, spent, price = self._steps.within(budget - self._least, self.choices.lowest())
+            hulls = self._hulls or HullSteps.of_choices(self.choices)
+            self._steps, self._hulls = _SortedSteps.of(hulls), None
+        found, spent, price = self._steps.within(budget - self._least, self._lowest)
         return found, self._least + spent, (1 - _SAME_PRICE) * price, price
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HullSteps:
+    """Steps of units up their lower hulls; every unit has as many, those past its hull save 0.
+
+    Attributes:
+        slope: ``[units, steps]`` float64 loss saved per byte, falling.
+        extra: ``[units, steps]`` int64 bytes.
+        tier: ``[units, steps]`` int64 tier that a step leads to.
+    """
+
+    slope: Tensor
+    extra: Tensor
+    tier: Tensor
+
+    @classmethod
+    def of(cls, distortion: Tensor, cost: Tensor) -> HullSteps | None:
+        """Steps from the lowest tier on; None if there are too many units.
+
+        Args:
+            distortion: ``[units, tiers]``.
+            cost: ``[units, tiers]`` int64.
+        """
+        if len(distortion) > _SORTED_UNITS:
+            return None
+        lowest = torch.zeros(len(distortion), dtype=torch.int64, device=distortion.device)
+        return cls._climb(distortion, cost, lowest, None)
+
+    @classmethod
+    def of_choices(cls, choices: TierChoices) -> HullSteps:
+        """Steps from the lowest allowed tiers on."""
+        cost = choices.cost.expand(choices.distortion.shape)
+        return cls._climb(choices.distortion, cost, choices.lowest(), choices.allowed())
+
+    @classmethod
+    def _climb(
+        cls, distortion: Tensor, cost: Tensor, lowest: Tensor, allowed: Tensor | None
+    ) -> HullSteps:
+        loss, at = distortion.double(), lowest[:, None]
+        slope = torch.full_like(loss[:, :1], torch.inf)
+        slopes, extras, tiers = [], [], []
+        for _ in range(loss.shape[1] - 1):
+            extra, saved = cost - cost.gather(1, at), loss.gather(1, at) - loss
+            possible = (extra > 0) & (saved > 0)
+            if allowed is not None:
+                possible &= allowed
+            value = torch.where(possible, saved / extra.clamp(min=1), 0.0)
+            best, tier = value.max(dim=1, keepdim=True)
+            # rounding must not let a step come before the one it stands on
+            slope = torch.minimum(slope, best)
+            tier = torch.where(best > 0, tier, at)
+            slopes.append(slope)
+            extras.append(extra.gather(1, tier))
+            tiers.append(tier)
+            at = tier
+        return cls(*(torch.cat(parts, 1) for parts in (slopes, extras, tiers)))
+
+    def select(self, index: Tensor) -> HullSteps:
+        """Steps of the units that an index names."""
+        return HullSteps(self.slope[index], self.extra[index], self.tier[index])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,35 +313,14 @@ class _SortedSteps:
     tier: Tensor
 
     @classmethod
-    def of(cls, choices: TierChoices) -> _SortedSteps:
-        """Steps from the lowest tiers on; every unit has as many, those past its hull save 0."""
-        loss = choices.distortion.double()
-        cost = choices.cost.expand(choices.distortion.shape)
-        allowed = choices.allowed()
-        at = choices.lowest()[:, None]
-        slope = torch.full_like(loss[:, :1], torch.inf)
-        slopes, extras, tiers = [], [], []
-        for _ in range(loss.shape[1] - 1):
-            extra, saved = cost - cost.gather(1, at), loss.gather(1, at) - loss
-            possible = (extra > 0) & (saved > 0)
-            if allowed is not None:
-                possible &= allowed
-            value = torch.where(possible, saved / extra.clamp(min=1), 0.0)
-            best, tier = value.max(dim=1, keepdim=True)
-            # rounding must not let a step come before the one it stands on
-            slope = torch.minimum(slope, best)
-            tier = torch.where(best > 0, tier, at)
-            slopes.append(slope)
-            extras.append(extra.gather(1, tier))
-            tiers.append(tier)
-            at = tier
-        flat = (torch.cat(parts, 1).T.flatten() for parts in (slopes, extras, tiers))
-        slope, extra, tier = flat
+    def of(cls, hulls: HullSteps) -> _SortedSteps:
+        """Steps of some units, one at least."""
+        slope, extra, tier = (part.T.flatten() for part in (hulls.slope, hulls.extra, hulls.tier))
         # a stable order keeps each unit's steps in sequence
         slope, order = slope.sort(descending=True, stable=True)
         spent = torch.nn.functional.pad(extra[order].cumsum(0), (1, 0))
         slope = torch.nn.functional.pad(slope, (0, 1))
-        return cls(slope, spent, order % choices.num_units, tier[order])
+        return cls(slope, spent, order % len(hulls.slope), tier[order])
 
     def within(self, room: int, lowest: Tensor) -> tuple[Tensor, int, float]:
         """The decision ``[units]`` int64 after all steps that fit, their bytes, and the next slope.

@@ -6,14 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from sphkv.core.tiers import TierTable
+from sphkv.core.tiers import RUN_TOKENS, TierTable
 from sphkv.errors import BudgetError
 from sphkv.retention.policy import BlockShape, ControlOptions
 from sphkv.retention.pricing import NO_TIER, LayerBlocks, PricedLayer
-from sphkv.retention.solver import Allocation, BudgetSolver, TierChoices
+from sphkv.retention.solver import Allocation, BudgetSolver, HullSteps, TierChoices
 
 _SHAPE_ROUNDS = 4
 _FINEST_FIRST = (BlockShape.TOKENS, BlockShape.RUNS, BlockShape.WHOLE)
@@ -47,6 +49,8 @@ class PromptBlocks:
             [torch.full_like(part.states[0], number) for number, part in enumerate(parts)]
         )
         self._solvers: dict[tuple[tuple[int, ...], bytes], tuple[Tensor, BudgetSolver]] = {}
+        self._hulls: dict[tuple[int, ...], HullSteps | None] = {}
+        self._columns: Tensor | None = None
 
     @property
     def num_heads(self) -> int:
@@ -66,16 +70,79 @@ class PromptBlocks:
         """``[heads, columns]`` bool: the blocks of each head's shape."""
         return (self.shape_ids == shape_of_head[:, None]) & self.is_block
 
-    def solver(self, shape_of_head: Tensor, tiers: Sequence[int]) -> tuple[Tensor, BudgetSolver]:
-        """Places of the blocks of each head's shape, and what chooses among some tiers for them."""
-        key = (tuple(tiers), shape_of_head.to(torch.uint8).cpu().numpy().tobytes())
+    def solver(
+        self, shape_of_head: NDArray[np.uint8], tiers: Sequence[int]
+    ) -> tuple[Tensor, BudgetSolver]:
+        """Places of the blocks of each head's shape, and what chooses among some tiers for them.
+
+        Shapes are on the CPU, where comparing them waits for nothing.
+        """
+        key = (tuple(tiers), shape_of_head.tobytes())
         if key not in self._solvers:
-            place = self.columns_of(shape_of_head).flatten().nonzero()[:, 0]
-            loss, cost = (part.flatten(0, 1)[place] for part in (self.distortion, self.cost))
-            if len(tiers) < loss.shape[1]:
-                loss, cost = loss[:, list(tiers)], cost[:, list(tiers)]
-            self._solvers[key] = place, BudgetSolver(TierChoices(loss, cost))
+            shapes = torch.from_numpy(shape_of_head).to(self.distortion.device)
+            place = self.columns_of(shapes).flatten().nonzero()[:, 0]
+            loss, cost = (part[place] for part in self._choices(tiers))
+            hulls = self._hulls_of(tiers)
+            steps = None if hulls is None else hulls.select(place)
+            self._solvers[key] = place, BudgetSolver(TierChoices(loss, cost), steps)
         return self._solvers[key]
+
+    def _choices(self, tiers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """``[heads * columns, tiers]`` distortion and bytes at some tiers."""
+        loss, cost = self.distortion.flatten(0, 1), self.cost.flatten(0, 1)
+        if len(tiers) < loss.shape[1]:
+            loss, cost = loss[:, list(tiers)], cost[:, list(tiers)]
+        return loss, cost
+
+    def _hulls_of(self, tiers: Sequence[int]) -> HullSteps | None:
+        """Steps of all blocks at some tiers, found once; None of too many blocks."""
+        key = tuple(tiers)
+        if key not in self._hulls:
+            self._hulls[key] = HullSteps.of(*self._choices(tiers))
+        return self._hulls[key]
+
+    def spread(self, tier_id: Tensor, num_tokens: int) -> Tensor:
+        """The tier of every unit of a prompt, given those of its blocks.
+
+        Args:
+            tier_id: ``[heads, columns]`` uint8.
+            num_tokens: Tokens of the prompt.
+
+        Returns:
+            ``[heads, units]`` uint8, runs of 16 where no shape has other units, else tokens;
+            ``NO_TIER`` where no chosen block holds the unit.
+        """
+        # a head has one shape: all others say ``NO_TIER``, which is the largest number
+        if not self.is_in_runs:
+            sizes = [part.states.shape[1] for part in self.blocks.values()]
+            parts = zip(self.blocks.values(), tier_id.split(sizes, 1), strict=True)
+            return torch.stack([each.spread(own, num_tokens) for each, own in parts]).amin(0)
+        if self._columns is None:
+            self._columns = self._find_columns(-(-num_tokens // RUN_TOKENS))
+        padded = torch.nn.functional.pad(tier_id, (0, 1), value=NO_TIER)
+        found = padded.gather(1, self._columns).unflatten(1, (len(self.blocks), -1))
+        return found.amin(1)
+
+    @property
+    def is_in_runs(self) -> bool:
+        """Whether the blocks of all shapes consist of runs of 16 tokens."""
+        return all(shape.granularity == RUN_TOKENS for shape in self.blocks)
+
+    def _find_columns(self, num_runs: int) -> Tensor:
+        """``[heads, shapes * num_runs]`` int64 column of each run, shape by shape.
+
+        One past the last column where no block holds the run.
+        """
+        found, first, end = [], 0, self.distortion.shape[1]
+        for part in self.blocks.values():
+            # padding writes to a place of its own behind the last run
+            index = torch.where(part.units >= 0, part.units, num_runs)
+            each = torch.arange(first, first + index.shape[1], device=index.device)
+            columns = index.new_full((len(index), num_runs + 1), end)
+            columns.scatter_(1, index.flatten(1), each[:, None].expand_as(index).flatten(1))
+            found.append(columns[:, :num_runs])
+            first += index.shape[1]
+        return torch.cat(found, 1)
 
     def best_shapes(self, price: float, tiers: Sequence[int]) -> Tensor:
         """``[heads]`` int64: the shape of each head with the least loss plus price times bytes."""
@@ -114,12 +181,8 @@ class Decision:
         return float(each.masked_fill(~is_chosen, 0.0).double().sum())
 
     def spread(self, num_tokens: int) -> Tensor:
-        """``[heads, num_tokens]`` uint8 tiers; ``NO_TIER`` where no chosen block holds a token."""
-        sizes = [part.states.shape[1] for part in self.blocks.blocks.values()]
-        parts = zip(self.blocks.blocks.values(), self.tier_id.split(sizes, 1), strict=True)
-        # a head has one shape: all others say ``NO_TIER``, which is the largest number
-        found = [blocks.spread(chosen, num_tokens) for blocks, chosen in parts]
-        return torch.stack(found).amin(0) if len(found) > 1 else found[0]
+        """``[heads, units]`` uint8 tiers; see ``PromptBlocks.spread``."""
+        return self.blocks.spread(self.tier_id, num_tokens)
 
 
 def decide_blocks(
@@ -152,7 +215,8 @@ def _joint(
     blocks: PromptBlocks, budget: int, tiers: Sequence[int], options: ControlOptions
 ) -> tuple[Decision, Allocation]:
     """All of some tiers and every shape; also what the solver found."""
-    shape_of_head = blocks.all_of(blocks.shape_id(*_FINEST_FIRST))
+    finest = blocks.shape_id(*_FINEST_FIRST)
+    shape_of_head = np.full(blocks.num_heads, finest, dtype=np.uint8)
     best: tuple[Allocation, Tensor] | None = None
     for _ in range(_SHAPE_ROUNDS):
         place, solver = blocks.solver(shape_of_head, tiers)
@@ -161,8 +225,8 @@ def _joint(
             best = (found, place)
         if len(blocks.blocks) == 1:
             break
-        again = blocks.best_shapes(found.price, tiers)
-        if torch.equal(again, shape_of_head):
+        again = blocks.best_shapes(found.price, tiers).to(torch.uint8).cpu().numpy()
+        if (again == shape_of_head).all():
             break
         shape_of_head = again
     assert best is not None
