@@ -73,11 +73,14 @@ class TierChoices:
             raise ValueError(
                 f"cost must be [{tiers}] or [{units}, {tiers}], got {tuple(self.cost.shape)}"
             )
-        if bool((self.cost.diff(dim=-1) < 0).any()):
+        found = [(self.cost.diff(dim=-1) < 0).any()]
+        found += [~torch.isfinite(part).all() for part in self.distortion.split(CHUNK_UNITS)]
+        # asked for together: a device is waited for once
+        is_falling, *is_not_finite = torch.stack(found).tolist()
+        if is_falling:
             raise ValueError("cost must not fall from a tier to the next")
-        for part in self.distortion.split(CHUNK_UNITS):
-            if not bool(torch.isfinite(part).all()):
-                raise ValueError("distortion holds values that are not finite")
+        if any(is_not_finite):
+            raise ValueError("distortion holds values that are not finite")
         for name in ("floor", "ceiling"):
             bound = getattr(self, name)
             if bound is not None and tuple(bound.shape) != (units,):
@@ -116,24 +119,38 @@ class TierChoices:
 
     def least_step(self) -> int:
         """Fewest bytes between two tiers of a unit, if any differ; else more than any budget."""
+        return int(self._least_gap())
+
+    def _least_gap(self) -> Tensor:
         gap = self.cost.diff(dim=-1)
-        return int(torch.where(gap > 0, gap, _LARGEST).amin()) if gap.numel() else _LARGEST
+        if not gap.numel():
+            return self.cost.new_tensor(_LARGEST)
+        return torch.where(gap > 0, gap, _LARGEST).amin()
+
+    def least_bytes(self) -> tuple[int, int]:
+        """Bytes of the lowest tiers, and ``least_step``; a device is waited for once."""
+        both = torch.stack([self._sum_bytes(self.lowest()), self._least_gap()])
+        lowest, step = both.tolist()
+        return lowest, step
 
     def bytes_of(self, tier_id: Tensor) -> int:
         """Bytes of a decision ``[units]``."""
+        return int(self._sum_bytes(tier_id))
+
+    def _sum_bytes(self, tier_id: Tensor) -> Tensor:
         if self.cost.dim() == 1:
             counts = torch.bincount(tier_id, minlength=self.cost.shape[0])
-            return int((counts * self.cost).sum())
-        return int(self.cost.gather(1, tier_id.long()[:, None]).sum())
+            return (counts * self.cost).sum()
+        return self.cost.gather(1, tier_id.long()[:, None]).sum()
 
     def loss_of(self, tier_id: Tensor) -> float:
         """Distortion of a decision ``[units]``."""
-        total = 0.0
-        for loss, ids in zip(
-            self.distortion.split(CHUNK_UNITS), tier_id.split(CHUNK_UNITS), strict=True
-        ):
-            total += float(loss.gather(1, ids.long()[:, None]).double().sum())
-        return total
+        return sum((float(part) for part in self.sum_losses(tier_id)), 0.0)
+
+    def sum_losses(self, tier_id: Tensor) -> list[Tensor]:
+        """``loss_of`` in parts, float64; waits for no device."""
+        parts = zip(self.distortion.split(CHUNK_UNITS), tier_id.split(CHUNK_UNITS), strict=True)
+        return [loss.gather(1, ids.long()[:, None]).double().sum() for loss, ids in parts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,8 +208,7 @@ class BudgetSolver:
         """Nothing is known yet but the steps of the units, if they were found before."""
         self.choices = choices
         self._lowest = choices.lowest()
-        self._least = choices.bytes_of(self._lowest)
-        self._least_step = choices.least_step()
+        self._least, self._least_step = choices.least_bytes()
         self._hulls = hulls
         self._steps: _SortedSteps | None = None
 
@@ -205,34 +221,41 @@ class BudgetSolver:
         choices = self.choices
         if self._least > budget:
             raise BudgetError(self._least, budget, budget, "what must be kept")
-        found, used, low, high = self._at_budget(budget)
+        found, used, low, high, loss = self._at_budget(budget)
         if solver == "one-shot":
             # just below the price of the budget units want more than it has: order decides
             price = low if price is None else price
             tier_id = _one_shot(choices, budget, price)
             return Allocation(tier_id, choices.bytes_of(tier_id), choices.loss_of(tier_id), price)
         if solver == "value-per-byte":
-            found = climb_hulls(choices, choices.lowest(), budget)
+            found, loss = climb_hulls(choices, choices.lowest(), budget), None
             used = choices.bytes_of(found)
         tier_id = found
         if budget - used >= self._least_step:
-            tier_id, used = _fill(choices, found, used, budget, high)
+            tier_id, used = _fill(choices, found, budget - used, used, high, self._least_step)
+            loss = None
         if choices.num_units <= _CORE_PROBLEM_UNITS:
             exact = solve_core(choices, tier_id, budget, high)
-            tier_id = min(tier_id, exact, key=choices.loss_of)
+            tier_id, loss = min(tier_id, exact, key=choices.loss_of), None
             used = choices.bytes_of(tier_id)
-        return Allocation(tier_id, used, choices.loss_of(tier_id), high)
+        return Allocation(tier_id, used, choices.loss_of(tier_id) if loss is None else loss, high)
 
-    def _at_budget(self, budget: int) -> tuple[Tensor, int, float, float]:
-        """The decision at the lowest price whose bytes fit, its bytes, and prices on both sides."""
+    def _at_budget(self, budget: int) -> tuple[Tensor, int, float, float, float | None]:
+        """The decision at the lowest price whose bytes fit, its bytes, prices on both sides, loss.
+
+        The loss is told where that costs nothing.
+        """
         if not 0 < self.choices.num_units <= _SORTED_UNITS:
             found, low, high = _bisect_price(self.choices, budget)
-            return found, self.choices.bytes_of(found), low, high
+            return found, self.choices.bytes_of(found), low, high, None
         if self._steps is None:
             hulls = self._hulls or HullSteps.of_choices(self.choices)
             self._steps, self._hulls = _SortedSteps.of(hulls), None
-        found, spent, price = self._steps.within(budget - self._least, self._lowest)
-        return found, self._least + spent, (1 - _SAME_PRICE) * price, price
+        found, ends = self._steps.within(budget - self._least, self._lowest)
+        told = torch.cat([ends, torch.stack(self.choices.sum_losses(found))])
+        spent, price, *losses = told.tolist()
+        used = self._least + int(spent)
+        return found, used, (1 - _SAME_PRICE) * price, price, sum(losses, 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -322,8 +345,8 @@ class _SortedSteps:
         slope = torch.nn.functional.pad(slope, (0, 1))
         return cls(slope, spent, order % len(hulls.slope), tier[order])
 
-    def within(self, room: int, lowest: Tensor) -> tuple[Tensor, int, float]:
-        """The decision ``[units]`` int64 after all steps that fit, their bytes, and the next slope.
+    def within(self, room: int, lowest: Tensor) -> tuple[Tensor, Tensor]:
+        """The decision ``[units]`` int64 after all steps that fit; their bytes and the next slope.
 
         Args:
             room: Bytes to spend, not negative.
@@ -333,9 +356,7 @@ class _SortedSteps:
         num_taken = is_taken.sum()
         ends = torch.stack([self.spent[num_taken].double(), self.slope[num_taken]])
         tier = torch.where(is_taken, self.tier, 0)
-        found = lowest.scatter_reduce(0, self.unit, tier, "amax")
-        spent, price = ends.tolist()
-        return found, int(spent), price
+        return lowest.scatter_reduce(0, self.unit, tier, "amax"), ends
 
 
 def best_at_price(choices: TierChoices, price: float) -> Tensor:
@@ -403,25 +424,26 @@ def _bracket(choices: TierChoices, budget: int, most: float) -> tuple[float, flo
 
 
 def _fill(
-    choices: TierChoices, found: Tensor, used: int, budget: int, price: float
+    choices: TierChoices, found: Tensor, left: int, used: int, price: float, least: int
 ) -> tuple[Tensor, int]:
     """Spend what the price left over; of very many units only on those near the price.
 
     Args:
         choices: Units and tiers.
-        found: ``[units]`` decision of so many bytes.
-        used: Its bytes.
-        budget: Bytes for all units.
+        found: ``[units]`` decision.
+        left: Bytes to spend.
+        used: Bytes of the decision.
         price: Loss per byte at which the budget is met.
+        least: ``choices.least_step()``.
 
     Returns:
         The decision and its bytes.
     """
     if choices.num_units <= _MANY_UNITS:
-        return _upgrade(choices, found.long(), budget - used, used)
+        return _upgrade(choices, found.long(), left, used, least)
     near = (_best_ids(choices, _CONTESTED * price) != found).nonzero()[:, 0]
     contested, chosen = choices.select(near), found[near].long()
-    better, used = _upgrade(contested, chosen, budget - used, used)
+    better, used = _upgrade(contested, chosen, left, used, contested.least_step())
     found[near] = better.to(found.dtype)
     return found, used
 
@@ -490,24 +512,29 @@ def fill_budget(choices: TierChoices, tier_id: Tensor, budget: int) -> Tensor:
         A decision with no more loss, within the budget, that no single upgrade improves.
     """
     used = choices.bytes_of(tier_id)
-    return _upgrade(choices, tier_id, budget - used, used)[0]
+    return _upgrade(choices, tier_id, budget - used, used, choices.least_step())[0]
 
 
-def _upgrade(choices: TierChoices, tier_id: Tensor, left: int, used: int) -> tuple[Tensor, int]:
+def _upgrade(
+    choices: TierChoices, tier_id: Tensor, left: int, used: int, least: int
+) -> tuple[Tensor, int]:
     """``fill_budget`` of a decision of ``used`` bytes with ``left`` to spend; also its bytes."""
-    tier_id, least = tier_id.clone(), choices.least_step()
+    tier_id = tier_id.clone()
     for _ in range(_MAX_ROUNDS):
         if left < least:
             break
-        unit, tier, extra, value = _next_steps(choices, tier_id, left)
-        if unit.numel() == 0:
-            break
+        tier, extra, value = _best_steps(choices, tier_id, left)
         order = value.argsort(descending=True, stable=True)[:_ROUND_STEPS]
-        unit, tier, extra = unit[order], tier[order], extra[order]
-        total = extra.cumsum(0)
+        # units without a step come last and spend nothing
+        is_step = value[order] > -torch.inf
+        tier, extra = tier[order], torch.where(is_step, extra[order], 0)
+        is_taken = (extra.cumsum(0) <= left) & is_step
         # a round moves each unit at most once, so its later steps are seen in the next round
-        tier_id[unit] = torch.where(total <= left, tier, tier_id[unit])
-        spent = int(torch.where(total <= left, extra, 0).sum())
+        tier_id[order] = torch.where(is_taken, tier, tier_id[order])
+        spent = int(torch.where(is_taken, extra, 0).sum())
+        # the first step fits by itself
+        if not spent:
+            break
         left, used = left - spent, used + spent
     return tier_id, used
 
@@ -516,6 +543,13 @@ def _next_steps(
     choices: TierChoices, tier_id: Tensor, left: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The best affordable upgrade of each unit: unit, tier, bytes and loss saved per byte."""
+    tier, extra, value = _best_steps(choices, tier_id, left)
+    unit = (value > -torch.inf).nonzero()[:, 0]
+    return unit, tier[unit], extra[unit], value[unit]
+
+
+def _best_steps(choices: TierChoices, tier_id: Tensor, left: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``_next_steps`` of all units, of minus infinity for those that have none."""
     loss, cost = choices.distortion, choices.cost.expand_as(choices.distortion)
     now = tier_id[:, None]
     extra = cost - cost.gather(1, now)
@@ -526,9 +560,7 @@ def _next_steps(
         possible &= allowed
     value = torch.where(possible, saved / extra.clamp(min=1), -torch.inf)
     best, tier = value.max(dim=1)
-    unit = (best > -torch.inf).nonzero()[:, 0]
-    tier = tier[unit]
-    return unit, tier, extra[unit, tier], best[unit]
+    return tier, extra.gather(1, tier[:, None])[:, 0], best
 
 
 def solve_core(choices: TierChoices, tier_id: Tensor, budget: int, price: float) -> Tensor:
