@@ -45,6 +45,7 @@ class PromptBlocks:
         self.distortion = torch.cat([part.distortion for part in parts], 1)
         self.cost = torch.cat([part.cost for part in parts], 1)
         self.is_block = torch.cat([part.states > 0 for part in parts], 1)
+        self._is_empty = ~self.is_block
         self.shape_ids = torch.cat(
             [torch.full_like(part.states[0], number) for number, part in enumerate(parts)]
         )
@@ -145,15 +146,15 @@ class PromptBlocks:
         return torch.cat(found, 1)
 
     def best_shapes(self, price: float, tiers: Sequence[int]) -> Tensor:
-        """``[heads]`` int64: the shape of each head with the least loss plus price times bytes."""
+        """``[heads]`` uint8: the shape of each head with the least loss plus price times bytes."""
         each = self.distortion + price * self.cost
         if len(tiers) < each.shape[2]:
             each = each[..., list(tiers)]
-        least = each.amin(2).masked_fill(~self.is_block, 0.0)
+        least = each.amin(2).masked_fill(self._is_empty, 0.0)
         sizes = [part.states.shape[1] for part in self.blocks.values()]
-        totals = [part.sum(1) for part in least.split(sizes, 1)]
-        best, found = totals[0], torch.zeros_like(self.all_of(0))
-        for number, total in enumerate(totals[1:], start=1):
+        best, *others = (part.sum(1) for part in least.split(sizes, 1))
+        found = torch.zeros_like(best, dtype=torch.uint8)
+        for number, total in enumerate(others, start=1):
             is_better = total < best
             best, found = torch.where(is_better, total, best), found.masked_fill(is_better, number)
         return found
@@ -225,7 +226,7 @@ def _joint(
             best = (found, place)
         if len(blocks.blocks) == 1:
             break
-        again = blocks.best_shapes(found.price, tiers).to(torch.uint8).cpu().numpy()
+        again = blocks.best_shapes(found.price, tiers).cpu().numpy()
         if (again == shape_of_head).all():
             break
         shape_of_head = again
