@@ -302,6 +302,43 @@ def test_layers_written_together_equal_single_ones(
     assert other.live_bytes == sum(tensor.nbytes for tensor in other.live_tensors())
 
 
+def test_layers_fill_the_same_pages_in_groups_and_pieces(
+    make_store: StoreMaker, codec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contract = mixed_contract(2, 144)
+    keys, values = (part[..., :150, :] for part in prompts(codec, 2))
+    one, other = make_store(kernels=ApartCodec(2)), make_store(kernels=ApartCodec(2))
+    one.create(0)
+    one.write_layers(0, 0, contract, list(zip(keys, values, strict=True)))
+    monkeypatch.setattr("sphkv.store.prompt._TOGETHER_BYTES", 1)
+    monkeypatch.setattr("sphkv.store.pages._KERNEL_PAGES", 3)
+    other.create(0)
+    other.write_layers(0, 0, contract, list(zip(keys, values, strict=True)))
+    assert one.ledger() == other.ledger()
+    for layer in range(2):
+        ours, theirs = one.table(0, layer), other.table(0, layer)
+        assert torch.equal(ours.page_ids, theirs.page_ids)
+        assert torch.equal(ours.tags, theirs.tags)
+        for pair in zip(one.pages(0, layer), other.pages(0, layer), strict=True):
+            assert torch.equal(
+                *(own.view(group).pages for own, group in zip((one, other), pair, strict=True))
+            )
+
+
+def test_a_contract_about_nothing_leaves_all_to_the_tails(
+    make_store: StoreMaker, codec: Any
+) -> None:
+    store = make_store(kernels=JoiningCodec(2))
+    contract = mixed_contract(2, 144)
+    none = WriteContract(contract.tier_id[..., :0], contract.protected[..., :0], 16)
+    keys, values = (part[..., :5, :] for part in prompts(codec, 2))
+    store.create(0)
+    store.write_layers(0, 0, none, list(zip(keys, values, strict=True)))
+    for layer in range(2):
+        assert torch.equal(store.tail(0, layer).keys, keys[layer].to(torch.bfloat16))
+        assert not store.pages(0, layer)
+
+
 def test_layers_that_do_not_fit_change_nothing(
     make_store: StoreMaker, codec: Any, unchanged: Unchanged
 ) -> None:

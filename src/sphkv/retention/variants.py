@@ -121,8 +121,8 @@ class PromptBlocks:
         if self._columns is None:
             self._columns = self._find_columns(-(-num_tokens // RUN_TOKENS))
         padded = torch.nn.functional.pad(tier_id, (0, 1), value=NO_TIER)
-        found = padded.gather(1, self._columns).unflatten(1, (len(self.blocks), -1))
-        return found.amin(1)
+        of_shapes = padded.gather(1, self._columns).view(len(padded), len(self.blocks), -1)
+        return of_shapes.amin(1)
 
     @property
     def is_in_runs(self) -> bool:
