@@ -153,8 +153,11 @@ def _smallest(distance: Tensor) -> Tensor:
     """Index of the smallest entry ``[n, tokens]`` of ``distance [n, tokens, levels]``, which goes.
 
     Floats of one sign order like their bits, so the index rides in the lowest bits and one plain
-    minimum finds it: several times faster than argmin over a short dimension.
+    minimum finds it: on a CPU several times faster than argmin over a short dimension. A GPU would
+    pass over all distances four times more.
     """
+    if distance.is_cuda:
+        return distance.argmin(-1)
     levels = distance.shape[-1]
     key = distance.abs_().view(torch.int32)
     key &= -levels
