@@ -229,8 +229,8 @@ def test_layers_are_measured_together_without_writing_rows_down():
     codec = SphericalCodec(random_calibration(config.geometry, config.ropes[0]))
     states = [make_states(torch.float16, dim=64), make_states(torch.float16, dim=64, tokens=203)]
     states[1] = tuple(0.5 * part for part in states[1])
-    joined = tuple(torch.cat(parts) for parts in zip(*states, strict=True))
-    found = measure_layers(config, codec, (0, 1), joined)
+    query, keys, values = (torch.cat(parts) for parts in zip(*states, strict=True))
+    found = measure_layers(config, codec, (0, 1), (query, keys, values))
     for layer, own in enumerate(states):
         alone = measure_layer(config, codec, layer, own)
         heads = slice(2 * layer, 2 * layer + 2)

@@ -494,8 +494,9 @@ def test_a_prompt_whose_layers_are_measured_together_is_decided_about_alike(
     # last places decide how much of the budget the search leaves: two pages of 240 may differ
     assert float((one.tier_id != two.tier_id).float().mean()) < 0.03
     for mine, other in zip(alone.rows, together.rows, strict=True):
-        notes = zip(mine.residency.notes, other.residency.notes, strict=True)
-        for left, right in notes:
+        assert isinstance(mine.residency, RetentionResidency)
+        assert isinstance(other.residency, RetentionResidency)
+        for left, right in zip(mine.residency.notes, other.residency.notes, strict=True):
             torch.testing.assert_close(left.tier_ratio, right.tier_ratio, rtol=1e-3, atol=1e-6)
             torch.testing.assert_close(left.bound, right.bound, rtol=1e-3, atol=1e-6)
             torch.testing.assert_close(
@@ -506,7 +507,8 @@ def test_a_prompt_whose_layers_are_measured_together_is_decided_about_alike(
 
 
 def test_a_prompt_is_decided_about_once_its_pass_is_queued(monkeypatch):
-    engine, decide = make_engine(), PromptDecision.decide
+    engine, decide, found = make_engine(), PromptDecision.decide, Contracts()
+    engine.on_contract = found
     run_steps = StepTokens(torch.ones(1, 600, dtype=torch.bool), torch.arange(600)[None])
 
     def give() -> None:
@@ -515,7 +517,7 @@ def test_a_prompt_is_decided_about_once_its_pass_is_queued(monkeypatch):
             query, keys, values = (part[None] for part in make_states(layer, 600))
             engine.update(layer, keys, values)
             engine.end_layer(layer, query)
-        assert engine.on_contract == []
+        assert not found
 
     def refuse(self: PromptDecision, limit: int) -> WriteContract:
         raise BudgetError(2, 1, 1, "what must be kept")
@@ -531,5 +533,5 @@ def test_a_prompt_is_decided_about_once_its_pass_is_queued(monkeypatch):
     monkeypatch.setattr(PromptDecision, "decide", decide)
     give()
     engine.finish()
-    assert len(engine.on_contract) == 1
+    assert len(found) == 1
     check_bytes(engine)

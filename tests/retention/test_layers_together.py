@@ -64,9 +64,9 @@ def measured(policy):
     config = make_config(policy)
     codec = SphericalCodec(random_calibration(GEOMETRY, ROPE))
     states = [make_states(layer) for layer in range(LAYERS)]
-    joined = tuple(torch.cat(parts) for parts in zip(*states, strict=True))
+    query, keys, values = (torch.cat(parts) for parts in zip(*states, strict=True))
     alone = [measure_layer(config, codec, layer, states[layer]) for layer in range(LAYERS)]
-    return measure_layers(config, codec, range(LAYERS), joined), alone
+    return measure_layers(config, codec, range(LAYERS), (query, keys, values)), alone
 
 
 @pytest.mark.parametrize("policy", [RetentionPolicy(window=12, window_stride=2), FITTED])
@@ -86,12 +86,12 @@ def test_layers_side_by_side_are_those_one_by_one(policy):
             torch.testing.assert_close(one, torch.cat(parts), rtol=1e-4, atol=1e-6)
 
     pricer = LayerPricer(COSTS, policy, ControlOptions(shapes=(BlockShape.WHOLE, BlockShape.RUNS)))
-    for found, expected in zip(
+    for mine, other in zip(
         pricer.price(together).split(HEADS), map(pricer.price, alone), strict=True
     ):
-        assert torch.equal(found.protected, expected.protected)
-        for shape, blocks in found.blocks.items():
-            right = expected.blocks[shape]
+        assert torch.equal(mine.protected, other.protected)
+        for shape, blocks in mine.blocks.items():
+            right = other.blocks[shape]
             assert torch.equal(blocks.states, right.states)
             assert torch.equal(blocks.cost, right.cost)
             # near ties may change places
