@@ -210,8 +210,8 @@ def check_graph(group=4):
 def compare_graph(model, name, *, prompt, tiers=None, budget=None, num_steps=180):
     """The same tokens through two caches, of which one has its steps captured.
 
-    Under a budget captured steps drop old pages earlier than eager ones do, so that logits are alike
-    up to then. After that a step is taken back every now and then, and repeated eagerly.
+    Under a budget captured steps drop old pages earlier than eager ones do, so logits are alike up
+    to then. After that a step is taken back every now and then, and repeated eagerly.
     """
     from sphkv.integrations.transformers.cache import CacheOptions, SphericalCache
 
@@ -253,7 +253,7 @@ def compare_graph(model, name, *, prompt, tiers=None, budget=None, num_steps=180
         cache.detach()
     print(
         f"{'ok ' if ok else 'BAD'} {name}: logits differ by {max(same):.1e} at most in {len(same)} "
-        f"steps before pages do and by {max(again, default=0.0):.1e} in {len(again)} repeated ones, "
+        f"steps before pages do and by {max(again, default=0.0):.1e} in {len(again)} repeated, "
         f"{num_captured} steps captured, {peak:.3f} of the budget",
         flush=True,
     )
