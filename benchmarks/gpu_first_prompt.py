@@ -7,7 +7,7 @@
 The first prompt of 32K tokens comes right after the model with random weights is there: into
 transformers' dense cache, or into ours, which then calibrates itself, decides and writes. Kernels
 are compiled once for a machine, so a second process tells what the others pay. ``--pairs`` then
-reads prompts into both caches in turn.
+reads prompts into both caches in turn, of each length one pair more, whose first prompt is marked.
 """
 
 import argparse
@@ -34,14 +34,15 @@ def read_dense(model, tokens):
 
 def measure_pairs(model, cache, tokens, count):
     """Prompts into both caches in turn, as records."""
-    for _ in range(count):
+    for at in range(count + 1 if count else 0):
         cache.reset()
         torch.cuda.empty_cache()
         dense, ours = read_dense(model, tokens), prefill(model, tokens, cache)
         print(
             f"{tokens}: dense {dense:.3f} s, ours {ours:.3f} s, {ours / dense - 1:+.1%}", flush=True
         )
-        yield {"tokens": tokens, "dense_s": dense, "codes_s": ours, "added": ours / dense - 1}
+        found = {"tokens": tokens, "dense_s": dense, "codes_s": ours, "added": ours / dense - 1}
+        yield found | {"is_first": at == 0}
 
 
 def main():
@@ -49,7 +50,7 @@ def main():
     parser.add_argument("--side", choices=("dense", "codes"), required=True)
     parser.add_argument("--budget", default="10%")
     parser.add_argument("--pairs", type=int, default=0, help="later prompts of each length")
-    parser.add_argument("--contexts", type=int, nargs="*", default=[32768, 131072])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[8192, 32768, 131072])
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path)
@@ -67,7 +68,8 @@ def main():
             record["pairs"] += measure_pairs(model, cache, tokens, args.pairs)
         cache.detach()
     record |= environment(args.commit)
-    record["command"] = "PYTHONPATH=src python3 benchmarks/gpu_first_prompt.py"
+    record["command"] = "PYTHONPATH=src python3 benchmarks/gpu_first_prompt.py --side " + args.side
+    record["command"] += f" --pairs {args.pairs}" if args.pairs else ""
     print(json.dumps(record))
     if args.output:
         args.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
