@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sphkv.cache.config import CacheConfig
 from sphkv.codec.calibration import LEAST_TOKENS, Calibration, key_frame_metric, query_moments
-from sphkv.codec.codebook import CELL_BITS, PlaneCodebooks, fit_plane_codebooks
+from sphkv.codec.codebook import CELL_BITS, PlaneCodebooks, fit_plane_codebooks, row_fitter
 
 
 class DenseStates:
@@ -177,6 +177,7 @@ class PromptCalibrator:
         self._model_id = model_id
         self.moments = torch.zeros(*lead, 2, 2, device=device)
         self.num_queries = torch.zeros(geometry.num_layers, dtype=torch.int64)
+        self._fitter = row_fitter(config.calibration.fit)
         # of layers that this pass has been through, as they were before it
         self._before: dict[int, tuple[Tensor, int]] = {}
         self.calibration = Calibration(
@@ -236,6 +237,8 @@ class PromptCalibrator:
         metric = key_frame_metric(self.moments[layer], rope, max_distance=options.max_distance)
         z = rope.unrotate(rope.to_planes(some), at)
         norm = some.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-        fitted = fit_plane_codebooks(z / norm[..., None, None], metric, options.fit)
+        fitted = fit_plane_codebooks(
+            z / norm[..., None, None], metric, options.fit, fitter=self._fitter
+        )
         for name in PlaneCodebooks.__slots__:
             getattr(self.calibration.planes, name)[layer] = getattr(fitted, name)

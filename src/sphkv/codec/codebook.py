@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sphkv.core.devices import Replay
+
 CELL_BITS = (0, 2, 4, 6, 8, 10, 12)
 """Bits a plane may get: a 16-point codebook for every four of them, and one of four points for two
 more; their points add."""
@@ -431,8 +433,22 @@ def _fit_some_rows(x: Tensor, w: Tensor, options: CodebookFit) -> tuple[Tensor, 
     return mean, pair, single, joint, half, tail, first, second, third, distortion
 
 
+def row_fitter(options: CodebookFit) -> Replay:
+    """What fits the rows of a layer on a GPU, for one layer after the other.
+
+    A fit is some thousand short operations, which take the host longer to launch than a layer of a
+    long prompt takes a GPU. What was captured holds memory as long as the fitter is kept.
+    """
+    return Replay(lambda x, w: _fit_some_rows(x, w, options))
+
+
 def fit_plane_codebooks(
-    z: Tensor, metric: Tensor, options: CodebookFit, weight: Tensor | None = None
+    z: Tensor,
+    metric: Tensor,
+    options: CodebookFit,
+    weight: Tensor | None = None,
+    *,
+    fitter: Replay | None = None,
 ) -> PlaneCodebooks:
     """Fit the points of every plane of one layer.
 
@@ -441,6 +457,8 @@ def fit_plane_codebooks(
         metric: ``[heads, planes, 2, 2]`` second moment of queries in the key's frame.
         options: Effort of the fit.
         weight: ``[heads, tokens]`` how much an error of each key matters; alike if None.
+        fitter: ``row_fitter`` of the same options, used on a GPU: the distortion that is returned
+            is then overwritten by the next fit.
 
     Returns:
         Codebooks in key coordinates and the distortion of every cell class.
@@ -451,7 +469,8 @@ def fit_plane_codebooks(
     if weight is None:
         weight = torch.ones_like(z[..., 0, 0])
     w = weight[:, None].expand(-1, planes, -1).reshape(heads * planes, tokens).contiguous()
-    *fitted, distortion = _fit_rows(x, w, options)
+    rows = _fit_rows(x, w, options) if fitter is None or not x.is_cuda else fitter(x, w)
+    *fitted, distortion = rows
 
     def in_key_space(points: Tensor) -> Tensor:
         shaped = points.reshape(heads, planes, -1, 2)
