@@ -42,11 +42,11 @@ from sphkv.store.store import PageStore
 
 STAGES = {
     "calibrate": (PromptCalibrator, "fit"),
-    "measure": (prompt, "measure_layer"),
+    "measure": (prompt, "measure_layers"),
     "price": (LayerPricer, "price"),
     "note": (RunNotes, "of_prompt"),
     "decide": (RetentionController, "decide"),
-    "write": (PageStore, "write"),
+    "write": (PageStore, "write_layers"),
 }
 ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
 

@@ -526,9 +526,10 @@ def test_a_prompt_is_decided_about_once_its_pass_is_queued(monkeypatch):
     give()
     with pytest.raises(BudgetError, match="what must be kept"):
         engine.finish()
-    # nothing is left of the dense states, so nothing may go on
-    with pytest.raises(RuntimeError, match="call reset"):
-        engine.begin(run_steps)
+    # nothing is left of the dense states, so nothing may go on, a copy no more than the original
+    for each in (engine, engine.fork()):
+        with pytest.raises(RuntimeError, match="call reset"):
+            each.begin(run_steps)
     engine.reset()
     monkeypatch.setattr(PromptDecision, "decide", decide)
     give()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sphkv.core import devices
-from sphkv.core.devices import ReadyTensors, Replay, join_beside
+from sphkv.core.devices import ReadyTensors, Replay, behind_beside, join_beside
 from sphkv.errors import NativeUnavailableError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,6 +43,21 @@ def test_what_runs_beside_is_there_once_it_is_joined():
         torch.full((1 << 16,), -1.0, device=device)
     join_beside(device)
     assert float(total) == (1 << 16) * sum(range(20))
+
+
+def test_what_is_queued_behind_it_sees_what_ran_beside():
+    device = torch.device(DEVICE)
+    ready = ReadyTensors(torch.full((1 << 16,), 2.0, device=device))
+    with ready.beside() as (own,):
+        square = own.square()
+    with behind_beside(device):
+        total = square.sum()
+    join_beside(device)
+    if total.is_cuda:
+        total.record_stream(torch.cuda.current_stream(device))
+    assert float(total) == 4 * (1 << 16)
+    with pytest.raises(ValueError, match="inside"), behind_beside(device):
+        raise ValueError("inside")
 
 
 def test_an_extension_of_other_sources_is_refused(monkeypatch, tmp_path):

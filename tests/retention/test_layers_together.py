@@ -134,9 +134,13 @@ def test_how_many_layers_are_measured_together():
     config = make_config(RetentionPolicy())
     assert layers_together(config, 8192, 32) == 1
     on_gpu = replace(config, kernels=object())
-    lengths = (128, 400, 8192, 32768, 131072, 1 << 20)
+    lengths = (128, 400, 32768, 131072, 524288, 1 << 20)
     counts = {tokens: layers_together(on_gpu, tokens, 32) for tokens in lengths}
-    assert counts == {128: 1, 400: 8, 8192: 8, 32768: 4, 131072: 1, 1 << 20: 1}
+    assert counts == {128: 1, 400: 8, 32768: 8, 131072: 4, 524288: 1, 1 << 20: 1}
+    # as many states in all, however many heads have them
+    wide = replace(on_gpu, geometry=KVGeometry(LAYERS, 16, 16, DIM))
+    assert layers_together(wide, 8192, 32) == layers_together(on_gpu, 65536, 32) == 8
+    assert layers_together(wide, 16384, 32) == 4
     left, groups = 32, []
     while left:
         groups.append(min(left, layers_together(on_gpu, 8192, left)))

@@ -21,6 +21,8 @@ from sphkv.retention.protection import (
     ProtectionRule,
     Segment,
     SegmentSpans,
+    _middle_and_largest,
+    _middle_and_largest_by_sort,
     find_segments,
     widen_to_runs,
 )
@@ -41,6 +43,18 @@ def test_outliers_are_bounded():
     radius[0, :30] = torch.arange(30) + 10.0
     mask = ProtectionRule(sink_tokens=0, max_outliers=5).state_mask(radius)
     assert mask[0].nonzero()[:, 0].tolist() == [25, 26, 27, 28, 29]
+
+
+def test_sorting_finds_the_same_outliers():
+    radius = torch.rand(3, 101, generator=torch.Generator().manual_seed(0))
+    for tokens, most in ((101, 7), (100, 0), (5, 5)):
+        part = radius[:, :tokens]
+        (one, few), (two, same) = (
+            find(part, most) for find in (_middle_and_largest, _middle_and_largest_by_sort)
+        )
+        assert torch.equal(one, two)
+        assert torch.equal(few.sort(1).values, same.sort(1).values)
+        assert few.shape == (3, most)
 
 
 def test_runs_are_protected_whole():

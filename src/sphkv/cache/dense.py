@@ -177,7 +177,8 @@ class PromptCalibrator:
         self._model_id = model_id
         self.moments = torch.zeros(*lead, 2, 2, device=device)
         self.num_queries = torch.zeros(geometry.num_layers, dtype=torch.int64)
-        self._fitter = row_fitter(config.calibration.fit)
+        is_on_gpu = torch.device(device).type == "cuda"
+        self._fitter = row_fitter(config.calibration.fit) if is_on_gpu else None
         # of layers that this pass has been through, as they were before it
         self._before: dict[int, tuple[Tensor, int]] = {}
         self.calibration = Calibration(

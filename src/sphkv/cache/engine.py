@@ -497,6 +497,7 @@ class CacheEngine:
         other._coded = None if self._coded is None else self._coded.fork()
         other._dense = self._dense.fork()
         other.peak_bytes, other.peak_share = self.peak_bytes, self.peak_share
+        other._broken = self._broken
         if self._calibrator is not None:
             other._calibrator = self._calibrator.fork()
         return other

@@ -31,7 +31,7 @@ class Residency(Protocol):
         ...
 
     def take_prompt(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store a layer of the prompt; layers come in order.
+        """Take a layer of the prompt, to store it now or in ``end_prompt``; layers come in order.
 
         Args:
             layer: A layer without states.

@@ -112,7 +112,7 @@ class CacheSequence:
         return self.store.config.tail_capacity - (0 if tail is None else tail.num_tokens)
 
     def take_prompt(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store a layer of the prompt; see ``Residency.take_prompt``."""
+        """Take a layer of the prompt; see ``Residency.take_prompt``."""
         self.residency.take_prompt(layer, query, keys, values)
         self.note_prompt(layer, keys.shape[1])
 
@@ -121,7 +121,7 @@ class CacheSequence:
         self.residency.end_prompt()
 
     def note_prompt(self, layer: int, tokens: int) -> None:
-        """A layer of a prompt of so many tokens was stored."""
+        """A layer of a prompt of so many tokens is there."""
         self.first_kept[layer] = window_start(self._config, self._plan, layer, tokens)
 
     def attend(

@@ -30,6 +30,7 @@ _TRIAL_ROUNDS = 2
 _START_ITERATIONS = 3
 _TINY = 1e-20
 _CACHED_SCORES = 1 << 19
+_DEVICE_SCORES = 1 << 25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +130,7 @@ class AngleCodebook:
 
 
 def nearest_point(x: Tensor, points: Tensor) -> Tensor:
-    """Index of the closest point, to within a relative 2**-15 of its squared distance.
+    """Index of the closest point; on a CPU to within a relative 2**-15 of its squared distance.
 
     Args:
         x: ``[n, tokens, 2]`` float32.
@@ -143,8 +144,10 @@ def nearest_point(x: Tensor, points: Tensor) -> Tensor:
     u, v = points.unbind(-1)
     right = torch.stack([-2 * u, -2 * v, torch.ones_like(u), u * u + v * v], -1)
     rows, tokens, _ = x.shape
-    # scores that stay in a processor's cache are ranked several times faster
-    step = rows if x.is_cuda else max(1, _CACHED_SCORES // max(1, tokens * points.shape[1]))
+    # Scores that stay in a processor's cache are ranked several times faster; on a GPU, what
+    # captured searches hold must not grow with the layers that are searched at once.
+    most = _DEVICE_SCORES if x.is_cuda else _CACHED_SCORES
+    step = max(1, most // max(1, tokens * points.shape[1]))
     if step >= rows:
         return _smallest(torch.bmm(left, right.mT))
     parts = zip(left.split(step), right.split(step), strict=True)
@@ -457,8 +460,8 @@ def fit_plane_codebooks(
         metric: ``[heads, planes, 2, 2]`` second moment of queries in the key's frame.
         options: Effort of the fit.
         weight: ``[heads, tokens]`` how much an error of each key matters; alike if None.
-        fitter: ``row_fitter`` of the same options, used on a GPU: the distortion that is returned
-            is then overwritten by the next fit.
+        fitter: ``row_fitter`` of the same options: the distortion that is returned is then
+            overwritten by the next fit. None fits rows in threads of a CPU.
 
     Returns:
         Codebooks in key coordinates and the distortion of every cell class.
@@ -469,7 +472,7 @@ def fit_plane_codebooks(
     if weight is None:
         weight = torch.ones_like(z[..., 0, 0])
     w = weight[:, None].expand(-1, planes, -1).reshape(heads * planes, tokens).contiguous()
-    rows = _fit_rows(x, w, options) if fitter is None or not x.is_cuda else fitter(x, w)
+    rows = _fit_rows(x, w, options) if fitter is None else fitter(x, w)
     *fitted, distortion = rows
 
     def in_key_space(points: Tensor) -> Tensor:

@@ -81,18 +81,24 @@ class ProtectionRule:
 
     def _outliers(self, radius: Tensor) -> Tensor:
         most = min(self.max_outliers, radius.shape[1])
-        if radius.device.type == "cpu":
-            median = radius.median(dim=1, keepdim=True).values
-            largest = radius.topk(most, dim=1).indices
-        else:
-            # a GPU sorts all heads in less time than it finds the median of a few, or the largest
-            ordered, place = radius.sort(dim=1)
-            median = ordered[:, (radius.shape[1] - 1) // 2, None]
-            largest = place[:, radius.shape[1] - most :]
+        find = _middle_and_largest if radius.device.type == "cpu" else _middle_and_largest_by_sort
+        median, largest = find(radius, most)
         excess = radius / median.clamp(min=torch.finfo(torch.float32).tiny)
         top = torch.zeros_like(excess, dtype=torch.bool)
         top.scatter_(1, largest, True)
         return top & (excess > float(self.outlier_ratio or 0))
+
+
+def _middle_and_largest(radius: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Median ``[heads, 1]`` of norms, and places ``[heads, most]`` of the largest."""
+    return radius.median(dim=1, keepdim=True).values, radius.topk(most, dim=1).indices
+
+
+def _middle_and_largest_by_sort(radius: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The same: a GPU sorts all heads in less time than it finds the median of a few."""
+    ordered, place = radius.sort(dim=1)
+    tokens = radius.shape[1]
+    return ordered[:, (tokens - 1) // 2, None], place[:, tokens - most :]
 
 
 def widen_to_runs(mask: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class PromptPages:
     def encode(
         self, protected: Tensor, dense: Sequence[tuple[Tensor, Tensor]]
     ) -> list[JoinedPages]:
-        """The pages, tier by tier; waits for nothing.
+        """The pages, tier by tier; waits for no kernel.
 
         Args:
             protected: ``[layers, heads, tokens]`` bool, of the contract.
