@@ -73,6 +73,7 @@ class Rebalancer:
         self.num_demotions = 0
         self._ahead: Generator[int, None, None] | None = None
         self._work_left = 0
+        self._has_begun = False
 
     def used_bytes(self) -> int:
         """Bytes that count against the ceiling; a shared page counts for each that holds it.
@@ -101,7 +102,10 @@ class Rebalancer:
     def begin(self, limit: int, before: int, reserve: Callable[[], int]) -> None:
         """Take on what ``meet`` would do, instead of what was begun before."""
         self._ahead = self._meet(limit, before, reserve, is_at_once=False)
-        self._work_left = self._usual_parts
+        needed = self.used_bytes() + reserve() - limit
+        # to look is enough where there is room
+        self._work_left = 1 if needed <= 0 else 1 + self._steps_for(needed + self._spare(limit))
+        self._has_begun = False
 
     def stop(self) -> None:
         """Leave what was begun as it is."""
@@ -109,32 +113,40 @@ class Rebalancer:
 
     @property
     def work_left(self) -> int:
-        """About how many parts are left of what was begun."""
+        """Steps that what was begun should have.
+
+        Parts that drop pages count twice: it may turn out that more must go.
+        """
         return 0 if self._ahead is None else self._work_left
 
-    @property
-    def _usual_parts(self) -> int:
-        """Parts of making room, at most: to list pages, to decide, to drop those of every layer."""
-        return 2 + len(self._config.full_layers)
+    def _spare(self, limit: int) -> int:
+        """Bytes that are freed beyond need once pages must change, for the next ones to seal."""
+        return int(limit * self._plan.refresh_share)
+
+    def _steps_for(self, num_bytes: int) -> int:
+        """``work_left`` once pages are listed, of which so many bytes must go."""
+        pages = num_bytes // int(self._tier_bytes[self._tier_bytes > 0].min())
+        drops = min(len(self._config.full_layers), 1 + pages // _DROPS_AT_ONCE)
+        return 1 + 2 * drops
 
     def work(self) -> bool:
         """Do a bounded part of what was begun; False if there was nothing to do."""
         if self._ahead is None:
             return False
         before = self.num_rebalances
-        has_begun = self._work_left != self._usual_parts
         try:
             self._work_left = next(self._ahead)
+            self._has_begun = True
             return True
         except StopIteration:
             # where there is room already, nothing was done
-            has_begun |= self.num_rebalances > before
+            self._has_begun |= self.num_rebalances > before
         except BudgetError:
             # nothing may go now; when the pages seal, more may
             pass
         self._ahead = None
         self._store.forget_page_list(self._sequence)
-        return has_begun
+        return self._has_begun
 
     def _meet(
         self, limit: int, before: int, reserve: Callable[[], int], *, is_at_once: bool
@@ -148,7 +160,7 @@ class Rebalancer:
             is_at_once: Drop and move all pages together, else a bounded number at a time.
 
         Yields:
-            About how many such times are left; the next should wait for another step.
+            What ``work_left`` is then; the next part should wait for another step.
 
         Raises:
             BudgetError: Nothing is left that may be dropped.
@@ -157,13 +169,13 @@ class Rebalancer:
             return
         self.num_rebalances += 1
         # once pages must change, as many do as the next pages to seal will ask for
-        target, spare = limit, int(limit * self._plan.refresh_share)
+        target, spare = limit, self._spare(limit)
         for _ in range(_REBALANCE_ROUNDS):
             moved = self._store.allocator.num_moved
             pages = self._store.page_list(self._sequence)
             if not is_at_once:
                 # a device lists pages while the host goes on; deciding waits for it
-                yield self._usual_parts - 1
+                yield self._steps_for(self.used_bytes() + reserve() - target + spare)
                 if self._store.allocator.num_moved != moved:
                     # another sequence made room meanwhile
                     pages = self._store.page_list(self._sequence)
@@ -279,7 +291,7 @@ class Rebalancer:
         moves = None if is_at_once else _MOVES_AT_ONCE
         # deciding is enough beside one step
         for left, part in zip(range(len(parts), 0, -1), parts, strict=True):
-            yield left
+            yield left + len(parts)
             if len(part):
                 self._store.drop_listed(self._sequence, layer_ids[part], held.page_ids[part])
                 # places that stay free count for other sequences too

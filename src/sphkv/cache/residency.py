@@ -78,7 +78,7 @@ class Residency(Protocol):
 
     @property
     def work_left(self) -> int:
-        """About how many parts are left of what ``plan_ahead`` began."""
+        """Steps that ``work_ahead`` should have, about twice as many as it has parts left."""
         ...
 
     def work_ahead(self) -> bool:

@@ -7,7 +7,7 @@ source is gone once it is coded. So what a stability gate can do is to spare the
 spend what it held back instead of demoting, and to seal what is still dense at a finer tier.
 
 Room is made when pages must seal and there is none, or ahead of that: ``plan_ahead`` begins once
-pages have sealed, and ``work_ahead`` does a bounded part of it beside every step.
+pages have sealed, and ``work_ahead`` does a bounded part of it beside a step, as late as will do.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class RetentionResidency:
 
     @property
     def work_left(self) -> int:
-        """About how many parts are left of what ``plan_ahead`` began; see ``Residency``."""
+        """Steps that making room should have; see ``Residency``."""
         return self._rebalancer.work_left
 
     def work_ahead(self) -> bool:

@@ -207,7 +207,8 @@ class CodedRows:
     def _work_ahead(self) -> bool:
         """While the device computes a step: seal full tails, or go on making room for the next.
 
-        Room is made in parts that are spread over the steps until the next tail is full.
+        Room is made in parts, beside the last steps before the next tail is full: until they are
+        dropped, old pages are worth having.
 
         Returns:
             Whether no pages came but those of the seal tier.
@@ -219,7 +220,8 @@ class CodedRows:
         # whose tail is full first comes first, and all are done when theirs are full
         order = sorted(range(len(rooms)), key=rooms.__getitem__)
         due = accumulate(self.rows[at].residency.work_left for at in order)
-        wanted = max(-(-left // rooms[at]) for at, left in zip(order, due, strict=True))
+        steps = ((left, rooms[at]) for at, left in zip(order, due, strict=True))
+        wanted = max(-(-left // (2 * room)) if left >= room else 0 for left, room in steps)
         for at in order:
             while wanted > 0 and self.rows[at].residency.work_ahead():
                 wanted -= 1
