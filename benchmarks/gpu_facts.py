@@ -159,7 +159,7 @@ class Coded:
                     own_keys[:, at].contiguous(),
                     own_values[:, at].contiguous(),
                 )
-                found = codec.recode(layer, tiers, part_keys, part_values, index)
+                found = codec.recode((layer,), tiers, part_keys, part_values, index)
                 for number, (key, value) in enumerate(pairs):
                     if key is not None:
                         whole["k", key][:, at] = found[0][number]

@@ -527,9 +527,12 @@ def test_a_prompt_is_decided_about_once_its_pass_is_queued(monkeypatch):
     with pytest.raises(BudgetError, match="what must be kept"):
         engine.finish()
     # nothing is left of the dense states, so nothing may go on, a copy no more than the original
+    assert engine.resident_bytes() == 0
     for each in (engine, engine.fork()):
         with pytest.raises(RuntimeError, match="call reset"):
             each.begin(run_steps)
+        with pytest.raises(RuntimeError, match="call reset"):
+            each.export_state()
     engine.reset()
     monkeypatch.setattr(PromptDecision, "decide", decide)
     give()

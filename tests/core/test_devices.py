@@ -49,7 +49,11 @@ def test_what_is_queued_behind_it_sees_what_ran_beside():
     device = torch.device(DEVICE)
     ready = ReadyTensors(torch.full((1 << 16,), 2.0, device=device))
     with ready.beside() as (own,):
-        square = own.square()
+        # on a GPU, long enough to be still under way
+        many = torch.eye(512, device=device)
+        for _ in range(200 if device.type == "cuda" else 1):
+            many = many @ many
+        square = own.square() * many[0, 0]
     with behind_beside(device):
         total = square.sum()
     join_beside(device)

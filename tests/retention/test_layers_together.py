@@ -137,15 +137,19 @@ def test_how_many_layers_are_measured_together():
     lengths = (128, 400, 32768, 131072, 524288, 1 << 20)
     counts = {tokens: layers_together(on_gpu, tokens, 32) for tokens in lengths}
     assert counts == {128: 1, 400: 8, 32768: 8, 131072: 4, 524288: 1, 1 << 20: 1}
-    # as many states in all, however many heads have them
-    wide = replace(on_gpu, geometry=KVGeometry(LAYERS, 16, 16, DIM))
-    assert layers_together(wide, 8192, 32) == layers_together(on_gpu, 65536, 32) == 8
-    assert layers_together(wide, 16384, 32) == 4
+    # as many states in all, however many heads have them, and not too many heads
+    wide, wider = (
+        replace(on_gpu, geometry=KVGeometry(LAYERS, heads, heads, DIM)) for heads in (16, 128)
+    )
+    assert layers_together(wide, 32768, 32) == layers_together(on_gpu, 262144, 32) == 2
+    assert [layers_together(wide, tokens, 32) for tokens in (400, 8192, 16384)] == [4, 4, 4]
+    assert layers_together(wider, 400, 32) == 1
     left, groups = 32, []
     while left:
-        groups.append(min(left, layers_together(on_gpu, 8192, left)))
+        groups.append(layers_together(on_gpu, 8192, left))
         left -= groups[-1]
     assert groups == [8, 8, 8, 4, 2, 2]
+    assert [layers_together(on_gpu, 8192, left) for left in (3, 1)] == [2, 1]
 
 
 def test_a_layer_alone_is_one_of_one():

@@ -425,8 +425,9 @@ class CacheEngine:
 
     def _undo(self) -> None:
         if self._is_encoding:
-            # what is measured beside still reads what will be given up
+            # what is measured beside still reads what is given up
             join_beside(torch.device(self.config.device))
+            self._coded = None
             self._broken = (
                 "the forward pass in which the cache was coded failed, and the dense states are "
                 "gone: call reset() and give the prompt again"
@@ -531,6 +532,8 @@ class CacheEngine:
 
     def export_state(self) -> dict[str, Tensor]:
         """Everything but pages and codebooks, by name, for saving."""
+        if self._broken:
+            raise RuntimeError(self._broken)
         if self._step is not None:
             raise RuntimeError("a cache cannot be saved inside a forward pass")
         state = {"is_real": self.is_real.to(torch.uint8), **self._dense.state()}

@@ -40,7 +40,8 @@ Found = TypeVar("Found")
 _EXPECTED_STRIDE = 2
 # Layers that are measured side by side have at most so many states together: a thousand short
 # operations are launched for one or for all of them, but long ones gain nothing and take memory.
-_LEAST_TOGETHER, _MOST_TOGETHER, _STATES_TOGETHER = 2, 8, 1 << 20
+# Nor have they more heads together: captured searches keep what the samples of all of them take.
+_LEAST_TOGETHER, _MOST_TOGETHER, _STATES_TOGETHER, _HEADS_TOGETHER = 2, 8, 1 << 20, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +123,9 @@ def layers_together(config: MeasureConfig, num_tokens: int, num_left: int) -> in
     has_many = paged_tokens(num_tokens) - config.protection.most_states(num_tokens)
     if config.kernels is None or has_many <= config.error_samples:
         return 1
-    of_layer = num_tokens * config.geometry.num_kv_heads
-    most = max(1, min(_MOST_TOGETHER, _STATES_TOGETHER // of_layer))
-    return min(most, max(_LEAST_TOGETHER, -(-num_left // 2)))
+    heads = config.geometry.num_kv_heads
+    most = min(_MOST_TOGETHER, _STATES_TOGETHER // (num_tokens * heads), _HEADS_TOGETHER // heads)
+    return min(max(1, most), num_left, max(_LEAST_TOGETHER, -(-num_left // 2)))
 
 
 def measure_layers(
