@@ -91,8 +91,10 @@ def capture(engine: CacheEngine) -> HostGraph:
     return graph
 
 
-def captured(rows: int, budget: str = "22%") -> tuple[CacheEngine, HostGraph]:
-    engine = make_engine(budget, refresh_share=1 / 32, demotes=False)
+def captured(
+    rows: int, budget: str = "22%", *, refresh_share: float = 1 / 32
+) -> tuple[CacheEngine, HostGraph]:
+    engine = make_engine(budget, refresh_share=refresh_share, demotes=False)
     run(engine, 1500, rows=rows)
     graph = capture(engine)
     for row in engine.rows:
@@ -196,6 +198,23 @@ def test_old_pages_stay_until_room_is_needed(rows: int, most: int) -> None:
     assert max(left) <= most < page // 3
     for row in range(rows):
         assert residency_of(engine, row).num_rebalances > 0
+
+
+def test_room_that_the_next_pages_do_not_find_is_not_made():
+    """What is too little for them would lie idle."""
+    engine, _ = captured(1)
+    little_share = 0.5 * residency_of(engine)._seal_bytes() / (engine.limit_bytes() or 0)
+    held = []
+    for share in (0.0, little_share, 1 / 4):
+        engine, graph = captured(1, refresh_share=share)
+        for _ in range(200):
+            graph.step()
+        times = residency_of(engine).num_rebalances
+        held.append((times, sum(graph.dropped), held_runs(engine)))
+    none, little, much = held
+    assert none == little
+    assert none[0] > much[0] > 0
+    assert none[1] < much[1]
 
 
 def test_the_ceiling_of_a_batch_holds_at_every_captured_step():

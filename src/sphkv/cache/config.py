@@ -49,7 +49,7 @@ class RetentionConfig:
         new_run_scale: Loss of a run that was decoded, relative to one of the prompt of its age.
         young_pages: Newest sealed pages of a head that keep their tier.
         refresh_share: Part of the ceiling that is freed at once when old pages must give way, so
-            that the next pages to seal find room.
+            that the next pages to seal find room; where it is too little for these, none is.
         long_refresh_share: The same with the larger pages of long prompts.
         demotes: Whether pages at the seal tier may be coded again at a lower one before they are
             dropped; without it pages, those of the prompt too, stay as they are or go.

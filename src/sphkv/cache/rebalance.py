@@ -102,9 +102,12 @@ class Rebalancer:
     def begin(self, limit: int, before: int, reserve: Callable[[], int]) -> None:
         """Take on what ``meet`` would do, instead of what was begun before."""
         self._ahead = self._meet(limit, before, reserve, is_at_once=False)
-        needed = self.used_bytes() + reserve() - limit
+        more = reserve()
+        needed = self.used_bytes() + more - limit
         # to look is enough where there is room
-        self._work_left = 1 if needed <= 0 else 1 + self._steps_for(needed + self._spare(limit))
+        self._work_left = 1
+        if needed > 0:
+            self._work_left += self._steps_for(needed + self._spare(limit, more))
         self._has_begun = False
 
     def stop(self) -> None:
@@ -119,9 +122,13 @@ class Rebalancer:
         """
         return 0 if self._ahead is None else self._work_left
 
-    def _spare(self, limit: int) -> int:
-        """Bytes that are freed beyond need once pages must change, for the next ones to seal."""
-        return int(limit * self._plan.refresh_share)
+    def _spare(self, limit: int, reserve: int) -> int:
+        """Bytes that are freed beyond need once pages must change, for the next ones to seal.
+
+        Less than these take would lie idle: pages must change again then anyway.
+        """
+        spare = int(limit * self._plan.refresh_share)
+        return spare if spare >= reserve else 0
 
     def _steps_for(self, num_bytes: int) -> int:
         """``work_left`` once pages are listed, of which so many bytes must go."""
@@ -165,11 +172,12 @@ class Rebalancer:
         Raises:
             BudgetError: Nothing is left that may be dropped.
         """
-        if self.used_bytes() + reserve() <= limit:
+        more = reserve()
+        if self.used_bytes() + more <= limit:
             return
         self.num_rebalances += 1
         # once pages must change, as many do as the next pages to seal will ask for
-        target, spare = limit, self._spare(limit)
+        target, spare = limit, self._spare(limit, more)
         for _ in range(_REBALANCE_ROUNDS):
             moved = self._store.allocator.num_moved
             pages = self._store.page_list(self._sequence)

@@ -104,8 +104,8 @@ class RetentionOptions:
         page_tokens: States of a coded page, a multiple of 32. If None, what suits the prompt's
             length: 64, and 128 from 32,768 tokens on, where a GPU's kernels read them; else 32.
         seal_tier: Tier at which new states leave the dense tail; the budget chooses if None.
-        refresh_share: Part of the ceiling that is freed at once when old pages must give way; as
-            suits the backend if None.
+        refresh_share: Part of the ceiling that is freed at once when old pages must give way, if
+            the next pages to seal find room in it; as suits the backend if None.
         demotes: Whether pages at the seal tier may be coded again at a lower one before they are
             dropped; without it every page stays as it is or goes. If None, with small pages only.
     """
