@@ -220,6 +220,7 @@ class CodedRows:
         # whose tail is full first comes first, and all are done when theirs are full
         order = sorted(range(len(rooms)), key=rooms.__getitem__)
         due = accumulate(self.rows[at].residency.work_left for at in order)
+        # about half as many parts are left as steps are due, which is what must be kept up with
         steps = ((left, rooms[at]) for at, left in zip(order, due, strict=True))
         wanted = max(-(-left // (2 * room)) if left >= room else 0 for left, room in steps)
         for at in order:
