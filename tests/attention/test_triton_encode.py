@@ -128,3 +128,26 @@ def test_pages_are_copied_listed_and_moved_by_address(monkeypatch):
             assert torch.equal(plain.view(a).pages, copied.view(b).pages)
     with pytest.raises(ValueError, match="multiple of 4"):
         TritonCopier(torch.device("cpu")).copy(np.zeros(1, int), np.zeros(1, int), 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_runs_are_gathered_from_where_they_are_and_none_is_zeros(dtype):
+    layers = [torch.randn(2, 80, 48).to(dtype) for _ in range(3)]
+    wanted = [(0, 1, 2), (2, 0, 4), None, (1, 1, 0), (1, 0, 3)]
+    sources, right = [], []
+    for each in wanted:
+        if each is None:
+            sources.append(0)
+            right.append(torch.zeros(16, 48, dtype=dtype))
+            continue
+        layer, head, run = each
+        part = layers[layer][head, 16 * run : 16 * run + 16]
+        sources.append(part.data_ptr())
+        right.append(part)
+    found = torch.full((5, 16, 48), torch.nan, dtype=dtype)
+    copier = TritonCopier(torch.device("cpu"))
+    copier.gather(torch.tensor(sources), found)
+    assert torch.equal(found, torch.stack(right))
+    copier.gather(torch.tensor(sources[:0]), found[:0])
+    with pytest.raises(ValueError, match="4 copies of whole words"):
+        copier.gather(torch.tensor(sources[:4]), found.view(-1)[:98])

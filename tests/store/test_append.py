@@ -302,7 +302,7 @@ def test_layers_written_together_equal_single_ones(
     assert other.live_bytes == sum(tensor.nbytes for tensor in other.live_tensors())
 
 
-def test_layers_fill_the_same_pages_in_groups_and_pieces(
+def test_layers_fill_the_same_pages_in_pieces(
     make_store: StoreMaker, codec: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contract = mixed_contract(2, 144)
@@ -310,7 +310,6 @@ def test_layers_fill_the_same_pages_in_groups_and_pieces(
     one, other = make_store(kernels=ApartCodec(2)), make_store(kernels=ApartCodec(2))
     one.create(0)
     one.write_layers(0, 0, contract, list(zip(keys, values, strict=True)))
-    monkeypatch.setattr("sphkv.store.prompt._TOGETHER_BYTES", 1)
     monkeypatch.setattr("sphkv.store.pages._KERNEL_PAGES", 3)
     other.create(0)
     other.write_layers(0, 0, contract, list(zip(keys, values, strict=True)))

@@ -319,7 +319,7 @@ class SpanWriter:
             changes = plan_layers(self._pool, state, first_layer, contract, front)
             self._pool.commit(changes, tail_bytes)
         else:
-            pages = PromptPages(self._pool, state.codec, first_layer, run_tiers, front[0])
+            pages = PromptPages(self._pool, state.codec, first_layer, run_tiers)
             check_magnitudes(largest)
             tables = state.tables[first_layer : first_layer + len(dense)]
             self._pool.fill(tables, pages.encode(contract.protected, front), tail_bytes)

@@ -54,6 +54,15 @@ class PageCopier(Protocol):
         """
         ...
 
+    def gather(self, sources: Tensor, target: Tensor) -> None:
+        """Queue copies from places that the device has found, one behind the other.
+
+        Args:
+            sources: ``[copies]`` int64 addresses on the device, multiples of 4; 0 gives zeros.
+            target: Contiguous, of any shape; each copy fills as much of it.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageRuns:

@@ -5,6 +5,8 @@ On a GPU most of the time of a layer is the host's: planning pages, asking for s
 every small step. Layers that are planned and encoded together share all of that.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,9 +25,6 @@ from sphkv.store.pages import FlatStates, PageEncoder, plan_write
 from sphkv.store.paging import PageRows, RunPages, place_runs, plan_runs
 from sphkv.store.pool import JoinedPages, LayerChange, PagePool, layer_parts
 from sphkv.store.sequence import SequenceState
-
-# Dense states of layers that lie together, so many bytes.
-_TOGETHER_BYTES = 1 << 30
 
 
 def plan_layers(
@@ -63,6 +62,8 @@ def joined_tiers(pool: PagePool, contract: WriteContract) -> NDArray[np.uint8] |
     is_in_runs = contract.granularity == RUN_TOKENS and tokens > 0 and tokens % RUN_TOKENS == 0
     if not is_in_runs or pool.kernels is None or isinstance(pool.kernels, PageRecoder):
         return None
+    if not pool.allocator.has_copier:
+        return None
     return contract.tier_id[..., ::RUN_TOKENS].cpu().numpy()
 
 
@@ -86,16 +87,14 @@ class _Piece:
     """Pages of as many runs each, in any layouts, whose states are collected at once.
 
     Attributes:
-        layers: Layers whose states lie together.
-        words: See ``RunPages.words``; heads count through those of these layers.
+        words: See ``RunPages.words``; heads count through those of all layers.
         shape: Pages, and runs of each.
         is_full: Whether no page has an unused place.
         segments: Rows by layout.
     """
 
-    layers: slice
     words: NDArray[np.int64]
-    shape: tuple[int, ...]
+    shape: tuple[int, int]
     is_full: bool
     segments: list[_Segment]
 
@@ -109,7 +108,6 @@ class PromptPages:
         codec: StateCodec | None,
         first_layer: int,
         run_tiers: NDArray[np.uint8],
-        states: tuple[Tensor, Tensor],
     ) -> None:
         """Plan the pages; waits for nothing.
 
@@ -118,18 +116,12 @@ class PromptPages:
             codec: Encoder of the sequence.
             first_layer: The first of the layers.
             run_tiers: ``[layers, heads, runs]`` tier of every run; see ``joined_tiers``.
-            states: Keys and values of a layer, which say how many bytes each has.
         """
         self._pool, self._codec, self._first_layer = pool, codec, first_layer
         self._encoder = PageEncoder.of(pool, first_layer, codec)
-        num_layers, self._num_heads, num_runs = run_tiers.shape
-        self._plans = self._plan(run_tiers.reshape(-1, num_runs))
-        step = max(1, _TOGETHER_BYTES // sum(part.nbytes for part in states))
-        self._pieces = [
-            piece
-            for first in range(0, num_layers, step)
-            for piece in self._cut(slice(first, min(first + step, num_layers)))
-        ]
+        self._num_heads = run_tiers.shape[1]
+        self._plans = self._plan(run_tiers.reshape(-1, run_tiers.shape[2]))
+        self._pieces = [*self._cut()]
 
     def _plan(self, run_tiers: NDArray[np.uint8]) -> list[RunPages]:
         """Pages of every tier; heads count through those of all layers here."""
@@ -144,23 +136,17 @@ class PromptPages:
                 )
         return plans
 
-    def _cut(self, group: slice) -> Iterator[_Piece]:
-        """Pages of some layers, those of one size side by side, and no more than kernels take."""
-        ends = [layer * self._num_heads for layer in (group.start, group.stop)]
+    def _cut(self) -> Iterator[_Piece]:
+        """Pages of one size side by side, and no more than kernels take."""
         most = self._encoder.most_pages
         for size in sorted({plan.runs.shape[1] for plan in self._plans}):
             numbers = [at for at, plan in enumerate(self._plans) if plan.runs.shape[1] == size]
-            own = [slice(*self._plans[at].head_ids.searchsorted(ends).tolist()) for at in numbers]
             heads, runs, counts = (
-                np.concatenate(
-                    [
-                        getattr(self._plans[at], name)[part]
-                        for at, part in zip(numbers, own, strict=True)
-                    ]
-                )
+                np.concatenate([getattr(self._plans[at], name) for at in numbers])
                 for name in ("head_ids", "runs", "counts")
             )
-            begins = np.cumsum([0, *(part.stop - part.start for part in own)]).tolist()
+            sizes = [len(self._plans[at].head_ids) for at in numbers]
+            begins = np.cumsum([0, *sizes]).tolist()
             for first in range(0, len(heads), most):
                 at = slice(first, min(first + most, len(heads)))
                 segments = [
@@ -168,9 +154,9 @@ class PromptPages:
                     for number, (begin, end) in zip(numbers, pairwise(begins), strict=True)
                     for segment in self._segments(number, heads, at, begin, end)
                 ]
-                words = np.concatenate([heads[at] - ends[0], counts[at], runs[at].ravel()])
+                words = np.concatenate([heads[at], counts[at], runs[at].ravel()])
                 is_full = bool((counts[at] == size).all())
-                yield _Piece(group, words, runs[at].shape, is_full, segments)
+                yield _Piece(words, (at.stop - first, size), is_full, segments)
 
     def _segments(
         self, number: int, heads: NDArray[np.int64], piece: slice, begin: int, end: int
@@ -206,22 +192,19 @@ class PromptPages:
         found: list[list[Tensor]] = [[] for _ in self._plans]
         if not self._pieces:
             return []
-        words = [piece.words for piece in self._pieces]
-        every = upload(np.concatenate(words), self._pool.device)
-        protected = protected.to(self._pool.device).contiguous()
-        group, states = slice(0, 0), None
-        for piece, own in zip(self._pieces, every.split([*map(len, words)]), strict=True):
-            if piece.layers != group:
-                # one group's copy of the states must not outlast the next one's making
-                states = None
-                group = piece.layers
-                keys, values = zip(*dense[group], strict=True)
-                states = FlatStates(torch.cat(keys).flatten(0, 1), torch.cat(values).flatten(0, 1))
-                del keys, values
-            assert states is not None
-            of_group = protected[group].flatten(0, 1)
-            for number, pages in self._encode(piece, own, states, of_group):
-                found[number].append(pages)
+        device = self._pool.device
+        states = [_HeadStates.of([own[part] for own in dense]) for part in (0, 1)]
+        words = [*(piece.words for piece in self._pieces), *(part.addresses for part in states)]
+        *every, keys_at, values_at = upload(np.concatenate(words), device).split([*map(len, words)])
+        protected = protected.to(device).flatten(0, 1)
+        for piece, own in zip(self._pieces, every, strict=True):
+            heads, _, rows = place_runs(own, piece.shape, protected, is_full=piece.is_full)
+            keys = self._collect(piece, own, states[0], keys_at)
+            values = self._collect(piece, own, states[1], values_at)
+            for segment in piece.segments:
+                at = segment.rows
+                pages = self._pages(segment, (keys[at], values[at]), rows.select(at), heads[at])
+                found[segment.plan].append(pages)
         return [
             JoinedPages(
                 (plan.tier_id, plan.position_mode), plan.head_ids, plan.counts * RUN_TOKENS, parts
@@ -229,41 +212,73 @@ class PromptPages:
             for plan, parts in zip(self._plans, found, strict=True)
         ]
 
-    def _encode(
-        self, piece: _Piece, words: Tensor, states: FlatStates, protected: Tensor
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Pages of a piece, and the number of their plan."""
-        heads, source, rows = place_runs(words, piece.shape, protected, is_full=piece.is_full)
-        keys, values = (
-            part.index_select(0, source.view(-1)).view(*source.shape, -1)
-            for part in (states.keys, states.values)
-        )
+    def _collect(
+        self, piece: _Piece, words: Tensor, states: _HeadStates, addresses: Tensor
+    ) -> Tensor:
+        """``[pages, tokens, head_dim]`` states of a piece, zero where a page has none.
+
+        Args:
+            piece: The pages.
+            words: ``piece.words`` on the device.
+            states: Where those of all heads are.
+            addresses: ``states.addresses`` on the device.
+        """
+        pages, size = piece.shape
+        heads, counts, runs = words.split([pages, pages, pages * size])
+        sources = addresses[heads][:, None] + runs.view(pages, size) * states.run_bytes
         if not piece.is_full:
-            live = rows.live()[:, :, None]
-            keys, values = keys.mul_(live), values.mul_(live)
-        for segment in piece.segments:
-            at = segment.rows
-            own = (keys[at], values[at])
-            yield segment.plan, self._pages(piece, segment, own, rows.select(at), heads[at])
+            place = torch.arange(size, device=words.device)
+            sources = torch.where(place < counts[:, None], sources, 0)
+        shape = (pages, size * RUN_TOKENS, states.parts[0].shape[2])
+        found = torch.empty(shape, dtype=states.parts[0].dtype, device=words.device)
+        self._pool.allocator.collect(sources.view(-1), found)
+        return found
 
     def _pages(
-        self,
-        piece: _Piece,
-        segment: _Segment,
-        states: tuple[Tensor, Tensor],
-        rows: PageRows,
-        heads: Tensor,
+        self, segment: _Segment, states: tuple[Tensor, Tensor], rows: PageRows, heads: Tensor
     ) -> Tensor:
-        """Pages of a segment; heads count through those of the layers of its piece."""
-        layout, encoder, first = self._layout(segment.plan), self._encoder, piece.layers.start
+        """Pages of a segment; heads count through those of all layers here."""
+        layout, encoder = self._layout(segment.plan), self._encoder
         if not layout.tier.is_coded:
             return encoder.encode(layout, states, rows, heads, is_checked=True)
         if segment.layer is not None:
             encoder = PageEncoder.of(self._pool, self._first_layer + segment.layer, self._codec)
-            local = heads - (segment.layer - first) * self._num_heads
-            return encoder.encode(layout, states, rows, local)
+            return encoder.encode(layout, states, rows, heads - segment.layer * self._num_heads)
         assert encoder.kernels is not None
         half = (states[0].to(torch.bfloat16), states[1].to(torch.bfloat16))
-        if first_head := (self._first_layer + first) * self._num_heads:
+        if first_head := self._first_layer * self._num_heads:
             heads = heads + first_head
         return encoder.kernels.encode_layers(layout, self._codec, half, rows, heads)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _HeadStates:
+    """Keys or values of some layers, found by address: they are never put side by side.
+
+    Attributes:
+        parts: ``[heads, tokens, head_dim]`` of each layer, a head's states in one piece.
+        addresses: ``[layers * heads]`` int64 of each head's first state.
+    """
+
+    parts: list[Tensor]
+    addresses: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, layers: Sequence[Tensor]) -> _HeadStates:
+        """States ``[heads, tokens, head_dim]`` of each layer."""
+        dim = layers[0].shape[2]
+        parts = [
+            part if part.stride()[1:] == (dim, 1) else part.contiguous()
+            for part in (each.to(layers[0].dtype) for each in layers)
+        ]
+        addresses = [
+            part.data_ptr() + part.stride(0) * part.element_size() * np.arange(len(part))
+            for part in parts
+        ]
+        return cls(parts, np.concatenate(addresses))
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of a run."""
+        _, _, dim = self.parts[0].shape
+        return RUN_TOKENS * dim * self.parts[0].element_size()

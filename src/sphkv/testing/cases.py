@@ -79,6 +79,14 @@ class MemoryCopier:
         for target, data in zip(targets.tolist(), read, strict=True):
             ctypes.memmove(target, data, num_bytes)
 
+    def gather(self, sources: Tensor, target: Tensor) -> None:
+        """See ``PageCopier.gather``."""
+        num_bytes = target.nbytes // len(sources)
+        read = [
+            ctypes.string_at(at, num_bytes) if at else bytes(num_bytes) for at in sources.tolist()
+        ]
+        ctypes.memmove(target.data_ptr(), b"".join(read), target.nbytes)
+
 
 class JoiningCodec(CodecOnly):
     """Encodes pages of several layers at once, as a Hopper GPU does, with the codec.

@@ -43,6 +43,19 @@ def _copy_kernel(source_ptr, target_ptr, words, BLOCK: tl.constexpr):
     tl.store(target + word, tl.load(source + word, mask=word < words), mask=word < words)
 
 
+@triton.jit(
+    do_not_specialize=["words"], do_not_specialize_on_alignment=["source_ptr", "target_ptr"]
+)
+def _gather_kernel(source_ptr, target_ptr, words, BLOCK: tl.constexpr):
+    """As ``_copy_kernel``, into rows that follow each other; address 0 stands for zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    address = tl.load(source_ptr + row)
+    source = address.to(tl.pointer_type(tl.int32))
+    found = tl.load(source + word, mask=word < tl.where(address == 0, 0, words), other=0)
+    tl.store(target_ptr + row * words + word, found, mask=word < words)
+
+
 class TritonCopier:
     """A ``PageCopier`` of the store.
 
@@ -64,6 +77,21 @@ class TritonCopier:
         block = min(_BLOCK_WORDS, triton.next_power_of_2(words))
         grid = (len(sources), triton.cdiv(words, block))
         _copy_kernel[grid](places[0], places[1], words, BLOCK=block, num_warps=4)
+
+    def gather(self, sources: Tensor, target: Tensor) -> None:
+        """Queue copies on the current stream; see ``PageCopier.gather``."""
+        if not len(sources) or not target.numel():
+            return
+        num_bytes = target.nbytes // len(sources)
+        if num_bytes % _WORD_BYTES or num_bytes * len(sources) != target.nbytes:
+            raise ValueError(
+                f"{len(sources)} copies of whole words do not make up {target.nbytes} bytes"
+            )
+        words = num_bytes // _WORD_BYTES
+        block = min(_BLOCK_WORDS, triton.next_power_of_2(words))
+        grid = (len(sources), triton.cdiv(words, block))
+        into = target.view(-1).view(torch.int32)
+        _gather_kernel[grid](sources, into, words, BLOCK=block, num_warps=4)
 
 
 class TritonEncoder:
