@@ -5,18 +5,20 @@
 
 For every ladder and budget the prompt goes through the public class, then the text goes on token
 by token; KL is that of the dense model to ours. The decision about every run of 16 tokens is kept
-in a file, which ``gpu_mixed.py`` times. ``--ladders k2v2,k3v4 k2v4`` compares ladders, and
-``--settings seal_tier=k4v8,demotes=1,refresh_share=0.0625`` what is done while decoding; the first
-of each is written to the file.
+in a file, which ``gpu_mixed.py`` times: that of the first ladder and setting in ``--output``, those
+of others beside it, with their number. ``--ladders k2v2,k3v4 k2v4`` compares ladders, and
+``--settings seal_tier=k4v8,demotes=1,refresh_share=0.0625`` what is done while decoding.
 """
 
 import argparse
 import itertools
 import json
+import sys
 import time
 from pathlib import Path
 
 import torch
+from gpu_end_to_end import environment
 from safetensors.torch import save_file
 
 from sphkv import SphericalCache, calibrate_model, load_model
@@ -97,6 +99,8 @@ def main():
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--start", type=int, default=2000)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--record", type=Path, help="JSON of what was measured")
+    parser.add_argument("--commit")
     args = parser.parse_args()
     model, tokenizer = load_model(args.model)
     # weights alone: frequencies of the rotary embedding stay float32
@@ -113,7 +117,14 @@ def main():
     print(f"calibrated in {time.perf_counter() - began:.1f} s", flush=True)
     right = dense_logits(model, tokens, args.prompt)
     ladders = args.ladders or [",".join(FAST_RETENTION_TIERS)]
-    for ladder, settings in itertools.product(ladders, args.settings):
+    words = ["benchmarks/gpu_allocation.py", *(Path(word).name for word in sys.argv[1:])]
+    about = environment(args.commit) | {
+        "text": args.text.name, "first_token": args.start,
+        "calibration": args.calibration_text.name, "model": Path(args.model).name,
+        "command": " ".join(["PYTHONPATH=src python3", *words]),
+    }  # fmt: skip
+    records = []
+    for number, (ladder, settings) in enumerate(itertools.product(ladders, args.settings)):
         held = {}
         for budget in args.budgets.split(","):
             try:
@@ -125,10 +136,14 @@ def main():
                 print(f"{ladder} {budget}%: {type(error).__name__}: {error}", flush=True)
                 continue
             held[budget] = tier_id
+            records.append(record | about)
             print(json.dumps(record), flush=True)
-        if held and (ladder, settings) == (ladders[0], args.settings[0]):
+            if args.record:
+                args.record.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+        if held:
             held["tiers"] = torch.tensor(list(",".join(names).encode()), dtype=torch.uint8)
-            save_file(held, args.output)
+            name = f"{args.output.stem}-{number}" if number else args.output.stem
+            save_file(held, args.output.with_stem(name))
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ class Layer:
                 merge_with=own[0] if is_single else None, query_positions=self.where,
             )  # fmt: skip
         if not is_single:
-            merge_parts(parts, self.result)
+            merge_parts(parts, self.result, overlaps=True)
 
     def error(self, rope):
         """Largest error of a few rows against float64, and whether all are as near as they must."""
@@ -254,6 +254,7 @@ def read_arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--allocation", type=Path, required=True)
     parser.add_argument("--budgets", default="20,10,5")
+    parser.add_argument("--points", nargs="+", default=[], help="CONTEXTxBATCH; all if none")
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--page-tokens", type=int, choices=PAGE_SIZES, default=PAGE_SIZES[0])
     parser.add_argument("--output", type=Path)
@@ -275,7 +276,8 @@ def main():
     dram = dram_ratios(args.dram) if args.dram else {}
     copy = 0.0 if args.profile else copy_bandwidth()
     rows = []
-    for batch, context in POINTS:
+    wanted = [tuple(map(int, point.split("x")))[::-1] for point in args.points]
+    for batch, context in wanted or POINTS:
         beside = {} if args.profile else rivals(MODEL, batch, context, median_us)
         dense_bytes = 2 * 2 * batch * context * MODEL.kv_heads * MODEL.head_dim
         for budget in args.budgets.split(","):

@@ -15,8 +15,9 @@ from sphkv.retention.pricing import NO_TIER, PageCosts, PricedLayer
 from sphkv.retention.variants import Decision, PromptBlocks, decide_blocks
 
 _ROUNDS = 16
-# A contract that leaves less than this part of the budget is not improved further.
-_SLACK_PART = 250
+# A contract that leaves less than this part of the budget is not improved further; so much less of
+# it is aimed at that a contract which uses a little more than it should is near as well.
+_SLACK_PART, _AIMED_PART = 250, 1000
 # Rooms nearer to each other than this part of the first give the same contract.
 _BRACKET_PARTS = 4000
 
@@ -80,7 +81,7 @@ class RetentionController:
             if best_bytes < used <= budget:
                 best, best_bytes = (contract, decision), used
             is_near = 0 <= budget - used < budget // _SLACK_PART
-            if is_near or not bracket.correct(budget - used):
+            if is_near or not bracket.correct(budget - used, budget // _AIMED_PART):
                 break
         if best is None and too_small is not None:
             raise too_small
@@ -128,13 +129,18 @@ class _Bracket:
         self._low = self.room
         return self._step(None)
 
-    def correct(self, slack: int) -> bool:
-        """Take the bytes that were left, negative if too many were used; false at the end."""
+    def correct(self, slack: int, aimed: int) -> bool:
+        """Take the bytes that were left, negative if too many were used; false at the end.
+
+        Args:
+            slack: These bytes.
+            aimed: Those that should be left.
+        """
         if slack >= 0:
             self._low = self.room
         else:
             self._high = self.room
-        return self._step(self.room + slack)
+        return self._step(self.room + slack - aimed)
 
     def _step(self, corrected: int | None) -> bool:
         if self._high - self._low <= self._least:

@@ -559,7 +559,8 @@ class CapturedSteps:
                 sink_logits=sinks if is_single else None,
             )
         if not is_single:
-            merge_parts(PartialAttention(outputs, lse), result, sink_logits=sinks)
+            found = PartialAttention(outputs, lse)
+            merge_parts(found, result, sink_logits=sinks, overlaps=query.is_cuda)
         return result.output[:, :, None]
 
     def prepare(self, make_room: Callable[[], bool]) -> bool:
