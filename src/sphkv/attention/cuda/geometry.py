@@ -234,7 +234,7 @@ class KernelShape:
         scratch = max(self._query_bytes, sums + results)
         is_turned = self.columns == MAX_COLUMNS and self.positions is not PositionMode.TOKENS
         zeros = self._turn_bytes if is_turned else 0
-        return self.table_bytes + zeros + scratch + 64 * self.teams + 32
+        return self.table_bytes + zeros + scratch + 16 * self._most_stages + 48
 
     @property
     def _query_bytes(self) -> int:
@@ -270,10 +270,15 @@ class KernelShape:
         return self.page_bytes + turn_rows * self._turn_bytes
 
     @property
+    def _most_stages(self) -> int:
+        # a warp asks for one page before a block begins
+        return min(4, self.team_warps + 1) * self.teams
+
+    @property
     def num_stages(self) -> int:
         """Pages in shared memory at a time."""
         fitting = (_SHARED_LIMIT - self._fixed_bytes) // self._stage_bytes
-        return min(4 * self.teams, fitting // self.teams * self.teams)
+        return min(self._most_stages, fitting // self.teams * self.teams)
 
     @property
     def is_feasible(self) -> bool:

@@ -122,8 +122,9 @@ constexpr int PASS_BYTES = WARPS * COLUMNS * PASS_ROW * 4;
 constexpr int STAT_BYTES = WARPS * COLUMNS * 4;
 constexpr int RESULT_BYTES = COLUMNS * HEAD_DIM * 4 + 4 * STAT_BYTES;
 constexpr int SCRATCH_BYTES = larger(TURNED * TURNED_BYTES, PASS_BYTES + RESULT_BYTES);
-constexpr int MAX_STAGES = 4 * TEAMS;
-constexpr int BARRIER_BYTES = 16 * MAX_STAGES + 32;
+// Every warp asks for one page before a block begins, so no more can be ahead than there are warps.
+constexpr int MAX_STAGES = smaller(4, TEAM_WARPS + 1) * TEAMS;
+constexpr int BARRIER_BYTES = 16 * MAX_STAGES + 48;
 constexpr int SHARED_LIMIT = 232448;
 constexpr int FITTING_STAGES =
     (SHARED_LIMIT - TABLE_BYTES - ZERO_BYTES - SCRATCH_BYTES - BARRIER_BYTES) / STAGE_BYTES;
@@ -139,6 +140,7 @@ constexpr int SEND_WORD = IS_RUNS ? (SHARED_COLUMNS ? smaller(3, CODE_WORDS - 1)
                         : IS_SENT_LATE ? CODE_WORDS - 1
                                        : (CODE_WORDS - 1) / 2;
 static_assert(AHEAD > 0, "shared memory holds too few pages");
+static_assert(HAS_SUPPLIERS || AHEAD <= WARPS, "pages that no warp asks for");
 
 constexpr int RING_OFFSET = TABLE_BYTES;
 constexpr int ZERO_OFFSET = RING_OFFSET + STAGES * STAGE_BYTES;  // a row of turns that is zero
@@ -152,6 +154,9 @@ static_assert(SHARED_BYTES <= SHARED_LIMIT, "shared memory");
 
 // Dynamic shared memory begins here on sm_90 when a kernel has no static one; checked at start.
 constexpr int SHARED_BASE = 1024;
+
+// Pages are shared out evenly, and a block may have the last ones of a head and the first of the next.
+constexpr int ACROSS_HEADS = 2;
 
 struct Params {
   const uint8_t* pages;         // [pages][PAGE_BYTES]
@@ -173,7 +178,7 @@ struct Params {
   int group;            // query heads per KV head
   int blocks;           // passes over the columns: ceil(group / COLUMNS)
   int ctas;             // of all heads, for each of these passes
-  int uneven;           // share them by the pages of each head, else alike
+  int uneven;           // 0 gives all heads as many, 1 shares by pages; see ACROSS_HEADS
   int turn_rows;        // positions 16 apart
   int turn_shift;       // log2 of the positions between phases
   int window;           // 0 for none
