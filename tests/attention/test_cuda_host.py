@@ -18,6 +18,7 @@ CHOSEN = (
     "heads of unequal lengths, group 16",
     "a block per head",
     "one head without pages",
+    "as many blocks for a head without pages",
     "no pages at all",
     "across heads",
     "across heads, a head in a block, group 16",

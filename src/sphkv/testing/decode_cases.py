@@ -97,6 +97,7 @@ CASES = {
         counts=((0, 0, 0), (3, 0, 19)), mode=PositionMode.RUNS, blocks=5, group=8, head_dim=64,
         nibbles=32,
     ),
+    "as many blocks for a head without pages": Case(counts=((0, 0), (3, 1)), merge=True),
     "no pages at all": Case(counts=((0, 0), (0, 0)), mode=PositionMode.RUNS, blocks=3, merge=True),
     "across heads": Case(
         counts=((7, 0, 16), (9, 5, 0)), mode=PositionMode.RUNS, partial=True, blocks=3,

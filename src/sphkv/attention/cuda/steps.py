@@ -242,7 +242,9 @@ def launch_steps(shape: KernelShape, pages: _Integers, blocks: int) -> float:
     """
     if goes_across(shape, pages, blocks):
         places = pages.sum() + len(pages) * _HEAD_TOKENS / shape.page_tokens
-        return float(_page_steps(shape) * places + _ROW_STEPS * ((pages > 0).sum() + blocks)) / blocks
+        return (
+            float(_page_steps(shape) * places + _ROW_STEPS * ((pages > 0).sum() + blocks)) / blocks
+        )
     heads = pages.sum(1)
     own = head_blocks(heads, blocks).clip(1)
     rows = (pages > 0).sum(1)

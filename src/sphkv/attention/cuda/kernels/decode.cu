@@ -425,22 +425,19 @@ INLINE void attend_rows(const Params& p, int first, int end, Row& row, RowStart&
   }
 }
 
-// What is left when pages are done: rows without any. Of a head that has blocks its first one has them, of
-// the others the launch's last; where pages are shared out across heads, the blocks take heads in turn.
+// What is left when pages are done: rows without any. Of a head that has blocks its first one has them,
+// where heads share blocks those of the others are the launch's last one's; where pages are shared out
+// across heads, the blocks take heads in turn.
 INLINE void write_rest(const Params& p, Row row, int tid) {
   row.block = unknown(blockIdx.y);
-  if (p.uneven == ACROSS_HEADS) {
-    for (row.head = kept_cta(); row.head < p.kv_heads; row.head += p.ctas)
-      write_empty_rows(p, row, tid);
-    return;
+  for (row.head = 0; row.head < p.kv_heads; row.head++) {
+    bool is_mine = row.head == kept_head() && kept_cta() == 0;
+    if (p.uneven == ACROSS_HEADS)
+      is_mine = row.head % p.ctas == kept_cta();
+    else if (p.uneven && BlockPlace::pages_of(p, row.head) == 0)
+      is_mine = blockIdx.x == 0;
+    if (is_mine) write_empty_rows(p, row, tid);
   }
-  if (kept_cta() == 0 && kept_deal().blocks > 0) {
-    row.head = kept_head();
-    write_empty_rows(p, row, tid);
-  }
-  if (!p.uneven || blockIdx.x != 0) return;
-  for (row.head = 0; row.head < p.kv_heads; row.head++)
-    if (BlockPlace::pages_of(p, row.head) == 0) write_empty_rows(p, row, tid);
 }
 
 // A launch ends after the one before it, so that who waits for the last of several waits for all.
