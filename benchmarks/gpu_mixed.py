@@ -15,7 +15,7 @@ import argparse
 import json
 import secrets
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.dense import DenseDecode, DenseStates
 from sphkv.attention.cuda.geometry import PAGE_SIZES, KernelShape
 from sphkv.attention.cuda.pages import PageLists, PagePool
-from sphkv.attention.cuda.steps import DENSE_PROCESSORS, goes_across, share_blocks
+from sphkv.attention.cuda.steps import DENSE_PROCESSORS, share_blocks
 from sphkv.attention.cuda.synthetic import (
     Oracle,
     random_pages,
@@ -139,8 +139,8 @@ class Layer:
         ]
         room = torch.cuda.get_device_properties(DEVICE).multi_processor_count - DENSE_PROCESSORS
         shares = share_blocks(work, room)
-        for kind, own, share in zip(self.kinds, work, shares, strict=True):
-            kind.lists = replace(kind.lists, blocks=share, is_across=goes_across(*own, share))
+        for kind, share in zip(self.kinds, shares, strict=True):
+            kind.lists = PageLists(kind.lists.entries, kind.lists.row_start, batch, share)
         self.kinds = [
             self.kinds[i] for i in sorted(range(len(work)), key=lambda at: work[at][1].sum())
         ]
@@ -204,7 +204,7 @@ class Layer:
                 merge_with=own[0] if is_single else None, query_positions=self.where,
             )  # fmt: skip
         if not is_single:
-            merge_parts(parts, self.result, overlaps=True)
+            merge_parts(parts, self.result)
 
     def error(self, rope):
         """Largest error of a few rows against float64, and whether all are as near as they must."""

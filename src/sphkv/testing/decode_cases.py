@@ -47,7 +47,6 @@ class Case:
         nibbles: Slots per key.
         value_bits: Width of value codes.
         blocks: Thread blocks that heads share by their pages; None gives them as many each.
-        is_across: Whether blocks go on from one head's pages to the next one's.
         page_tokens: States of a page.
     """
 
@@ -62,7 +61,6 @@ class Case:
     nibbles: int = 64
     value_bits: int = 4
     blocks: int | None = None
-    is_across: bool = False
     page_tokens: int = PAGE_TOKENS
 
     def codebook(self, device: torch.device) -> AngleCodebook:
@@ -99,28 +97,6 @@ CASES = {
     ),
     "as many blocks for a head without pages": Case(counts=((0, 0), (3, 1)), merge=True),
     "no pages at all": Case(counts=((0, 0), (0, 0)), mode=PositionMode.RUNS, blocks=3, merge=True),
-    "across heads": Case(
-        counts=((7, 0, 16), (9, 5, 0)), mode=PositionMode.RUNS, partial=True, blocks=3,
-        is_across=True, merge=True, sinks=True,
-    ),
-    "across heads, a head in a block, group 16": Case(
-        counts=((1, 0), (30, 9)), blocks=2, is_across=True, partial=True, group=16
-    ),
-    "across heads, many blocks, pages of 64": Case(
-        counts=((4, 21, 3, 0), (0, 2, 0, 40)), mode=PositionMode.RUNS, partial=True, blocks=11,
-        is_across=True, merge=True, group=6, value_bits=2, page_tokens=64,
-    ),
-    "across heads, d=64, runs": Case(
-        counts=((17, 3), (12, 20)), mode=PositionMode.RUNS, partial=True, blocks=3,
-        is_across=True, group=8, head_dim=64, nibbles=32,
-    ),
-    "across heads, one without pages, d=64": Case(
-        counts=((0, 0, 0), (3, 0, 19)), blocks=4, is_across=True, partial=True, group=3,
-        head_dim=64, nibbles=32, page_tokens=64,
-    ),
-    "across heads, no pages": Case(
-        counts=((0, 0), (0, 0)), mode=PositionMode.RUNS, blocks=3, is_across=True, merge=True
-    ),
     "a position per token": Case(mode=PositionMode.TOKENS, partial=True),
     "tokens, ragged, window, d=64, group 8": Case(
         counts=RAGGED, mode=PositionMode.TOKENS, options=LIMITS, partial=True,
@@ -151,6 +127,10 @@ CASES = {
     "pages of 64, d=64, group 7": Case(group=7, head_dim=64, nibbles=64, page_tokens=64),
     "pages of 64, d=64, many in a block": Case(
         counts=((70,), (93,)), blocks=2, group=3, head_dim=64, nibbles=32, page_tokens=64
+    ),
+    "pages of 64, d=64, runs, many in a block": Case(
+        counts=((70,), (93,)), mode=PositionMode.RUNS, blocks=2, group=3, head_dim=64,
+        nibbles=32, value_bits=2, page_tokens=64,
     ),
     "pages of 64, 128 slots, group 6, runs": Case(
         mode=PositionMode.RUNS, nibbles=128, group=6, value_bits=8, partial=True, page_tokens=64
@@ -264,8 +244,7 @@ def run_case(case: Case, device: torch.device) -> float:
     other = replace(other, output=torch.randn_like(other.output), lse=torch.randn_like(other.lse))
     result = decoder.empty_result(batch)
     result.output.fill_(torch.nan)
-    lists = PageLists.from_table(table, num.to(device), pages)
-    lists = replace(lists, blocks=case.blocks, is_across=case.is_across)
+    lists = replace(PageLists.from_table(table, num.to(device), pages), blocks=case.blocks)
     for asked in (-query, query):  # nothing of the first call may be left
         decoder.attend(
             asked, PagePool(pages, case.mode), lists, options, result=result,

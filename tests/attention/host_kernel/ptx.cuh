@@ -191,7 +191,6 @@ INLINE void store_device2(uint32_t* at, uint32_t a, uint32_t b) {
 INLINE void barrier_init(uint32_t barrier, uint32_t arrivals) {
   host::block.barriers[barrier] = {(int)arrivals, (int)arrivals, 0, 0};
 }
-INLINE void barrier_clear(uint32_t barrier) { host::block.barriers.erase(barrier); }
 INLINE void barrier_expect(uint32_t barrier, uint32_t bytes) { host::arrive(barrier, 1, (int)bytes); }
 INLINE void barrier_arrive(uint32_t barrier) { host::arrive(barrier, 1, 0); }
 INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {

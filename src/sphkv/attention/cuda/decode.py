@@ -249,8 +249,7 @@ class CudaDecode:
         params.page_list = lists.entries.data_ptr()
         params.row_start = lists.row_start.data_ptr()
         params.batch = batch
-        params.ctas = self._blocks_of(lists.blocks)
-        params.uneven = 0 if lists.blocks is None else 1 + lists.is_across
+        params.ctas, params.uneven = self._blocks_of(lists.blocks), int(lists.blocks is not None)
         params.query = query.data_ptr()
         params.query_is_bf16 = int(query.dtype == torch.bfloat16)
         params.query_positions = None if query_positions is None else query_positions.data_ptr()

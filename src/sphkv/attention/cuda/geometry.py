@@ -234,7 +234,7 @@ class KernelShape:
         scratch = max(self._query_bytes, sums + results)
         is_turned = self.columns == MAX_COLUMNS and self.positions is not PositionMode.TOKENS
         zeros = self._turn_bytes if is_turned else 0
-        return self.table_bytes + zeros + scratch + 16 * self._most_stages + 48
+        return self.table_bytes + zeros + scratch + 16 * self._most_stages + 32
 
     @property
     def _query_bytes(self) -> int:

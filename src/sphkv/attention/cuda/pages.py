@@ -86,15 +86,12 @@ class PageLists:
         batch: Sequences.
         blocks: Thread blocks that the heads share by their numbers of pages; None gives all of a
             GPU to them, as many to each.
-        is_across: Whether a block that has the last pages of a head may have the next one's first
-            as well, so that all have as many; with ``blocks``, where these have many pages each.
     """
 
     entries: Tensor
     row_start: Tensor
     batch: int
     blocks: int | None = None
-    is_across: bool = False
 
     @property
     def page_ids(self) -> Tensor:

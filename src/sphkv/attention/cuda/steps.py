@@ -62,9 +62,6 @@ _NUMBER_MASK = (1 << 32) - 1
 # queries are turned, the warps' sums merged.
 _PAGE_STEPS = 10
 _ROW_STEPS = 33
-# What a block waits for that goes on to another head, in states of pages; and how many times as many
-# it must have for that to be worth it.
-_HEAD_TOKENS, _LEAST_HEADS_WORTH = 1536, 3
 # Pages of a list that are not full: of the prompt, of what was demoted, and the newest.
 _SPARE_PAGES = 4
 # Part of the multiprocessors that are shared by pages alone.
@@ -221,17 +218,6 @@ def head_blocks(pages: _Integers, blocks: int) -> _Integers:
     return -(-pages // low)
 
 
-def goes_across(shape: KernelShape, pages: _Integers, blocks: int) -> bool:
-    """Whether blocks of a launch should go on from one head's pages to the next one's.
-
-    Args:
-        shape: The kernel.
-        pages: ``[heads, rows]`` coded pages.
-        blocks: Thread blocks.
-    """
-    return int(pages.sum()) * shape.page_tokens >= _LEAST_HEADS_WORTH * _HEAD_TOKENS * blocks
-
-
 def launch_steps(shape: KernelShape, pages: _Integers, blocks: int) -> float:
     """When a launch's last block is done, in product steps of one team.
 
@@ -240,11 +226,6 @@ def launch_steps(shape: KernelShape, pages: _Integers, blocks: int) -> float:
         pages: ``[heads, rows]`` coded pages.
         blocks: Thread blocks.
     """
-    if goes_across(shape, pages, blocks):
-        places = pages.sum() + len(pages) * _HEAD_TOKENS / shape.page_tokens
-        return (
-            float(_page_steps(shape) * places + _ROW_STEPS * ((pages > 0).sum() + blocks)) / blocks
-        )
     heads = pages.sum(1)
     own = head_blocks(heads, blocks).clip(1)
     rows = (pages > 0).sum(1)
@@ -496,11 +477,10 @@ class CapturedSteps:
         shares = share_blocks(work, room // launches[0].kernel.passes)
         # the last launch is the longest, so that the others are merged while it runs
         order = sorted(range(len(work)), key=lambda at: int(work[at][1].sum()))
-        lists = [
-            replace(launch.lists, blocks=blocks, is_across=goes_across(*own, blocks))
-            for launch, own, blocks in zip(launches, work, shares, strict=True)
+        return [
+            replace(launches[at], lists=replace(launches[at].lists, blocks=shares[at]))
+            for at in order
         ]
-        return [replace(launches[at], lists=lists[at]) for at in order]
 
     def _tails_of(self, layer: int) -> DenseStates:
         """Tails and dense pages of a layer."""
@@ -579,8 +559,7 @@ class CapturedSteps:
                 sink_logits=sinks if is_single else None,
             )
         if not is_single:
-            found = PartialAttention(outputs, lse)
-            merge_parts(found, result, sink_logits=sinks, overlaps=query.is_cuda)
+            merge_parts(PartialAttention(outputs, lse), result, sink_logits=sinks)
         return result.output[:, :, None]
 
     def prepare(self, make_room: Callable[[], bool]) -> bool:

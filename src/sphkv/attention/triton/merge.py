@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from sphkv.attention.partial import PartialAttention
 
@@ -24,11 +23,8 @@ def _merge_parts(
     PARTS: tl.constexpr,
     DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """One program per query: ``out [PARTS, rows, DIM]`` and ``lse [PARTS, rows]`` to one row."""
-    if OVERLAPS:
-        gdc_wait()
     row = tl.program_id(0)
     dims = tl.arange(0, DIM)
     top = tl.full((), -1e30, tl.float32)
@@ -52,11 +48,7 @@ def _merge_parts(
 
 
 def merge_parts(
-    parts: PartialAttention,
-    result: PartialAttention,
-    *,
-    sink_logits: Tensor | None = None,
-    overlaps: bool = False,
+    parts: PartialAttention, result: PartialAttention, *, sink_logits: Tensor | None = None
 ) -> None:
     """Queue the merge of partial results on the current stream.
 
@@ -65,8 +57,6 @@ def merge_parts(
             float32 and contiguous, of disjoint keys.
         result: Where it goes: ``[batch, heads, head_dim]`` float32 or bfloat16, and float32.
         sink_logits: ``[heads]`` float32 learned sinks, which take weight and give no value.
-        overlaps: Get ready while the kernel queued last still runs, which must be one that lets
-            others begin; only on a Hopper GPU or later.
     """
     count, batch, heads, head_dim = parts.output.shape
     rows = batch * heads
@@ -81,9 +71,7 @@ def merge_parts(
         PARTS=count,
         DIM=head_dim,
         HAS_SINKS=sink_logits is not None,
-        OVERLAPS=overlaps,
         num_warps=1,
-        **({"launch_pdl": True} if overlaps else {}),
     )
 
 

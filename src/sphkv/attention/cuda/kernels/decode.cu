@@ -194,115 +194,44 @@ INLINE void write_empty_rows(const Params& p, Row row, int tid) {
 // multiprocessor to the others, while every block has a table to fetch and sums to merge.
 constexpr int LEAST_PAGES = 256 / PAGE_TOKENS;
 
-// A head in pages, for a block that has pages of two: it waits for its own, fetches another table and
-// has a row more.
-constexpr int HEAD_PAGES = 1536 / PAGE_TOKENS;
-
-// How pages are shared out among blocks: evenly from the first on. Numbered through the list, or
-// through the list with HEAD_PAGES more before every head.
-struct Deal {
-  int start, count, blocks;
-
-  // First page of a block. 32 bits: pages times blocks stay far below 2^32.
-  INLINE int first(int block) const {
-    return start + (uint32_t)(block * count) / (uint32_t)max(blocks, 1);
-  }
-
-  // Index of the block that has page `at`.
-  INLINE int owner(int at) const {
-    return (int)((uint32_t)((at - start + 1) * blocks - 1) / (uint32_t)count);
-  }
-
-  // Blocks that so many pages are worth.
-  static INLINE int blocks_for(int pages, int most) {
-    return min(most, (pages + LEAST_PAGES - 1) / LEAST_PAGES);
-  }
-};
-
-// Which pages a block has, and of which head. Found once and kept in shared memory: while a block works
-// on pages it has no register to spare.
+// Which head a block has, and which of the head's blocks it is. Found once and kept in shared memory:
+// while a block works on pages it has no register to spare.
 struct BlockPlace {
-  int head, cta, parts;
-  int first, last;  // pages, of more heads than one where they are shared out across heads
-  Deal deal;        // of the head's pages
+  int head, cta, ctas, parts;
 
   // Blocks of all heads one after the other, last one first: a block waits for blocks of its head with
-  // later pages, so they must begin before it. Where heads have unequal numbers of pages they share the
-  // blocks so that none has more pages than it must; blocks that no head has a use for, and heads without
-  // pages, are left over. Many pages are shared out across heads.
+  // later pages, so they must begin before it. Heads share the blocks so that none has more pages than
+  // it must; blocks that no head has a use for, and heads without pages, are left over.
   INLINE BlockPlace(const Params& p, int lane) {
     const int heads = p.kv_heads, at = p.ctas - 1 - blockIdx.x;
-    if (p.uneven == ACROSS_HEADS) {
-      place_across(p, at, lane);
-      return;
-    }
-    int ctas;
     if (!p.uneven) {
       ctas = p.ctas / heads;
       head = heads - 1 - blockIdx.x % heads, cta = ctas - 1 - blockIdx.x / heads;
       parts = head * (p.batch + ctas);
-    } else {
-      const int most = most_pages(p, lane);
-      head = heads - 1, cta = at, ctas = 0;
-      int before = 0;
-      for (int h = lane; h < round_up(heads, 32); h += 32) {
-        const int own = blocks_of(p, h, most), end = before + sum_up_to(own, lane);
-        const uint32_t behind = __ballot_sync(ALL_LANES, end > at);
-        if (behind) {
-          const int owner = __ffs(behind) - 1;
-          head = h - lane + owner;
-          ctas = __shfl_sync(ALL_LANES, own, owner);
-          cta = at - __shfl_sync(ALL_LANES, end, owner) + ctas;
-          break;
-        }
-        before = __shfl_sync(ALL_LANES, end, 31);
-      }
-      parts = head * p.batch + at - cta;
+      return;
     }
-    const int start = head_start(p, head), count = pages_of(p, head);
-    deal = {start, count, Deal::blocks_for(count, ctas)};
-    first = deal.first(cta), last = cta < deal.blocks ? deal.first(cta + 1) : first;
-  }
-
-  // First page of a head; that of the one behind the last is the number of all pages.
-  static INLINE int head_start(const Params& p, int head) {
-    return __ldg(p.row_start + head * p.batch);
-  }
-
-  INLINE void place_across(const Params& p, int at, int lane) {
-    const int pages = head_start(p, p.kv_heads);
-    deal = {0, pages + p.kv_heads * HEAD_PAGES, Deal::blocks_for(pages, p.ctas)};
-    cta = at, first = last = pages;
-    if (at < deal.blocks) {
-      first = page_of(p, deal.first(at), lane), last = page_of(p, deal.first(at + 1), lane);
-    }
-    head = head_of(p, first, lane);
-    deal.start = -HEAD_PAGES * (head + 1), parts = head * p.batch;
-  }
-
-  // Page of the list at a place that counts HEAD_PAGES before every head; these are as good as its first.
-  static INLINE int page_of(const Params& p, int place, int lane) {
-    int page = 0;
-    for (int h = lane; h < round_up(p.kv_heads, 32); h += 32) {
-      const int start = head_start(p, min(h, p.kv_heads)), before = start + h * HEAD_PAGES;
-      const int own = h < p.kv_heads && before <= place ? max(start, place - (h + 1) * HEAD_PAGES) : 0;
-      page = max(page, __reduce_max_sync(ALL_LANES, min(own, head_start(p, min(h + 1, p.kv_heads)))));
-    }
-    return page;
-  }
-
-  // Head of a page; the last one with pages for that behind the last.
-  static INLINE int head_of(const Params& p, int page, int lane) {
+    const int most = most_pages(p, lane);
+    head = heads - 1, cta = at, ctas = 0;
     int before = 0;
-    for (int h = lane; h < round_up(p.kv_heads, 32); h += 32)
-      before += __popc(__ballot_sync(ALL_LANES, h < p.kv_heads && head_start(p, h + 1) <= page));
-    return min(before, p.kv_heads - 1);
+    for (int h = lane; h < round_up(heads, 32); h += 32) {
+      const int own = blocks_of(p, h, most), end = before + sum_up_to(own, lane);
+      const uint32_t behind = __ballot_sync(ALL_LANES, end > at);
+      if (behind) {
+        const int owner = __ffs(behind) - 1;
+        head = h - lane + owner;
+        ctas = __shfl_sync(ALL_LANES, own, owner);
+        cta = at - __shfl_sync(ALL_LANES, end, owner) + ctas;
+        break;
+      }
+      before = __shfl_sync(ALL_LANES, end, 31);
+    }
+    parts = head * p.batch + at - cta;
   }
 
   // Pages of a head, and blocks if none has more than `most` of them.
   static INLINE int pages_of(const Params& p, int head) {
     if (head >= p.kv_heads) return 0;
-    return head_start(p, head + 1) - head_start(p, head);
+    return __ldg(p.row_start + (head + 1) * p.batch) - __ldg(p.row_start + head * p.batch);
   }
   static INLINE int blocks_of(const Params& p, int head, int most) {
     return (uint32_t)(pages_of(p, head) + most - 1) / (uint32_t)most;
@@ -339,21 +268,32 @@ struct BlockPlace {
     return own;
   }
 
-  // For the pages of one head.
   INLINE void keep() const {
     store_shared2(SHARED_BASE + PLACE_OFFSET, head, cta);
-    store_shared2(SHARED_BASE + PLACE_OFFSET + 8, parts, last);
-    store_shared2(SHARED_BASE + PLACE_OFFSET + 16, deal.start, deal.count);
-    store_shared(SHARED_BASE + PLACE_OFFSET + 24, deal.blocks);
+    store_shared2(SHARED_BASE + PLACE_OFFSET + 8, ctas, parts);
   }
 };
 
-INLINE int kept(int word) { return load_shared(SHARED_BASE + PLACE_OFFSET + 4 * word); }
-INLINE int kept_head() { return kept(0); }
-INLINE int kept_cta() { return kept(1); }
-INLINE int kept_parts() { return kept(2); }
-INLINE int kept_last() { return kept(3); }
-INLINE Deal kept_deal() { return {kept(4), kept(5), kept(6)}; }
+INLINE int kept_head() { return load_shared(SHARED_BASE + PLACE_OFFSET); }
+INLINE int kept_cta() { return load_shared(SHARED_BASE + PLACE_OFFSET + 4); }
+INLINE int kept_ctas() { return load_shared(SHARED_BASE + PLACE_OFFSET + 8); }
+INLINE int kept_parts() { return load_shared(SHARED_BASE + PLACE_OFFSET + 12); }
+
+// A head's pages in the list, and how many blocks share them.
+struct HeadPages {
+  int start, count, ctas;
+
+  INLINE HeadPages(int start, int count, int most)
+      : start(start), count(count), ctas(min(most, (count + LEAST_PAGES - 1) / LEAST_PAGES)) {}
+
+  // First page of block `cta`. 32 bits: a head's pages times blocks stays far below 2^32.
+  INLINE int first(int cta) const { return start + (uint32_t)(cta * count) / max(ctas, 1); }
+
+  // Index of the block that has page `at` of the list.
+  INLINE int owner(int at) const {
+    return (int)((uint32_t)((at - start + 1) * ctas - 1) / count);
+  }
+};
 
 // First row with pages at or behind `start`; all lanes of a warp find it together.
 INLINE int first_row(const int* rows, int batch, int start, int lane) {
@@ -369,12 +309,12 @@ INLINE const int* head_rows(const Params& p) { return p.row_start + kept_head() 
 // Which blocks share a row, for its end.
 INLINE void keep_parts(const Params& p, int index) {
   const int* rows = head_rows(p);
-  const Deal deal = kept_deal();
-  const int first = deal.owner(rows[index]), last = deal.owner(rows[index + 1] - 1);
+  const HeadPages head(rows[0], rows[p.batch] - rows[0], kept_ctas());
+  const int first = head.owner(rows[index]), last = head.owner(rows[index + 1] - 1);
   store_shared2(SHARED_BASE + KEPT_OFFSET, index + first, last - first + 1);
 }
 
-// What the teams do: attend to the block's pages of one head, row by row.
+// What the teams do: attend to the block's pages, row by row.
 INLINE void attend_rows(const Params& p, int first, int end, Row& row, RowStart& start,
                         const uint8_t* table, int tid) {
   const WarpPlace place(p, tid);
@@ -425,66 +365,22 @@ INLINE void attend_rows(const Params& p, int first, int end, Row& row, RowStart&
   }
 }
 
-// What is left when pages are done: rows without any. Of a head that has blocks its first one has them,
-// where heads share blocks those of the others are the launch's last one's; where pages are shared out
-// across heads, the blocks take heads in turn.
+// What is left of a head when its pages are done: rows without any. The launch's last block has those
+// of heads that have no block.
 INLINE void write_rest(const Params& p, Row row, int tid) {
   row.block = unknown(blockIdx.y);
-  for (row.head = 0; row.head < p.kv_heads; row.head++) {
-    bool is_mine = row.head == kept_head() && kept_cta() == 0;
-    if (p.uneven == ACROSS_HEADS)
-      is_mine = row.head % p.ctas == kept_cta();
-    else if (p.uneven && BlockPlace::pages_of(p, row.head) == 0)
-      is_mine = blockIdx.x == 0;
-    if (is_mine) write_empty_rows(p, row, tid);
+  if (kept_cta() == 0 && kept_ctas() > 0) {
+    row.head = kept_head();
+    write_empty_rows(p, row, tid);
   }
+  if (!p.uneven || blockIdx.x != 0) return;
+  for (row.head = 0; row.head < p.kv_heads; row.head++)
+    if (BlockPlace::pages_of(p, row.head) == 0) write_empty_rows(p, row, tid);
 }
 
 // A launch ends after the one before it, so that who waits for the last of several waits for all.
 INLINE void end_after_previous(int tid) {
   if (blockIdx.x == 0 && tid == 0) wait_for_previous();
-}
-
-INLINE const uint8_t* table_of(const Params& p, int head) {
-  return p.tables + (uint64_t)head * TABLE_BYTES;
-}
-
-// The pages of a block that one head has.
-struct Segment {
-  int first, end;
-
-  INLINE Segment(const Params& p, int head, int first, int last)
-      : first(first), end(min(last, BlockPlace::head_start(p, head + 1))) {}
-
-  // Goes on to the next head with pages, if the block has some of them. All threads of the block come
-  // here, when all of its pages so far are done.
-  INLINE bool advance(const Params& p, int tid) {
-    const int last = kept_last();
-    if (end >= last) return false;
-    int head = kept_head() + 1;
-    while (BlockPlace::head_start(p, head + 1) <= end) head++;
-    __syncthreads();  // nobody reads the table, or what is kept, any more
-    if (tid == 0) {
-      const uint32_t at = SHARED_BASE + PLACE_OFFSET;
-      store_shared(at, head), store_shared(at + 8, head * p.batch);
-      store_shared(at + 16, -HEAD_PAGES * (head + 1));
-      clear_barriers();
-      request_table(table_of(p, head));
-    }
-    *this = Segment(p, head, end, last);
-    __syncthreads();
-    return true;
-  }
-};
-
-// What the teams do: attend to the block's pages, head by head.
-INLINE void attend_segments(const Params& p, Segment segment, Row& row, RowStart& start, int tid) {
-  for (;;) {
-    row.head = kept_head();
-    attend_rows(p, segment.first, segment.end, row, start, table_of(p, row.head), tid);
-    if (!segment.advance(p, unknown(tid))) return;
-    start.load_map(table_of(p, kept_head()), unknown(tid));
-  }
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
@@ -500,16 +396,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   row.head = place.head;
   row.block = blockIdx.y;
   if (tid == 0) place.keep();
-  const uint8_t* table = table_of(p, row.head);
+  const uint8_t* table = p.tables + (uint64_t)row.head * TABLE_BYTES;
   for (int k = tid; k < ZERO_BYTES / 4; k += BLOCK_THREADS)
     store_shared(SHARED_BASE + ZERO_OFFSET + 4 * k, 0u);
   // the table sets out first, before anything that the barriers' fence would wait for
   if (tid == 0) request_table(table);
   RowStart start;
   start.load_map(table, tid);
-  Segment segment(p, place.head, place.first, place.last);
+  const int* rows = p.row_start + place.head * p.batch;
+  const HeadPages head(rows[0], rows[p.batch] - rows[0], place.ctas);
+  const int first = head.first(place.cta), end = head.first(place.cta + 1);
   __syncthreads();
-  if (place.first >= place.last) {
+  if (place.cta >= head.ctas) {
     barrier_wait(table_barrier(), 0);  // shared memory must outlive the copy
     if (tid < THREADS) write_rest(p, row, tid);
     end_after_previous(tid);
@@ -519,16 +417,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     if (tid >= THREADS) {
       shrink_registers<SUPPLY_REGISTERS>();
       const int team = tid / 32 - WARPS;
-      do {
-        if (team < TEAMS)
-          supply_team(p, table_of(p, kept_head()), segment.first, segment.end, team, tid & 31);
-      } while (segment.advance(p, tid));
+      if (team < TEAMS) supply_team(p, table, first, end, team, tid & 31);
     } else {
       grow_registers<TEAM_REGISTERS>();
-      attend_segments(p, segment, row, start, tid);
+      attend_rows(p, first, end, row, start, table, tid);
     }
   } else {
-    attend_segments(p, segment, row, start, tid);
+    attend_rows(p, first, end, row, start, table, tid);
   }
   if (tid < THREADS) write_rest(p, row, tid);
   end_after_previous(tid);

@@ -124,7 +124,7 @@ constexpr int RESULT_BYTES = COLUMNS * HEAD_DIM * 4 + 4 * STAT_BYTES;
 constexpr int SCRATCH_BYTES = larger(TURNED * TURNED_BYTES, PASS_BYTES + RESULT_BYTES);
 // Every warp asks for one page before a block begins, so no more can be ahead than there are warps.
 constexpr int MAX_STAGES = smaller(4, TEAM_WARPS + 1) * TEAMS;
-constexpr int BARRIER_BYTES = 16 * MAX_STAGES + 48;
+constexpr int BARRIER_BYTES = 16 * MAX_STAGES + 32;
 constexpr int SHARED_LIMIT = 232448;
 constexpr int FITTING_STAGES =
     (SHARED_LIMIT - TABLE_BYTES - ZERO_BYTES - SCRATCH_BYTES - BARRIER_BYTES) / STAGE_BYTES;
@@ -155,9 +155,6 @@ static_assert(SHARED_BYTES <= SHARED_LIMIT, "shared memory");
 // Dynamic shared memory begins here on sm_90 when a kernel has no static one; checked at start.
 constexpr int SHARED_BASE = 1024;
 
-// Pages are shared out evenly, and a block may have the last ones of a head and the first of the next.
-constexpr int ACROSS_HEADS = 2;
-
 struct Params {
   const uint8_t* pages;         // [pages][PAGE_BYTES]
   const int2* page_list;        // number and base of pages, head by head, sequence by sequence
@@ -178,7 +175,7 @@ struct Params {
   int group;            // query heads per KV head
   int blocks;           // passes over the columns: ceil(group / COLUMNS)
   int ctas;             // of all heads, for each of these passes
-  int uneven;           // 0 gives all heads as many, 1 shares by pages; see ACROSS_HEADS
+  int uneven;           // share them by the pages of each head, else alike
   int turn_rows;        // positions 16 apart
   int turn_shift;       // log2 of the positions between phases
   int window;           // 0 for none

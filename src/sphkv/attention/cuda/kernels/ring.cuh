@@ -38,12 +38,6 @@ INLINE void init_barriers() {
   }
 }
 
-// Before they are used anew; nobody waits at one.
-INLINE void clear_barriers() {
-  barrier_clear(table_barrier());
-  for (int s = 0; s < STAGES; s++) barrier_clear(full_barrier(s)), barrier_clear(empty_barrier(s));
-}
-
 INLINE void request_table(const uint8_t* table) {
   init_barriers();
   publish_barriers();
