@@ -219,7 +219,7 @@ def test_room_that_the_next_pages_do_not_find_is_not_made():
 
 def test_the_ceiling_of_a_batch_holds_at_every_captured_step():
     engine, graph = captured(3)
-    for _ in range(150):
+    for _ in range(200):
         graph.step()
     assert all(residency_of(engine, row).num_rebalances > 0 for row in range(3))
     assert sum(graph.dropped) > 15
