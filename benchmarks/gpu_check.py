@@ -202,7 +202,9 @@ def check_graph(group=4):
     )  # fmt: skip
     return [
         compare_graph(model, f"graph, group {group}", prompt=700, tiers="k2v4"),
-        compare_graph(model, f"graph, retention, group {group}", prompt=2500, budget="30%"),
+        compare_graph(
+            model, f"graph, retention, group {group}", prompt=2500, budget="30%", num_steps=280
+        ),
     ]
 
 
