@@ -296,7 +296,8 @@ def main():
             for layer in layers:
                 layer.attend()
             torch.cuda.synchronize()
-            error, over, largest = map(max, zip(*(layer.error(rope) for layer in layers), strict=True))
+            found = [layer.error(rope) for layer in layers]
+            error, over, largest = (max(each) for each in zip(*found, strict=True))
             if over >= 1:
                 wrong.append(f"{budget}% {(batch, context)}: error {error}, {over} of its limit")
             us = median_us(lambda i, own=layers: own[i].attend(), 2 * len(layers), len(layers))
