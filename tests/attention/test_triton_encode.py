@@ -130,9 +130,13 @@ def test_pages_are_copied_listed_and_moved_by_address(monkeypatch):
         TritonCopier(torch.device("cpu")).copy(np.zeros(1, int), np.zeros(1, int), 6)
 
 
+@pytest.mark.parametrize("is_by_token", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_runs_are_gathered_from_where_they_are_and_none_is_zeros(dtype):
+def test_runs_are_gathered_from_where_they_are_and_none_is_zeros(dtype, is_by_token):
     layers = [torch.randn(2, 80, 48).to(dtype) for _ in range(3)]
+    if is_by_token:
+        # heads side by side, as a model's projection leaves them
+        layers = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in layers]
     wanted = [(0, 1, 2), (2, 0, 4), None, (1, 1, 0), (1, 0, 3)]
     sources, right = [], []
     for each in wanted:
@@ -146,8 +150,12 @@ def test_runs_are_gathered_from_where_they_are_and_none_is_zeros(dtype):
         right.append(part)
     found = torch.full((5, 16, 48), torch.nan, dtype=dtype)
     copier = TritonCopier(torch.device("cpu"))
-    copier.gather(torch.tensor(sources), found)
+    size = found.element_size()
+    sizes = {"piece": 48 * size, "stride": layers[0].stride(1) * size}
+    copier.gather(torch.tensor(sources), found, **sizes)
     assert torch.equal(found, torch.stack(right))
-    copier.gather(torch.tensor(sources[:0]), found[:0])
-    with pytest.raises(ValueError, match="4 copies of whole words"):
-        copier.gather(torch.tensor(sources[:4]), found.view(-1)[:98])
+    copier.gather(torch.tensor(sources[:0]), found[:0], **sizes)
+    with pytest.raises(ValueError, match="4 copies of pieces of"):
+        copier.gather(torch.tensor(sources[:4]), found.view(-1)[:98], **sizes)
+    with pytest.raises(ValueError, match="stride must be a multiple of 4, got 98"):
+        copier.gather(torch.tensor(sources), found, piece=48 * size, stride=98)

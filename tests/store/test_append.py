@@ -302,6 +302,42 @@ def test_layers_written_together_equal_single_ones(
     assert other.live_bytes == sum(tensor.nbytes for tensor in other.live_tensors())
 
 
+def by_token(states: torch.Tensor) -> torch.Tensor:
+    """The same states ``[heads, tokens, head_dim]``, heads of a token side by side."""
+    return states.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def one_off(states: torch.Tensor) -> torch.Tensor:
+    """The same states, beginning in the midst of a word."""
+    room = torch.empty(states.numel() + 1, dtype=states.dtype)[1:]
+    return room.view(states.shape).copy_(states)
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        [by_token, by_token],
+        [by_token, torch.Tensor.contiguous],
+        [one_off, one_off],
+        [torch.Tensor.contiguous, torch.Tensor.float],
+    ],
+)
+def test_it_makes_no_difference_how_the_states_of_a_prompt_lie(
+    make_store: StoreMaker, codec: Any, lay: list[Any]
+) -> None:
+    contract = mixed_contract(2, 144)
+    keys, values = (part[..., :149, :].to(torch.bfloat16) for part in prompts(codec, 2))
+    one, other = make_store(kernels=JoiningCodec(2)), make_store(kernels=JoiningCodec(2))
+    for store in (one, other):
+        store.create(0)
+    one.write_layers(0, 0, contract, [*zip(keys, values, strict=True)])
+    laid = [(move(own), move(mine)) for move, own, mine in zip(lay, keys, values, strict=True)]
+    other.write_layers(0, 0, contract, laid)
+    for layer in range(2):
+        for ours, theirs in zip(one.pages(0, layer), other.pages(0, layer), strict=True):
+            assert torch.equal(one.view(ours).pages, other.view(theirs).pages)
+
+
 def test_layers_fill_the_same_pages_in_pieces(
     make_store: StoreMaker, codec: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

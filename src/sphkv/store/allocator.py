@@ -266,10 +266,10 @@ class PageAllocator:
         assert self._copier is not None
         self._copier.copy(sources, targets, num_bytes)
 
-    def collect(self, sources: Tensor, target: Tensor) -> None:
-        """Copies from places of the device, where ``has_copier``; see ``PageCopier``."""
+    def collect(self, sources: Tensor, target: Tensor, *, piece: int, stride: int) -> None:
+        """Copies from places of the device, where ``has_copier``; see ``PageCopier.gather``."""
         assert self._copier is not None
-        self._copier.gather(sources, target)
+        self._copier.gather(sources, target, piece=piece, stride=stride)
 
     def truncate(self, page_ids: Tensor, pages: Tensor, counts: Tensor) -> None:
         """Replace sealed pages of a single owner by shorter ones.

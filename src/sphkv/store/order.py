@@ -54,12 +54,14 @@ class PageCopier(Protocol):
         """
         ...
 
-    def gather(self, sources: Tensor, target: Tensor) -> None:
+    def gather(self, sources: Tensor, target: Tensor, *, piece: int, stride: int) -> None:
         """Queue copies from places that the device has found, one behind the other.
 
         Args:
             sources: ``[copies]`` int64 addresses on the device, multiples of 4; 0 gives zeros.
             target: Contiguous, of any shape; each copy fills as much of it.
+            piece: Bytes that lie together where they come from, a multiple of 4.
+            stride: Bytes from one piece of a copy to its next, a multiple of 4.
         """
         ...
 

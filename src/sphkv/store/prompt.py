@@ -7,6 +7,7 @@ every small step. Layers that are planned and encoded together share all of that
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +26,9 @@ from sphkv.store.pages import FlatStates, PageEncoder, plan_write
 from sphkv.store.paging import PageRows, RunPages, place_runs, plan_runs
 from sphkv.store.pool import JoinedPages, LayerChange, PagePool, layer_parts
 from sphkv.store.sequence import SequenceState
+
+# What copies between places of a device count in.
+_WORD_BYTES = 4
 
 
 def plan_layers(
@@ -196,7 +200,7 @@ class PromptPages:
         states = [_HeadStates.of([own[part] for own in dense]) for part in (0, 1)]
         words = [*(piece.words for piece in self._pieces), *(part.addresses for part in states)]
         *every, keys_at, values_at = upload(np.concatenate(words), device).split([*map(len, words)])
-        protected = protected.to(device).flatten(0, 1)
+        protected = protected.to(device).flatten(0, 1).contiguous()
         for piece, own in zip(self._pieces, every, strict=True):
             heads, _, rows = place_runs(own, piece.shape, protected, is_full=piece.is_full)
             keys = self._collect(piece, own, states[0], keys_at)
@@ -225,13 +229,15 @@ class PromptPages:
         """
         pages, size = piece.shape
         heads, counts, runs = words.split([pages, pages, pages * size])
-        sources = addresses[heads][:, None] + runs.view(pages, size) * states.run_bytes
+        sources = addresses[heads][:, None] + runs.view(pages, size) * (RUN_TOKENS * states.stride)
         if not piece.is_full:
             place = torch.arange(size, device=words.device)
             sources = torch.where(place < counts[:, None], sources, 0)
         shape = (pages, size * RUN_TOKENS, states.parts[0].shape[2])
         found = torch.empty(shape, dtype=states.parts[0].dtype, device=words.device)
-        self._pool.allocator.collect(sources.view(-1), found)
+        self._pool.allocator.collect(
+            sources.view(-1), found, piece=found[0, 0].nbytes, stride=states.stride
+        )
         return found
 
     def _pages(
@@ -256,29 +262,34 @@ class _HeadStates:
     """Keys or values of some layers, found by address: they are never put side by side.
 
     Attributes:
-        parts: ``[heads, tokens, head_dim]`` of each layer, a head's states in one piece.
+        parts: ``[heads, tokens, head_dim]`` of each layer, all of one type, a state in one piece.
+        stride: Bytes from a state to the next one of its head.
         addresses: ``[layers * heads]`` int64 of each head's first state.
     """
 
     parts: list[Tensor]
+    stride: int
     addresses: NDArray[np.int64]
 
     @classmethod
     def of(cls, layers: Sequence[Tensor]) -> _HeadStates:
-        """States ``[heads, tokens, head_dim]`` of each layer."""
-        dim = layers[0].shape[2]
-        parts = [
-            part if part.stride()[1:] == (dim, 1) else part.contiguous()
-            for part in (each.to(layers[0].dtype) for each in layers)
-        ]
-        addresses = [
-            part.data_ptr() + part.stride(0) * part.element_size() * np.arange(len(part))
-            for part in parts
-        ]
-        return cls(parts, np.concatenate(addresses))
+        """States ``[heads, tokens, head_dim]`` of each layer, which are left where they are.
 
-    @property
-    def run_bytes(self) -> int:
-        """Bytes of a run."""
-        _, _, dim = self.parts[0].shape
-        return RUN_TOKENS * dim * self.parts[0].element_size()
+        They are copied where layers differ or states are no whole words, which models do not do.
+        """
+        kind = functools.reduce(torch.promote_types, (part.dtype for part in layers))
+        parts = [part.to(kind) for part in layers]
+        if len({part.stride()[1:] for part in parts}) > 1 or not all(map(_has_words, parts)):
+            parts = [part.contiguous() for part in parts]
+        size = parts[0].element_size()
+        addresses = [
+            part.data_ptr() + part.stride(0) * size * np.arange(len(part)) for part in parts
+        ]
+        return cls(parts, parts[0].stride(1) * size, np.concatenate(addresses))
+
+
+def _has_words(states: Tensor) -> bool:
+    """Whether each state ``[heads, tokens, head_dim]`` is in one piece and begins at a word."""
+    size = states.element_size()
+    steps = (states.data_ptr(), *(step * size for step in states.stride()[:2]))
+    return states.stride(2) == 1 and all(step % _WORD_BYTES == 0 for step in steps)

@@ -79,11 +79,13 @@ class MemoryCopier:
         for target, data in zip(targets.tolist(), read, strict=True):
             ctypes.memmove(target, data, num_bytes)
 
-    def gather(self, sources: Tensor, target: Tensor) -> None:
+    def gather(self, sources: Tensor, target: Tensor, *, piece: int, stride: int) -> None:
         """See ``PageCopier.gather``."""
-        num_bytes = target.nbytes // len(sources)
+        pieces = target.nbytes // len(sources) // piece
         read = [
-            ctypes.string_at(at, num_bytes) if at else bytes(num_bytes) for at in sources.tolist()
+            ctypes.string_at(at + stride * index, piece) if at else bytes(piece)
+            for at in sources.tolist()
+            for index in range(pieces)
         ]
         ctypes.memmove(target.data_ptr(), b"".join(read), target.nbytes)
 

@@ -44,15 +44,20 @@ def _copy_kernel(source_ptr, target_ptr, words, BLOCK: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["words"], do_not_specialize_on_alignment=["source_ptr", "target_ptr"]
+    do_not_specialize=["words", "stride"],
+    do_not_specialize_on_alignment=["source_ptr", "target_ptr"],
 )
-def _gather_kernel(source_ptr, target_ptr, words, BLOCK: tl.constexpr):
-    """As ``_copy_kernel``, into rows that follow each other; address 0 stands for zeros."""
+def _gather_kernel(source_ptr, target_ptr, words, stride, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """As ``_copy_kernel``, into rows that follow each other; address 0 stands for zeros.
+
+    A row's words lie in pieces of ``PIECE``, ``stride`` words apart.
+    """
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     address = tl.load(source_ptr + row)
     source = address.to(tl.pointer_type(tl.int32))
-    found = tl.load(source + word, mask=word < tl.where(address == 0, 0, words), other=0)
+    place = (word // PIECE).to(tl.int64) * stride + word % PIECE
+    found = tl.load(source + place, mask=word < tl.where(address == 0, 0, words), other=0)
     tl.store(target_ptr + row * words + word, found, mask=word < words)
 
 
@@ -78,20 +83,30 @@ class TritonCopier:
         grid = (len(sources), triton.cdiv(words, block))
         _copy_kernel[grid](places[0], places[1], words, BLOCK=block, num_warps=4)
 
-    def gather(self, sources: Tensor, target: Tensor) -> None:
+    def gather(self, sources: Tensor, target: Tensor, *, piece: int, stride: int) -> None:
         """Queue copies on the current stream; see ``PageCopier.gather``."""
         if not len(sources) or not target.numel():
             return
-        num_bytes = target.nbytes // len(sources)
-        if num_bytes % _WORD_BYTES or num_bytes * len(sources) != target.nbytes:
+        for name, size in (("piece", piece), ("stride", stride)):
+            if size % _WORD_BYTES:
+                raise ValueError(f"{name} must be a multiple of {_WORD_BYTES}, got {size}")
+        if target.nbytes % (piece * len(sources)):
             raise ValueError(
-                f"{len(sources)} copies of whole words do not make up {target.nbytes} bytes"
+                f"{len(sources)} copies of pieces of {piece} bytes do not make up {target.nbytes}"
             )
-        words = num_bytes // _WORD_BYTES
+        words = target.nbytes // len(sources) // _WORD_BYTES
         block = min(_BLOCK_WORDS, triton.next_power_of_2(words))
         grid = (len(sources), triton.cdiv(words, block))
         into = target.view(-1).view(torch.int32)
-        _gather_kernel[grid](sources, into, words, BLOCK=block, num_warps=4)
+        _gather_kernel[grid](
+            sources,
+            into,
+            words,
+            stride // _WORD_BYTES,
+            PIECE=piece // _WORD_BYTES,
+            BLOCK=block,
+            num_warps=4,
+        )
 
 
 class TritonEncoder:
