@@ -133,7 +133,8 @@ class CudaDecode:
         passes: Times the pages are read, a few query heads at a time.
         tables: Look-up tables; calls that share them may share nothing else.
         overlaps: Begin while the kernel queued last still runs, which must be one that lets others
-            begin and whose only result read here is ``merge_with``.
+            begin and whose only result read here is ``merge_with``. It must not be this decoder's
+            own: launches side by side would wait for each other's parts for ever.
     """
 
     def __init__(
