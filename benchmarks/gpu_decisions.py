@@ -464,6 +464,7 @@ class Comparison:
 
 def describe(args):
     """What was run, where."""
+    words = (Path(word).name for word in sys.argv[1:])
     is_gpu = torch.device(args.device).type == "cuda"
     return {
         "model": Path(args.model).name, "layers": args.layers, "text": args.text.name,
@@ -477,7 +478,7 @@ def describe(args):
             "transformers": transformers.__version__,
         },
         "commit": args.commit,
-        "command": " ".join(["PYTHONPATH=src python3 benchmarks/gpu_decisions.py", *sys.argv[1:]]),
+        "command": " ".join(["PYTHONPATH=src python3 benchmarks/gpu_decisions.py", *words]),
     }  # fmt: skip
 
 
