@@ -222,7 +222,8 @@ def test_the_ceiling_of_a_batch_holds_at_every_captured_step():
     for _ in range(200):
         graph.step()
     assert all(residency_of(engine, row).num_rebalances > 0 for row in range(3))
-    assert sum(graph.dropped) > 15
+    assert sum(graph.dropped) > 20
+    # some row more than once
     assert sum(count > 0 for count in graph.dropped) > 3
 
 

@@ -14,6 +14,9 @@ from sphkv.core.contract import StateCodec
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PageBatch, PageRows
 
+WORD_BYTES = 4
+"""What a ``PageCopier`` copies: addresses and sizes are multiples of it."""
+
 
 class PageOrder(Protocol):
     """A permutation of the bytes of a page, for a kernel that wants them in another order.

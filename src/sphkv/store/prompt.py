@@ -21,14 +21,11 @@ from sphkv.core.contract import StateCodec, WriteContract
 from sphkv.core.devices import upload
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.store.layout import PageLayout
-from sphkv.store.order import PageRecoder
+from sphkv.store.order import WORD_BYTES, PageRecoder
 from sphkv.store.pages import FlatStates, PageEncoder, plan_write
 from sphkv.store.paging import PageRows, RunPages, place_runs, plan_runs
 from sphkv.store.pool import JoinedPages, LayerChange, PagePool, layer_parts
 from sphkv.store.sequence import SequenceState
-
-# What copies between places of a device count in.
-_WORD_BYTES = 4
 
 
 def plan_layers(
@@ -64,9 +61,9 @@ def joined_tiers(pool: PagePool, contract: WriteContract) -> NDArray[np.uint8] |
     """
     tokens = contract.num_tokens
     is_in_runs = contract.granularity == RUN_TOKENS and tokens > 0 and tokens % RUN_TOKENS == 0
-    if not is_in_runs or pool.kernels is None or isinstance(pool.kernels, PageRecoder):
-        return None
-    if not pool.allocator.has_copier:
+    # states are gathered by address
+    has_kernels = pool.kernels is not None and pool.allocator.has_copier
+    if not is_in_runs or not has_kernels or isinstance(pool.kernels, PageRecoder):
         return None
     return contract.tier_id[..., ::RUN_TOKENS].cpu().numpy()
 
@@ -280,7 +277,8 @@ class _HeadStates:
         kind = functools.reduce(torch.promote_types, (part.dtype for part in layers))
         parts = [part.to(kind) for part in layers]
         if len({part.stride()[1:] for part in parts}) > 1 or not all(map(_has_words, parts)):
-            parts = [part.contiguous() for part in parts]
+            # a copy begins at a word, which what is contiguous already need not do
+            parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]
         size = parts[0].element_size()
         addresses = [
             part.data_ptr() + part.stride(0) * size * np.arange(len(part)) for part in parts
@@ -292,4 +290,4 @@ def _has_words(states: Tensor) -> bool:
     """Whether each state ``[heads, tokens, head_dim]`` is in one piece and begins at a word."""
     size = states.element_size()
     steps = (states.data_ptr(), *(step * size for step in states.stride()[:2]))
-    return states.stride(2) == 1 and all(step % _WORD_BYTES == 0 for step in steps)
+    return states.stride(2) == 1 and all(step % WORD_BYTES == 0 for step in steps)

@@ -25,7 +25,7 @@ from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, TierTable, ladder
 from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout, write_pages
-from sphkv.store.order import CodecOnly, PageCodec, PageCopier, PageOrder
+from sphkv.store.order import WORD_BYTES, CodecOnly, PageCodec, PageCopier, PageOrder
 from sphkv.store.paging import PageRows
 from sphkv.store.store import PageStore
 
@@ -81,6 +81,8 @@ class MemoryCopier:
 
     def gather(self, sources: Tensor, target: Tensor, *, piece: int, stride: int) -> None:
         """See ``PageCopier.gather``."""
+        if bool((sources % WORD_BYTES).any()) or piece % WORD_BYTES or stride % WORD_BYTES:
+            raise ValueError("a GPU reads whole words")
         pieces = target.nbytes // len(sources) // piece
         read = [
             ctypes.string_at(at + stride * index, piece) if at else bytes(piece)

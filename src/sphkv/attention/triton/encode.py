@@ -21,12 +21,11 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import StateCodec
 from sphkv.core.devices import upload
 from sphkv.store.layout import PageLayout, blank_pages
-from sphkv.store.order import PageRuns
+from sphkv.store.order import WORD_BYTES, PageRuns
 from sphkv.store.paging import PageRows
 
 # The rotation of wider heads does not fit beside a tile of values.
 _MAX_HEAD_DIM = 128
-_WORD_BYTES = 4
 _BLOCK_WORDS = 1024
 
 
@@ -73,12 +72,12 @@ class TritonCopier:
 
     def copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64], num_bytes: int) -> None:
         """Queue copies on the current stream; see ``PageCopier.copy``."""
-        if num_bytes % _WORD_BYTES:
-            raise ValueError(f"num_bytes must be a multiple of {_WORD_BYTES}, got {num_bytes}")
+        if num_bytes % WORD_BYTES:
+            raise ValueError(f"num_bytes must be a multiple of {WORD_BYTES}, got {num_bytes}")
         if not len(sources) or not num_bytes:
             return
         places = upload(np.concatenate([sources, targets]), self._device).view(2, -1)
-        words = num_bytes // _WORD_BYTES
+        words = num_bytes // WORD_BYTES
         block = min(_BLOCK_WORDS, triton.next_power_of_2(words))
         grid = (len(sources), triton.cdiv(words, block))
         _copy_kernel[grid](places[0], places[1], words, BLOCK=block, num_warps=4)
@@ -88,13 +87,13 @@ class TritonCopier:
         if not len(sources) or not target.numel():
             return
         for name, size in (("piece", piece), ("stride", stride)):
-            if size % _WORD_BYTES:
-                raise ValueError(f"{name} must be a multiple of {_WORD_BYTES}, got {size}")
+            if size % WORD_BYTES:
+                raise ValueError(f"{name} must be a multiple of {WORD_BYTES}, got {size}")
         if target.nbytes % (piece * len(sources)):
             raise ValueError(
                 f"{len(sources)} copies of pieces of {piece} bytes do not make up {target.nbytes}"
             )
-        words = target.nbytes // len(sources) // _WORD_BYTES
+        words = target.nbytes // len(sources) // WORD_BYTES
         block = min(_BLOCK_WORDS, triton.next_power_of_2(words))
         grid = (len(sources), triton.cdiv(words, block))
         into = target.view(-1).view(torch.int32)
@@ -102,8 +101,8 @@ class TritonCopier:
             sources,
             into,
             words,
-            stride // _WORD_BYTES,
-            PIECE=piece // _WORD_BYTES,
+            stride // WORD_BYTES,
+            PIECE=piece // WORD_BYTES,
             BLOCK=block,
             num_warps=4,
         )
