@@ -133,9 +133,9 @@ def run_prompt(config, states, calibration=None):
     for layer, (query, keys, values) in enumerate(states):
         engine.update(layer, keys[None], values[None])
         if engine._calibrator is not None:
-            watched = positions[0, -query.shape[1] :].to(query.device)
-            engine._calibrator.observe(layer, query, watched)
-            engine._calibrator.fit(layer, keys[:, 16:], positions[0, 16:].to(keys.device))
+            watched = positions[:, -query.shape[1] :]
+            engine._calibrator.observe(layer, query[None], torch.ones_like(watched) > 0, watched)
+            engine._calibrator.fit(layer, keys[None], positions >= 16, positions)
         engine._dense.take(layer)
         engine._coded.take_prompt(
             layer, query[None], keys[None], values[None], torch.ones(1, tokens, dtype=torch.bool)

@@ -75,6 +75,18 @@ def test_the_kernel_names_the_same_candidates(monkeypatch):
     sums, is_sum, lines, middle = (
         torch.stack(part).to(DEVICE) for part in zip(*given, strict=True)
     )
-    found = candidates_of_cells(sums, is_sum, lines, middle, 8, block=4 if HAS_GPU else 256)
-    # sums that are as near as another may change places by rounding
-    assert float((found.cpu() != right).float().mean()) < 1e-3
+    found = candidates_of_cells(sums, is_sum, lines, middle, block=32 if HAS_GPU else 256)
+    is_other = (found.cpu() != right).any(-1)
+    # coarse cells have rivals of their own, and sums as near as another may change places
+    assert float(is_other.float().mean()) < 0.01
+    for number, cell in is_other.nonzero().tolist():
+        named = found[number, cell].tolist()
+        if named[1] == named[0] != named[-1]:
+            continue  # all are searched
+        u, v = divmod(cell, CELLS)
+        line = lines[number].cpu().double()
+        corners = torch.cartesian_prod(line[u : u + 2, 0], line[v : v + 2, 1])
+        square = torch.cdist(corners, sums[number].cpu().double()).square()
+        for code in set(is_sum[number].cpu().nonzero()[:, 0].tolist()) - set(named):
+            is_beaten = (square[:, named] <= (1 + 1e-6) * square[:, [code]]).all(0)
+            assert bool(is_beaten.any()), (number, cell, code)

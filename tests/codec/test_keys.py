@@ -9,7 +9,6 @@ from sphkv.codec.codebook import (
     CodebookFit,
     PlaneCodebooks,
     fit_plane_codebooks,
-    row_fitter,
 )
 from sphkv.codec.keys import (
     angle_logits_reference,
@@ -195,19 +194,6 @@ def test_queries_decide_where_bits_go():
     assert bits[2] == bits.max()
     assert bits[5] == bits.min()
     assert bits[2] > bits[5]
-
-
-def test_layers_fitted_by_one_fitter_come_out_as_alone():
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options, metric = CodebookFit(), torch.eye(2, device=device).repeat(1, 8, 1, 1)
-    fitter = row_fitter(options)
-    for seed in range(4):
-        draw = torch.Generator().manual_seed(seed)
-        z = (0.1 * (1 + seed) * torch.randn(1, 300, 8, 2, generator=draw)).to(device)
-        own = fit_plane_codebooks(z, metric, options, fitter=fitter)
-        alone = fit_plane_codebooks(z, metric, options)
-        for name in PlaneCodebooks.__slots__:
-            torch.testing.assert_close(getattr(own, name), getattr(alone, name), msg=name)
 
 
 def test_fit_reaches_the_known_gaussian_distortion():

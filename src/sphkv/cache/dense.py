@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sphkv.cache.config import CacheConfig
 from sphkv.codec.calibration import LEAST_TOKENS, Calibration, key_frame_metric, query_moments
-from sphkv.codec.codebook import CELL_BITS, PlaneCodebooks, fit_plane_codebooks, row_fitter
+from sphkv.codec.codebook import CELL_BITS, PlaneCodebooks, fit_plane_codebooks
+from sphkv.core.devices import ReadyTensors, join_beside, upload
 
 
 class DenseStates:
@@ -150,7 +152,8 @@ class PromptCalibrator:
     """Gathers query moments while a cache is dense, then fits layer after layer.
 
     ``calibration`` exists from the start, so that a codec can hold it; a layer of it means
-    something only once ``fit`` was called for that layer.
+    something only once ``fit`` was called for that layer. A GPU does all of that beside other
+    work: what reads codebooks there is queued beside as well, or behind ``join_beside``.
 
     Attributes:
         calibration: Codebooks of all layers.
@@ -177,8 +180,6 @@ class PromptCalibrator:
         self._model_id = model_id
         self.moments = torch.zeros(*lead, 2, 2, device=device)
         self.num_queries = torch.zeros(geometry.num_layers, dtype=torch.int64)
-        is_on_gpu = torch.device(device).type == "cuda"
-        self._fitter = row_fitter(config.calibration.fit) if is_on_gpu else None
         # of layers that this pass has been through, as they were before it
         self._before: dict[int, tuple[Tensor, int]] = {}
         self.calibration = Calibration(
@@ -192,12 +193,14 @@ class PromptCalibrator:
 
     def fork(self) -> PromptCalibrator:
         """One of its own that has seen the same queries."""
+        self._join()
         other = PromptCalibrator(self._config, model_id=self._model_id)
         other.moments, other.num_queries = self.moments.clone(), self.num_queries.clone()
         return other
 
     def state(self) -> dict[str, Tensor]:
         """What was seen, by name, for saving."""
+        self._join()
         return {"moments": self.moments, "num_queries": self.num_queries}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -211,35 +214,70 @@ class PromptCalibrator:
 
     def undo(self) -> None:
         """Forget what a pass that failed has shown."""
+        self._join()
         for layer, (moments, seen) in self._before.items():
             self.moments[layer], self.num_queries[layer] = moments, seen
         self._before.clear()
 
-    def observe(self, layer: int, queries: Tensor, positions: Tensor) -> None:
-        """Add queries ``[query_heads, tokens, head_dim]`` at ``[tokens]`` positions."""
-        stride = -(-queries.shape[1] // self._config.calibration.max_tokens)
-        if stride == 0:
+    def _join(self) -> None:
+        join_beside(torch.device(self._config.device))
+
+    def observe(self, layer: int, query: Tensor, is_real: Tensor, positions: Tensor) -> None:
+        """Add the queries of a pass.
+
+        Args:
+            layer: The layer.
+            query: ``[batch, query_heads, tokens, head_dim]`` after RoPE.
+            is_real: ``[batch, tokens]`` bool on the CPU: which of them are no padding.
+            positions: ``[batch, tokens]`` int64 on the CPU.
+        """
+        seen, new, sample = int(self.num_queries[layer]), *self._sample(query, is_real, positions)
+        if sample is None:
             return
-        some, at = queries[:, ::stride], positions[::stride]
         rope, heads = self._config.ropes[layer], self._config.geometry.num_kv_heads
-        moments = query_moments(some, at, rope, heads)
-        seen, new = int(self.num_queries[layer]), some.shape[1]
-        self._before[layer] = self.moments[layer].clone(), seen
-        self.moments[layer].lerp_(moments.to(self.moments.device), new / (seen + new))
+        with sample.beside() as (some, at):
+            moments = query_moments(some, at, rope, heads)
+            self._before[layer] = self.moments[layer].clone(), seen
+            self.moments[layer].lerp_(moments.to(self.moments.device), new / (seen + new))
         self.num_queries[layer] += new
 
-    def fit(self, layer: int, keys: Tensor, positions: Tensor) -> None:
-        """Fit one layer from keys ``[kv_heads, tokens, head_dim]`` at ``[tokens]`` positions."""
+    def fit(self, layer: int, keys: Tensor, is_chosen: Tensor, positions: Tensor) -> None:
+        """Fit one layer.
+
+        Args:
+            layer: The layer.
+            keys: ``[batch, kv_heads, tokens, head_dim]`` after RoPE.
+            is_chosen: ``[batch, tokens]`` bool on the CPU: which of them count.
+            positions: ``[batch, tokens]`` int64 on the CPU.
+        """
         options, rope = self._config.calibration, self._config.ropes[layer]
-        if keys.shape[1] < LEAST_TOKENS:
-            raise ValueError(f"calibration needs {LEAST_TOKENS} tokens, got {keys.shape[1]}")
-        stride = -(-keys.shape[1] // options.max_tokens)
-        some, at = keys[:, ::stride].float(), positions[::stride]
-        metric = key_frame_metric(self.moments[layer], rope, max_distance=options.max_distance)
-        z = rope.unrotate(rope.to_planes(some), at)
-        norm = some.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-        fitted = fit_plane_codebooks(
-            z / norm[..., None, None], metric, options.fit, fitter=self._fitter
-        )
-        for name in PlaneCodebooks.__slots__:
-            getattr(self.calibration.planes, name)[layer] = getattr(fitted, name)
+        found = int(is_chosen.sum())
+        if found < LEAST_TOKENS:
+            raise ValueError(f"calibration needs {LEAST_TOKENS} tokens, got {found}")
+        _, sample = self._sample(keys, is_chosen, positions)
+        assert sample is not None
+        with sample.beside() as (own, at):
+            some = own.float()
+            metric = key_frame_metric(self.moments[layer], rope, max_distance=options.max_distance)
+            z = rope.unrotate(rope.to_planes(some), at)
+            norm = some.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+            fitted = fit_plane_codebooks(z / norm[..., None, None], metric, options.fit)
+            for name in PlaneCodebooks.__slots__:
+                getattr(self.calibration.planes, name)[layer] = getattr(fitted, name)
+
+    def _sample(
+        self, states: Tensor, is_chosen: Tensor, positions: Tensor
+    ) -> tuple[int, ReadyTensors | None]:
+        """Evenly spaced states and their positions, as many as are used: their number and they.
+
+        They are chosen on the CPU: a mask on a device would be waited for.
+        """
+        places = is_chosen.nonzero()
+        stride = -(-len(places) // self._config.calibration.max_tokens)
+        if stride == 0:
+            return 0, None
+        row, token = places[::stride].unbind(1)
+        index = torch.stack([row, token, positions[row, token]]).numpy().astype(np.int64)
+        row, token, at = upload(index.ravel(), states.device).view(3, -1)
+        some = states.transpose(0, 1)[:, row, token]
+        return len(at), ReadyTensors(some, at)

@@ -16,7 +16,7 @@ from sphkv.cache.config import CacheConfig, ResidencyPlan
 from sphkv.cache.dense import DenseStates, PromptCalibrator
 from sphkv.cache.method import MethodRecord
 from sphkv.cache.plan import Ceiling, choose_residency
-from sphkv.cache.prompt import prepare_prompts
+from sphkv.cache.prompt import prepare_prompts, settle_prompts
 from sphkv.cache.residency import Residency, UniformResidency
 from sphkv.cache.retention import RetentionResidency
 from sphkv.cache.rows import CodedRows
@@ -314,9 +314,7 @@ class CacheEngine:
         query = query.detach()
         calibrator = self._calibrator if self._codec is None else None
         if calibrator is not None:
-            real = step.is_real.to(query.device)
-            positions = step.positions.to(query.device)[real]
-            calibrator.observe(layer, query.transpose(0, 1)[:, real], positions)
+            calibrator.observe(layer, query, step.is_real.cpu(), step.positions.cpu())
         queries = self._dense.watch(layer, query, is_kept=not self._is_encoding)
         if not self._is_encoding:
             return
@@ -324,10 +322,10 @@ class CacheEngine:
         keys, values = self._dense.take(layer)
         every = torch.cat([self.is_real, step.is_real.cpu()], 1)
         if calibrator is not None:
+            settle_prompts(self.config)
             positions = every.cumsum(1) - 1
-            chosen = every & (positions >= self.config.sink_tokens)
-            positions, chosen = positions[chosen].to(keys.device), chosen.to(keys.device)
-            calibrator.fit(layer, keys.transpose(0, 1)[:, chosen], positions)
+            is_chosen = every & (positions >= self.config.sink_tokens)
+            calibrator.fit(layer, keys, is_chosen, positions)
         self._coded.take_prompt(layer, queries, keys, values, every)
 
     def attend(

@@ -214,10 +214,11 @@ class PromptDecision:
         """
         self._price_ready(len(self._layers))
         self._num_paged = self._paged_tokens()
+        device = self._layers[0][0].device
         if not self._notes.is_measured:
             self._notes.keep_unmeasured(self._plan.tiers)
+            join_beside(device)  # codebooks may have been fitted there
             return short_contract(self._config, self._plan, self.num_tokens)
-        device = self._layers[0][0].device
         # the model's last layer is still being computed: there is no need to wait for it
         with behind_beside(device):
             contract = self._decide_measured(limit)
@@ -283,9 +284,13 @@ class PromptDecision:
 
 
 def prepare_prompts(config: CacheConfig) -> None:
-    """Have what measures prompts on a GPU compiled behind what the caller does next."""
+    """Have what reads prompts on a GPU compiled behind what the caller does next."""
     retention, kernels = config.retention, row_kernels(config.device)
-    if retention is None or kernels is None:
+    if kernels is None:
+        return
+    device = torch.device(config.device)
+    if retention is None:
+        kernels.prepare(None, device)
         return
     policy, group = retention.policy, config.geometry.group_size
     has_expected = policy.attention_mix > 0
@@ -295,7 +300,13 @@ def prepare_prompts(config: CacheConfig) -> None:
         expected=group * len(retention.horizon) if has_expected else 0,
         groups=group if has_expected else 0,
     )
-    kernels.prepare(shape, torch.device(config.device))
+    kernels.prepare(shape, device)
+
+
+def settle_prompts(config: CacheConfig) -> None:
+    """Wait for what ``prepare_prompts`` has begun."""
+    if (kernels := row_kernels(config.device)) is not None:
+        kernels.settle()
 
 
 def short_contract(config: CacheConfig, plan: ResidencyPlan, num_tokens: int) -> WriteContract:

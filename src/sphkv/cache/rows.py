@@ -15,6 +15,7 @@ from sphkv.attention.request import AttentionOptions, BatchRequest, DecodeBacken
 from sphkv.cache.config import CacheConfig, ResidencyPlan
 from sphkv.cache.residency import Residency, write_uniform
 from sphkv.cache.sequence import CacheSequence
+from sphkv.core.devices import join_beside
 from sphkv.errors import BudgetError
 from sphkv.store.store import PageStore
 
@@ -81,8 +82,9 @@ class CodedRows:
             values: ``[rows, kv_heads, length, head_dim]``.
             is_real: ``[rows, length]`` bool on the CPU, false for padding.
         """
-        # beside what the model computes of the layers before
-        self.store.prepare_seals(self.rows[0].sequence, layer)
+        if not self._plan.is_retention:
+            # codebooks may have been fitted beside
+            join_beside(keys.device)
         if not self._plan.is_retention and bool(is_real.all()):
             write_uniform(self._config, self._plan, self.store, self._ids, layer, keys, values)
             for row in self.rows:
@@ -102,6 +104,8 @@ class CodedRows:
         """
         for row in self.rows:
             row.end_prompt()
+        for layer in range(self._config.geometry.num_layers):
+            self.store.prepare_seals(self.rows[0].sequence, layer)
 
     def attend(
         self,

@@ -11,6 +11,8 @@ import functools
 import torch
 from torch import Tensor
 
+from sphkv.core.devices import send
+
 NUM_CELLS = 128
 NUM_RATIOS = 16
 CELLS_PER_UNIT = NUM_CELLS - 0.5
@@ -92,7 +94,7 @@ def _weight_tables(widths: tuple[int, ...], device: torch.device) -> tuple[Tenso
     # a tensor first made under inference mode could never meet autograd again
     with torch.inference_mode(False):
         parts = zip(*(clip_weights(bits) for bits in widths), strict=True)
-        along, square = (torch.cat(part).double().mT.contiguous().to(device) for part in parts)
+        along, square = (send(torch.cat(part).double().mT.contiguous(), device) for part in parts)
         return along, square
 
 

@@ -8,14 +8,14 @@ jointly. Errors are measured in the metric that queries see (see docs/math/codeb
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
-
-from sphkv.core.devices import Replay
 
 CELL_BITS = (0, 2, 4, 6, 8, 10, 12)
 """Bits a plane may get: a 16-point codebook for every four of them, and one of four points for two
@@ -30,7 +30,6 @@ _TRIAL_ROUNDS = 2
 _START_ITERATIONS = 3
 _TINY = 1e-20
 _CACHED_SCORES = 1 << 19
-_DEVICE_SCORES = 1 << 25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +127,25 @@ class AngleCodebook:
         """One row per entry of ``head_ids``, as if each were a head of its own."""
         return AngleCodebook(*(getattr(self, name)[head_ids] for name in self.__slots__))
 
+    def split(self, num_heads: int) -> list[AngleCodebook]:
+        """Codebooks of so many heads each, which keep no memory of their own."""
+        parts = (getattr(self, name).split(num_heads) for name in self.__slots__)
+        return [AngleCodebook(*part) for part in zip(*parts, strict=True)]
+
+
+def _kernels_of(x: Tensor) -> ModuleType | None:
+    """What finds and fits points where ``x`` is in few launches; None leaves it to torch."""
+    return _gpu_kernels() if x.is_cuda else None
+
+
+@functools.cache
+def _gpu_kernels() -> ModuleType | None:
+    try:
+        from sphkv.codec import point_kernels
+    except ImportError:
+        return None
+    return point_kernels
+
 
 def nearest_point(x: Tensor, points: Tensor) -> Tensor:
     """Index of the closest point; on a CPU to within a relative 2**-15 of its squared distance.
@@ -139,15 +157,16 @@ def nearest_point(x: Tensor, points: Tensor) -> Tensor:
     Returns:
         ``[n, tokens]`` int64.
     """
+    if (kernels := _kernels_of(x)) is not None:
+        nearest: Tensor = kernels.find_nearest(x, points)
+        return nearest
     u, v = x.unbind(-1)
     left = torch.stack([u, v, u * u + v * v, torch.ones_like(u)], -1)
     u, v = points.unbind(-1)
     right = torch.stack([-2 * u, -2 * v, torch.ones_like(u), u * u + v * v], -1)
     rows, tokens, _ = x.shape
-    # Scores that stay in a processor's cache are ranked several times faster; on a GPU, what
-    # captured searches hold must not grow with the layers that are searched at once.
-    most = _DEVICE_SCORES if x.is_cuda else _CACHED_SCORES
-    step = max(1, most // max(1, tokens * points.shape[1]))
+    # scores that stay in a processor's cache are ranked several times faster
+    step = max(1, _CACHED_SCORES // max(1, tokens * points.shape[1]))
     if step >= rows:
         return _smallest(torch.bmm(left, right.mT))
     parts = zip(left.split(step), right.split(step), strict=True)
@@ -158,11 +177,8 @@ def _smallest(distance: Tensor) -> Tensor:
     """Index of the smallest entry ``[n, tokens]`` of ``distance [n, tokens, levels]``, which goes.
 
     Floats of one sign order like their bits, so the index rides in the lowest bits and one plain
-    minimum finds it: on a CPU several times faster than argmin over a short dimension. A GPU would
-    pass over all distances four times more.
+    minimum finds it: several times faster than argmin over a short dimension.
     """
-    if distance.is_cuda:
-        return distance.argmin(-1)
     levels = distance.shape[-1]
     key = distance.abs_().view(torch.int32)
     key &= -levels
@@ -183,34 +199,20 @@ def sum_points(first: Tensor, second: Tensor) -> Tensor:
 def _cluster_means(x: Tensor, weight: Tensor, index: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Weight ``[n, levels, 1]`` and column means ``[n, levels, c]`` of each cluster."""
     columns = torch.cat([weight.unsqueeze(-1), weight.unsqueeze(-1) * x], -1)
-    count = _bin_sums if x.device.type == "cpu" else _one_hot_sums
-    mass, sums = count(columns, index, levels).split([1, x.shape[-1]], -1)
+    mass, sums = _bin_sums(columns, index, levels).split([1, x.shape[-1]], -1)
     return mass, sums / mass.clamp(min=_TINY)
 
 
 def _bin_sums(columns: Tensor, index: Tensor, levels: int) -> Tensor:
     """Sums ``[n, levels, c]`` of ``columns [n, tokens, c]`` over clusters ``index [n, tokens]``."""
     rows = len(columns)
-    flat = (index + levels * torch.arange(rows).unsqueeze(1)).reshape(-1)
+    first = levels * torch.arange(rows, device=index.device).unsqueeze(1)
+    flat = (index + first).reshape(-1)
     sums = [
         torch.bincount(flat, column.reshape(-1), minlength=rows * levels).reshape(rows, levels)
         for column in columns.unbind(-1)
     ]
     return torch.stack(sums, -1)
-
-
-def _one_hot_sums(columns: Tensor, index: Tensor, levels: int) -> Tensor:
-    """``_bin_sums`` by products, always in the same order; counting in bins waits for a device."""
-    low = _one_hot(index % SLOT_LEVELS, min(levels, SLOT_LEVELS), columns.dtype)
-    if levels <= SLOT_LEVELS:
-        return torch.bmm(low.mT, columns)
-    high = _one_hot(index // SLOT_LEVELS, levels // SLOT_LEVELS, columns.dtype).mT
-    sums = [torch.bmm(high * column[:, None], low).flatten(1) for column in columns.unbind(-1)]
-    return torch.stack(sums, -1)
-
-
-def _one_hot(index: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
-    return (index.unsqueeze(-1) == torch.arange(levels, device=index.device)).to(dtype)
 
 
 def _centroids(x: Tensor, weight: Tensor, index: Tensor, old: Tensor) -> Tensor:
@@ -247,12 +249,21 @@ def fit_points(x: Tensor, weight: Tensor, *, levels: int, iterations: int) -> di
     points = (weight.unsqueeze(-1) * x).sum(1, keepdim=True) / weight.sum(1)[:, None, None]
     fitted = {1: points}
     while points.shape[1] < levels:
-        points = _split(x, weight, points)
-        is_used = points.shape[1] in (PAIR_LEVELS, levels)
-        for _ in range(iterations if is_used else _START_ITERATIONS):
-            points = _centroids(x, weight, nearest_point(x, points), points)
+        is_used = 2 * points.shape[1] in (PAIR_LEVELS, levels)
+        points = _grow(x, weight, points, iterations if is_used else _START_ITERATIONS)
         fitted[points.shape[1]] = points
     return fitted
+
+
+def _grow(x: Tensor, weight: Tensor, points: Tensor, rounds: int) -> Tensor:
+    """Twice as many points, after so many Lloyd steps."""
+    if (kernels := _kernels_of(x)) is not None:
+        grown: Tensor = kernels.grow_points(x, weight, points, rounds, _SPLIT_SCALE)
+        return grown
+    points = _split(x, weight, points)
+    for _ in range(rounds):
+        points = _centroids(x, weight, nearest_point(x, points), points)
+    return points
 
 
 def _lloyd_1d(x: Tensor, weight: Tensor, *, levels: int, iterations: int = 20) -> Tensor:
@@ -293,6 +304,9 @@ def _alternate(
     x: Tensor, weight: Tensor, stages: tuple[Tensor, Tensor], iterations: int
 ) -> tuple[Tensor, Tensor]:
     """Fit each stage to what the other leaves over, in turn; both half-steps lower the error."""
+    if (kernels := _kernels_of(x)) is not None:
+        fitted: tuple[Tensor, Tensor] = kernels.alternate_stages(x, weight, stages, iterations)
+        return fitted
     first, second = stages
     b = nearest_point(x - take_points(first, nearest_point(x, first)), second)
     for _ in range(iterations):
@@ -314,6 +328,11 @@ def _refine_sums(
     but the last go farther than to that optimum: the next assignment then changes more, and about
     half as many rounds are needed.
     """
+    if (kernels := _kernels_of(x)) is not None:
+        fitted: tuple[Tensor, Tensor] = kernels.refine_stages(
+            x, weight, stages, rounds, sweeps=_SWEEPS, relaxation=_RELAXATION
+        )
+        return fitted
     first, second = stages
     levels, count = second.shape[1], first.shape[1] * second.shape[1]
     for left in reversed(range(rounds)):
@@ -436,22 +455,11 @@ def _fit_some_rows(x: Tensor, w: Tensor, options: CodebookFit) -> tuple[Tensor, 
     return mean, pair, single, joint, half, tail, first, second, third, distortion
 
 
-def row_fitter(options: CodebookFit) -> Replay:
-    """What fits the rows of a layer on a GPU, for one layer after the other.
-
-    A fit is some thousand short operations, which take the host longer to launch than a layer of a
-    long prompt takes a GPU. What was captured holds memory as long as the fitter is kept.
-    """
-    return Replay(lambda x, w: _fit_some_rows(x, w, options))
-
-
 def fit_plane_codebooks(
     z: Tensor,
     metric: Tensor,
     options: CodebookFit,
     weight: Tensor | None = None,
-    *,
-    fitter: Replay | None = None,
 ) -> PlaneCodebooks:
     """Fit the points of every plane of one layer.
 
@@ -460,8 +468,6 @@ def fit_plane_codebooks(
         metric: ``[heads, planes, 2, 2]`` second moment of queries in the key's frame.
         options: Effort of the fit.
         weight: ``[heads, tokens]`` how much an error of each key matters; alike if None.
-        fitter: ``row_fitter`` of the same options: the distortion that is returned is then
-            overwritten by the next fit. None fits rows in threads of a CPU.
 
     Returns:
         Codebooks in key coordinates and the distortion of every cell class.
@@ -472,8 +478,7 @@ def fit_plane_codebooks(
     if weight is None:
         weight = torch.ones_like(z[..., 0, 0])
     w = weight[:, None].expand(-1, planes, -1).reshape(heads * planes, tokens).contiguous()
-    rows = _fit_rows(x, w, options) if fitter is None else fitter(x, w)
-    *fitted, distortion = rows
+    *fitted, distortion = _fit_rows(x, w, options)
 
     def in_key_space(points: Tensor) -> Tensor:
         shaped = points.reshape(heads, planes, -1, 2)

@@ -174,6 +174,12 @@ class SlotLayout:
         """Bytes of all tensors."""
         return self.plane_bits.nbytes + self.slot_plane.nbytes + self.source.nbytes
 
+    @classmethod
+    def join(cls, parts: Sequence[SlotLayout]) -> SlotLayout:
+        """Layouts of the heads of all parts."""
+        each = ([getattr(part, name) for part in parts] for name in cls.__slots__)
+        return cls(*(torch.cat(tensors) for tensors in each))
+
     def split(self, num_heads: int) -> list[SlotLayout]:
         """Layouts of so many heads each."""
         parts = (each.split(num_heads) for each in (self.plane_bits, self.slot_plane, self.source))

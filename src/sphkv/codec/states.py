@@ -71,20 +71,40 @@ class SphericalCodec:
             self._codebooks[key] = self._layout(layer, slots, own.mean.device).codebook(own)
         return self._codebooks[key]
 
+    def joined_codebook(self, tier: TierSpec, device: torch.device) -> AngleCodebook:
+        """Slots of all layers at a tier, the heads of each layer behind those of the last one.
+
+        All layers must be fitted. From then on ``codebook`` gives parts of it on that device.
+        """
+        geometry = self.calibration.geometry
+        slots, layers = tier.key_nibbles(geometry.head_dim), range(geometry.num_layers)
+        self._lay_out(layers, (slots,), device)
+        layout = SlotLayout.join([self._layouts[layer, slots] for layer in layers])
+        planes = PlaneCodebooks.join([self._planes(layer, device) for layer in layers])
+        book = layout.codebook(planes)
+        for layer, part in enumerate(book.split(geometry.num_kv_heads)):
+            self._codebooks[layer, slots, str(device)] = part
+        return book
+
     def _layout(self, layer: int, slots: int, device: torch.device | str = "cpu") -> SlotLayout:
-        self._lay_out(layer, (slots,), torch.device(device))
+        self._lay_out((layer,), (slots,), torch.device(device))
         return self._layouts[layer, slots]
 
-    def _lay_out(self, layer: int, slots: tuple[int, ...], device: torch.device) -> None:
+    def _lay_out(self, layers: Sequence[int], slots: tuple[int, ...], device: torch.device) -> None:
         """Lay out slots that are missing, on a device; those of all layers where they are fitted.
 
         A calibration on the prompt has its layers one after the other.
         """
-        missing = [each for each in dict.fromkeys(slots) if (layer, each) not in self._layouts]
+        missing = [
+            each
+            for each in dict.fromkeys(slots)
+            if any((layer, each) not in self._layouts for layer in layers)
+        ]
         if not missing:
             return
         geometry = self.calibration.geometry
-        layers = [layer] if self.calibration.source == "prompt" else range(geometry.num_layers)
+        if self.calibration.source != "prompt":
+            layers = range(geometry.num_layers)
         distortion = torch.cat([self._planes(each, device).distortion for each in layers])
         for number, layout in lay_out_tiers(distortion, missing).items():
             for each, part in zip(layers, layout.split(geometry.num_kv_heads), strict=True):
@@ -183,6 +203,7 @@ class SphericalCodec:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same of all tiers and layers at once, by few operations, which wait for nothing."""
         planes = PlaneCodebooks.join([self._planes(layer, keys.device) for layer in layers])
+        self._lay_out(layers, self._slots(tiers), keys.device)
         cells = torch.cat([self._cells(layer, tiers, keys.device) for layer in layers], 1)
         fitted = (getattr(planes, name) for name in PlaneCodebooks.__slots__)
         bits = tuple(tier.value_bits if tier.has_value_codes else 0 for tier in tiers)
@@ -202,16 +223,19 @@ class SphericalCodec:
 
     def _cells(self, layer: int, tiers: Sequence[TierSpec], device: torch.device) -> Tensor:
         """Cell classes ``[tiers, heads, planes]`` int64 of a layer's planes."""
-        head_dim = self.calibration.geometry.head_dim
-        slots = tuple(tier.key_nibbles(head_dim) for tier in tiers)
+        slots = self._slots(tiers)
         held = _CELLS.setdefault(self.calibration, {})
         key = (layer, slots, str(device))
         if key not in held:
-            self._lay_out(layer, slots, device)
+            self._lay_out((layer,), slots, device)
             bits = torch.stack([self._layouts[layer, each].plane_bits for each in slots])
             # classes are two bits apart
             held[key] = (bits // CELL_BITS[1]).to(device)
         return held[key].long()
+
+    def _slots(self, tiers: Sequence[TierSpec]) -> tuple[int, ...]:
+        head_dim = self.calibration.geometry.head_dim
+        return tuple(tier.key_nibbles(head_dim) for tier in tiers)
 
     def _rows(
         self,

@@ -159,6 +159,12 @@ def upload(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
     return _buffers(device).send(numbers)
 
 
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU with elements of eight bytes on a device; see ``upload``."""
+    numbers = tensor.view(torch.int64).numpy().ravel()
+    return upload(numbers, device).view(tensor.dtype).view_as(tensor)
+
+
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of what runs beside other work.

@@ -78,8 +78,13 @@ class RowKernels(Protocol):
     Keys and values are ``[heads, tokens, head_dim]`` of any float type, keys after RoPE.
     """
 
-    def prepare(self, shape: RowShape, device: torch.device) -> None:
-        """Compile what prompts of a shape need, behind what the caller does next."""
+    def prepare(self, shape: RowShape | None, device: torch.device) -> None:
+        """Compile what prompts need, behind what the caller does next.
+
+        Args:
+            shape: Of the rows that will be measured; None if only codebooks are fitted.
+            device: The GPU.
+        """
         ...
 
     def settle(self) -> None:

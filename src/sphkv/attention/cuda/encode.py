@@ -20,14 +20,13 @@ from sphkv.attention.cuda.search_tables import (
     build_encode_tables,
     clip_fragments,
 )
-from sphkv.attention.triton.search import SearchTables
+from sphkv.attention.triton.search import SearchTables, build_search_table
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.clipping import CLIP_RANGE, NUM_CELLS
 from sphkv.codec.states import SphericalCodec
 from sphkv.codec.values import COARSE_STEP, NUM_REFINEMENTS, READ_GAIN
-from sphkv.core.tiers import TierTable
 from sphkv.store.layout import PageLayout, header_words
-from sphkv.store.paging import PageRows, PositionMode
+from sphkv.store.paging import PageRows
 
 _WARPS = 8
 _POINTERS = (
@@ -126,44 +125,31 @@ class CudaEncoder:
         joined = _JOINED.setdefault(codec.calibration, {})
         key = (layout.num_nibbles, str(device))
         if key not in joined:
-            layers = range(codec.calibration.geometry.num_layers)
-            parts = [self._table(codec, layer, layout, device) for layer in layers]
-            joined[key] = EncodeTables.join(parts)
-            held = _TABLES[codec.calibration]
+            layers, ropes = range(codec.calibration.geometry.num_layers), codec.calibration.ropes
+            held = _TABLES.setdefault(codec.calibration, {})
+            if len(set(ropes)) == 1 and (0, *key) not in held:
+                book = codec.joined_codebook(layout.tier, device)
+                joined[key] = build_encode_tables(build_search_table(book, ropes[0], device))
+            else:
+                parts = [self._table(codec, layer, layout, device) for layer in layers]
+                joined[key] = EncodeTables.join(parts)
             for layer, part in enumerate(joined[key].split(len(layers))):
                 held[layer, *key] = part
         return joined[key]
 
-    def prepare(
-        self, codec: SphericalCodec, layer: int, tiers: TierTable, device: torch.device
-    ) -> None:
-        """Make the tables of a layer whose codebooks are there, beside what else the GPU does.
-
-        Args:
-            codec: The codec that will be given to ``encode``.
-            layer: The layer.
-            tiers: Tiers that its pages may have; those that the kernels do not serve are left out.
-            device: The GPU.
-        """
-        head_dim = codec.calibration.geometry.head_dim
-        for tier_id, tier in enumerate(tiers):
-            if tier.has_value_codes:
-                layout = PageLayout(tier_id, tier, head_dim, PositionMode.RUNS)
-                if is_served(layout):
-                    self._table(codec, layer, layout, device)
-
     def prepare_layout(
         self, codec: SphericalCodec, layer: int, layout: PageLayout, device: torch.device
     ) -> None:
-        """Make the tables of a layer at one layout; with the last layer, all that encoding needs.
+        """With the last layer, make all that encoding pages of a layout needs.
+
+        Tables of all layers are made at once.
 
         Args:
-            codec: The codec that will be given to ``encode``.
+            codec: The codec that will be given to ``encode``; all of its layers are fitted then.
             layer: The layer; they come in order.
             layout: A layout that the kernels serve.
             device: The GPU.
         """
-        self._table(codec, layer, layout, device)
         if layer == codec.calibration.geometry.num_layers - 1:
             self._joined_table(codec, layout, device)
             self._encode_kernels(layout, device)

@@ -139,7 +139,7 @@ def find_candidates(sums: Tensor, is_sum: Tensor) -> tuple[Tensor, Tensor]:
     if sums.is_cuda:
         from sphkv.attention.triton.grid import candidates_of_cells
 
-        return candidates_of_cells(sums, is_sum, lines, middle, CANDIDATES), boxes
+        return candidates_of_cells(sums, is_sum, lines, middle), boxes
     found = [_cell_candidates(*part) for part in zip(sums, is_sum, lines, middle, strict=True)]
     return torch.stack(found), boxes
 

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sphkv.attention.triton import grid
+from sphkv.codec import point_kernels
 from sphkv.core.prompt_rows import PartTotals, RowPart, RowShape
 from sphkv.core.tiers import RUN_TOKENS
 
@@ -480,14 +482,14 @@ class TritonRows:
     def __init__(self) -> None:
         """Nothing is compiled yet."""
         self._lock = threading.Lock()
-        self._compiling: dict[tuple[RowShape, torch.device], threading.Thread] = {}
+        self._compiling: dict[tuple[RowShape | None, torch.device], threading.Thread] = {}
 
     @staticmethod
     def serves(device: torch.device) -> bool:
         """Whether blocks of a GPU may have the shared memory that the kernels need."""
         return torch.cuda.get_device_capability(device) in _ROOMY
 
-    def prepare(self, shape: RowShape, device: torch.device) -> None:
+    def prepare(self, shape: RowShape | None, device: torch.device) -> None:
         """Compile in threads, all at once, while a prompt is read; see ``RowKernels``."""
         if device.type != "cuda":
             return
@@ -634,7 +636,7 @@ class TritonRows:
         return found.sum(1)
 
 
-def _compile_all(shape: RowShape, device: torch.device) -> None:
+def _compile_all(shape: RowShape | None, device: torch.device) -> None:
     """Run every trial in a thread of its own."""
 
     def run(work: Callable[[], object]) -> None:
@@ -644,7 +646,8 @@ def _compile_all(shape: RowShape, device: torch.device) -> None:
 
     with torch.cuda.device(device):
         # of an instance of its own: nothing there waits for these threads
-        works = TritonRows().trials(shape, device)
+        works = [] if shape is None else TritonRows().trials(shape, device)
+        works += point_kernels.trials(device) + grid.trials(device)
     threads = [threading.Thread(target=run, args=(work,)) for work in works]
     for each in threads:
         each.start()

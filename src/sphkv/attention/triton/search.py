@@ -14,6 +14,7 @@ from sphkv.attention.triton.tables import turn_steps
 from sphkv.codec.calibration import Calibration
 from sphkv.codec.codebook import AngleCodebook
 from sphkv.codec.states import SphericalCodec
+from sphkv.core.devices import send
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 
@@ -81,9 +82,9 @@ def _plane_order(bits: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _turns(rope: RopeSpec, device: torch.device) -> Tensor:
-    """``turn_steps`` on a device."""
+    """``turn_steps`` on a device, which nothing waits for."""
     with torch.inference_mode(False):
-        return turn_steps(rope).to(device)
+        return send(turn_steps(rope), device)
 
 
 class SearchTables:

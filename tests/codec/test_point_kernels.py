@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels find and fit the points that torch does, of many rows, unequal weights and odd sizes."""
+
+import pytest
+import torch
+
+from sphkv.codec import codebook, point_kernels
+from sphkv.codec.codebook import CodebookFit, PlaneCodebooks, fit_plane_codebooks, fit_points
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPLIT = codebook._SPLIT_SCALE
+
+
+def samples(rows, tokens, seed=0):
+    """Clouds of unlike shapes, and weights some of which are zero."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = torch.randn(rows, 2, 2, generator=draw)
+    x = torch.randn(rows, tokens, 2, generator=draw) @ shape
+    weight = (torch.rand(rows, tokens, generator=draw) - 0.1).clamp(min=0)
+    return x.to(DEVICE), weight.to(DEVICE)
+
+
+@pytest.fixture
+def by_torch(monkeypatch):
+    """What a function of ``codebook`` gives without kernels, wherever its tensors are."""
+    monkeypatch.setattr(codebook, "_kernels_of", lambda _: None)
+
+
+def mean_error(x, weight, sums):
+    nearest = torch.cdist(x.double(), sums.double()).amin(-1).square()
+    return (weight * nearest).sum(1) / weight.sum(1)
+
+
+@pytest.mark.parametrize("levels", [4, 16, 64, 256])
+def test_nearest_points(levels):
+    x, _ = samples(3, 1037)
+    points, _ = samples(3, levels, seed=1)
+    found = point_kernels.find_nearest(x, points)
+    distance = torch.cdist(x.double(), points.double())
+    chosen = distance.gather(2, found[..., None])[..., 0]
+    torch.testing.assert_close(chosen, distance.amin(2), rtol=1e-5, atol=1e-6)
+    same = points[:, :1].expand(-1, levels, -1)
+    assert not point_kernels.find_nearest(x, same).any()
+
+
+@pytest.mark.parametrize("levels", [1, 2, 4, 8])
+def test_growing(levels, by_torch):
+    x, weight = samples(5, 333)
+    start = fit_points(x, weight, levels=levels, iterations=4)[levels]
+    wanted = codebook._grow(x, weight, start, 4)
+    found = point_kernels.grow_points(x, weight, start, 4, SPLIT)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_stages_in_turn(by_torch):
+    x, weight = samples(4, 517)
+    stages = codebook._principal_stages(x, weight)
+    wanted = codebook._alternate(x, weight, stages, 3)
+    found = point_kernels.alternate_stages(x, weight, stages, 3)
+    for own, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, right, rtol=1e-3, atol=1e-3)
+    # what was given is left as it is
+    assert not torch.equal(found[0], stages[0])
+
+
+@pytest.mark.parametrize("second", [4, 16])
+def test_all_sums(second, by_torch):
+    x, weight = samples(3, 700)
+    first, _ = codebook._principal_stages(x, weight)
+    other = fit_points(x - first.mean(1, keepdim=True), weight, levels=second, iterations=3)[second]
+    stages = first, other / 8
+
+    def refine(rounds):
+        found = point_kernels.refine_stages(
+            x, weight, stages, rounds, sweeps=codebook._SWEEPS, relaxation=codebook._RELAXATION
+        )
+        return found, codebook._refine_sums(x, weight, stages, rounds)
+
+    # torch takes one of two sums that are almost as near, which moves the few points they share
+    for own, right in zip(*refine(1), strict=True):
+        assert float(((own - right).abs() > 1e-3).float().mean()) < 0.05
+        torch.testing.assert_close(own, right, rtol=0.02, atol=0.02)
+    # and rounds build on each other
+    own, right = (mean_error(x, weight, codebook.sum_points(*each)) for each in refine(4))
+    torch.testing.assert_close(own, right, rtol=0.01, atol=0)
+    before = mean_error(x, weight, codebook.sum_points(*stages))
+    assert bool((own < 0.9 * before).all())
+
+
+def test_a_fit_by_kernels_is_as_good(monkeypatch):
+    draw = torch.Generator().manual_seed(3)
+    z = (torch.randn(1, 400, 2, 2, generator=draw) * torch.rand(2, 2, generator=draw)).to(DEVICE)
+    metric = torch.eye(2, device=DEVICE).repeat(1, 2, 1, 1)
+    fitted = []
+    # the interpreter has one thread
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for kernels in (None, point_kernels):
+        monkeypatch.setattr(codebook, "_kernels_of", lambda _, kernels=kernels: kernels)
+        fitted.append(fit_plane_codebooks(z, metric, CodebookFit(5, 5, 400)))
+    right, own = fitted
+    assert all(getattr(own, name).isfinite().all() for name in PlaneCodebooks.__slots__)
+    # the last stages fit what little the first ones leave of few samples
+    for classes, most in ((slice(0, 5), 0.02), (slice(5, 7), 0.1)):
+        parts = (each.distortion[..., classes] for each in (own, right))
+        torch.testing.assert_close(*parts, rtol=most, atol=1e-9)
