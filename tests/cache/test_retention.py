@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -506,7 +507,7 @@ def test_a_prompt_whose_layers_are_measured_together_is_decided_about_alike(
         run(engine, 1)
 
 
-def test_a_prompt_is_decided_about_once_its_pass_is_queued(monkeypatch):
+def test_a_prompt_is_decided_about_with_its_last_layer(monkeypatch):
     engine, decide, found = make_engine(), PromptDecision.decide, Contracts()
     engine.on_contract = found
     run_steps = StepTokens(torch.ones(1, 600, dtype=torch.bool), torch.arange(600)[None])
@@ -523,9 +524,9 @@ def test_a_prompt_is_decided_about_once_its_pass_is_queued(monkeypatch):
         raise BudgetError(2, 1, 1, "what must be kept")
 
     monkeypatch.setattr(PromptDecision, "decide", refuse)
-    give()
     with pytest.raises(BudgetError, match="what must be kept"):
-        engine.finish()
+        give()
+    engine.finish(is_failed=True)
     # nothing is left of the dense states, so nothing may go on, a copy no more than the original
     assert engine.resident_bytes() == 0
     for each in (engine, engine.fork()):
@@ -538,4 +539,32 @@ def test_a_prompt_is_decided_about_once_its_pass_is_queued(monkeypatch):
     give()
     engine.finish()
     assert len(found) == 1
+    check_bytes(engine)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_are_decided_about_when_those_before_are_written(rows, monkeypatch):
+    events: list[str] = []
+
+    def listen(name: str) -> None:
+        original = getattr(PromptDecision, name)
+
+        def call(self: PromptDecision, *args: Any) -> Any:
+            events.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(PromptDecision, name, call)
+
+    listen("decide")
+    listen("write")
+    engine = make_engine()
+    positions = torch.arange(600).expand(rows, -1)
+    engine.begin(StepTokens(torch.ones(rows, 600, dtype=torch.bool), positions))
+    for layer in range(GEOMETRY.num_layers):
+        query, keys, values = (part.expand(rows, -1, -1, -1) for part in make_states(layer, 600))
+        engine.update(layer, keys, values)
+        engine.end_layer(layer, query)
+    assert events == (["decide"] if rows == 1 else [])
+    engine.finish()
+    assert events == ["decide", "write"] * rows
     check_bytes(engine)

@@ -302,7 +302,9 @@ class CacheEngine:
         return self._dense.append(layer, keys, values)
 
     def end_layer(self, layer: int, query: Tensor) -> None:
-        """After the model's own attention: learn from the queries, and code if it is time.
+        """Beside the model's own attention: learn from the queries, and code if it is time.
+
+        A prompt under a controller is decided about here, with its last layer.
 
         Args:
             layer: The layer.

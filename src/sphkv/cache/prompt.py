@@ -32,6 +32,8 @@ from sphkv.retention.measure import (
 from sphkv.retention.notes import RunNotes
 from sphkv.retention.pricing import LayerPricer, PageCosts
 from sphkv.store.forecast import contract_bytes
+from sphkv.store.pages import largest_elements
+from sphkv.store.prompt import SeenLayers
 from sphkv.store.store import PageStore
 
 Found = TypeVar("Found")
@@ -87,6 +89,9 @@ class PromptDecision:
         self._waiting: list[tuple[int, States]] = []
         self._ready: deque[tuple[tuple[int, ...], ReadyTensors]] = deque()
         self._num_paged = 0
+        # ``largest_elements`` of layers that were measured, and what the host knows of all
+        self._largest: dict[tuple[int, ...], Tensor] = {}
+        self._seen: SeenLayers | None = None
         self._controller = RetentionController(costs, config.retention.options)
         self._pricer: LayerPricer | None = None
 
@@ -144,6 +149,8 @@ class PromptDecision:
             layers, states = self._ready.popleft()
             with states.beside() as tensors:
                 num = len(layers)
+                own = [self._layers[layer] for layer in layers]
+                self._largest[layers] = largest_elements(own)
                 query, keys, values = (
                     tensors[at] if num == 1 else torch.cat(tensors[at : at + num])
                     for at in range(0, 3 * num, num)
@@ -222,6 +229,7 @@ class PromptDecision:
         # the model's last layer is still being computed: there is no need to wait for it
         with behind_beside(device):
             contract = self._decide_measured(limit)
+            self._seen = self._look(contract)
         join_beside(device)
         for each in (contract.tier_id, contract.protected):
             if each.is_cuda:
@@ -273,12 +281,23 @@ class PromptDecision:
         whole.tier_id[full], whole.protected[full] = contract.tier_id, contract.protected
         return whole
 
-    def write(self, contract: WriteContract) -> None:
-        """Store all layers as decided, and forget them; the newest run opens the tail."""
+    def _look(self, contract: WriteContract) -> SeenLayers | None:
+        """What writing needs to know on the host; None where layers were not looked at."""
+        if sum(map(len, self._largest)) < len(self._layers):
+            return None
+        largest = torch.cat([self._largest[layers] for layers in sorted(self._largest)])
+        return self._store.see_layers(self._front(contract), largest)
+
+    def _front(self, contract: WriteContract) -> WriteContract:
+        """The part of a contract that is about pages."""
         paged = slice(0, self._num_paged)
         tier_id, protected = contract.tier_id[..., paged], contract.protected[..., paged]
-        front = WriteContract(tier_id, protected, contract.granularity)
-        self._store.write_layers(self._sequence, 0, front, self._layers)
+        return WriteContract(tier_id, protected, contract.granularity)
+
+    def write(self, contract: WriteContract) -> None:
+        """Store all layers as decided, and forget them; the newest run opens the tail."""
+        front = self._front(contract)
+        self._store.write_layers(self._sequence, 0, front, self._layers, seen=self._seen)
         self._layers = []
         self._store.compact()
 

@@ -41,6 +41,14 @@ class Residency(Protocol):
         """
         ...
 
+    def decide_prompt(self) -> None:
+        """Decide about the prompt if all of its layers came: ``end_prompt`` then only stores them.
+
+        Raises:
+            BudgetError: What must stay dense does not fit a budget.
+        """
+        ...
+
     def end_prompt(self) -> None:
         """The pass with the prompt is over: have all of its layers stored.
 
@@ -133,6 +141,9 @@ class UniformResidency:
         write_uniform(
             self._config, self._plan, self._store, [self._sequence], layer, keys[None], values[None]
         )
+
+    def decide_prompt(self) -> None:
+        """There is nothing to decide."""
 
     def end_prompt(self) -> None:
         """Every layer is stored as it comes."""

@@ -97,6 +97,7 @@ class RetentionResidency:
         self._prompt: PromptDecision | None = PromptDecision(
             config, plan, store, sequence, notes=self._notes, costs=costs, work=work
         )
+        self._contract: WriteContract | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -136,18 +137,28 @@ class RetentionResidency:
             raise ValueError(f"layer {layer} is out of order: the prompt was decided about")
         prompt.take(layer, query, keys, values)
 
-    def end_prompt(self) -> None:
-        """Decide about all layers of the prompt, and write them.
+    def decide_prompt(self) -> None:
+        """Decide about all layers of the prompt, once they are there.
+
+        A device does so before what it is given next: it would otherwise wait for the host
+        with nothing to do, now it computes while the host plans pages.
 
         Raises:
             BudgetError: The parts that must stay dense do not fit the budget.
         """
         prompt = self._prompt
-        if prompt is None or not prompt.is_complete:
+        if prompt is None or not prompt.is_complete or self._contract is not None:
             return
         # with room left for the first pages to seal
-        contract = prompt.decide(self._limit(prompt.num_tokens) - self._seal_bytes())
-        self._prompt = None
+        self._contract = prompt.decide(self._limit(prompt.num_tokens) - self._seal_bytes())
+
+    def end_prompt(self) -> None:
+        """Write all layers of the prompt as decided; see ``decide_prompt``."""
+        self.decide_prompt()
+        prompt, contract = self._prompt, self._contract
+        if prompt is None or contract is None:
+            return
+        self._prompt = self._contract = None
         self._rebalancer.seal_tier = self._tier_of_new(contract)
         if self._on_contract is not None:
             self._on_contract(contract)

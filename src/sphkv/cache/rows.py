@@ -95,6 +95,9 @@ class CodedRows:
         for index, _, own in real_states(is_real, keys, values):
             row_query = seen.get(index, query[index][:, :0])
             self.rows[index].take_prompt(layer, row_query, *own)
+        if len(self.rows) == 1:
+            # rows that share a store must know what those before them have written
+            self.rows[0].residency.decide_prompt()
 
     def end_prompt(self) -> None:
         """The pass with the prompts is over, and what it computes last is queued.

@@ -85,6 +85,10 @@ class PredictedRows(Protocol):
         """``[heads, tokens]`` squared distance of values to the head's mean output."""
         ...
 
+    def norms(self, states: Tensor) -> Tensor:
+        """``[heads, tokens]`` float32 norms of keys or values."""
+        ...
+
     def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Weights of some tokens, float32, and whether rows are valid for them, bool.
 
@@ -164,6 +168,11 @@ class AttentionRows:
         """Squared distance to the mean output; see ``PredictedRows``."""
         mean = mean_output(self.share, self.output(values) if output is None else output)
         return (values.float() - mean[:, None]).square().sum(-1)
+
+    def norms(self, states: Tensor) -> Tensor:
+        """Norms of keys or values; see ``PredictedRows``."""
+        found: Tensor = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
+        return found
 
     def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Weights of some tokens; see ``PredictedRows``."""

@@ -115,6 +115,11 @@ class StreamedRows:
             output = torch.cat([each.output for each in self._totals], 1)
         return self._kernels.apart(values, mean_output(self.share, output))
 
+    def norms(self, states: Tensor) -> Tensor:
+        """Norms of keys or values: how far they are from nothing; see ``PredictedRows``."""
+        nothing = self.share.new_zeros(states.shape[0], states.shape[2])
+        return self._kernels.apart(states, nothing).sqrt()
+
     def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Weights of some tokens; see ``PredictedRows``."""
         wanted = index[..., None].expand(-1, -1, self._keys.shape[2])

@@ -29,7 +29,7 @@ from sphkv.store.pages import (
 )
 from sphkv.store.paging import MAX_POSITION, PageRows, live_mask
 from sphkv.store.pool import EncodedPages, LayerChange, PagePool, SealedPages
-from sphkv.store.prompt import PromptPages, joined_tiers, plan_layers
+from sphkv.store.prompt import PromptPages, SeenLayers, plan_layers
 from sphkv.store.sequence import OpenTail, SequenceState
 
 # Pages that seal together: bounds the copy of their states.
@@ -293,6 +293,7 @@ class SpanWriter:
         first_layer: int,
         contract: WriteContract,
         states: Sequence[tuple[Tensor, Tensor]],
+        seen: SeenLayers | None,
     ) -> None:
         """See ``PageStore.write_layers``."""
         config, device = self._pool.config, self._pool.device
@@ -311,16 +312,13 @@ class SpanWriter:
             rest = [(keys[:, paged:], values[:, paged:]) for keys, values in dense]
             tails = OpenTail.of_layers(config, paged, rest)
         tail_bytes = sum(tail.nbytes for tail in tails)
-        # the only wait for the decision; the device then looks while the host plans
-        run_tiers = joined_tiers(self._pool, contract)
-        largest = largest_elements(dense)
-        if run_tiers is None:
-            check_magnitudes(largest)
+        seen = seen or SeenLayers.of(self._pool, contract, largest_elements(dense))
+        check_magnitudes(seen.largest)
+        if seen.run_tiers is None:
             changes = plan_layers(self._pool, state, first_layer, contract, front)
             self._pool.commit(changes, tail_bytes)
         else:
-            pages = PromptPages(self._pool, state.codec, first_layer, run_tiers)
-            check_magnitudes(largest)
+            pages = PromptPages(self._pool, state.codec, first_layer, seen.run_tiers)
             tables = state.tables[first_layer : first_layer + len(dense)]
             self._pool.fill(tables, pages.encode(contract.protected, front), tail_bytes)
         for at in range(len(dense)):

@@ -54,18 +54,31 @@ def plan_layers(
     ]
 
 
-def joined_tiers(pool: PagePool, contract: WriteContract) -> NDArray[np.uint8] | None:
-    """Tier ``[layers, heads, runs]`` of every run where ``PromptPages`` can encode all layers.
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenLayers:
+    """What the host must know of a contract and of states before it can plan.
 
-    Waits for the decision. None where states are decided one by one, or no kernels encode them.
+    Who looks while a device has little else to do spares a later write the wait.
+
+    Attributes:
+        run_tiers: ``[layers, heads, runs]`` tier of every run where ``PromptPages`` can encode all
+            layers; None where states are decided one by one, or no kernels encode them.
+        largest: ``largest_elements`` of the states, on the CPU.
     """
-    tokens = contract.num_tokens
-    is_in_runs = contract.granularity == RUN_TOKENS and tokens > 0 and tokens % RUN_TOKENS == 0
-    # states are gathered by address
-    has_kernels = pool.kernels is not None and pool.allocator.has_copier
-    if not is_in_runs or not has_kernels or isinstance(pool.kernels, PageRecoder):
-        return None
-    return contract.tier_id[..., ::RUN_TOKENS].cpu().numpy()
+
+    run_tiers: NDArray[np.uint8] | None
+    largest: Tensor
+
+    @classmethod
+    def of(cls, pool: PagePool, contract: WriteContract, largest: Tensor) -> SeenLayers:
+        """Wait for both."""
+        tokens, run_tiers = contract.num_tokens, None
+        is_in_runs = contract.granularity == RUN_TOKENS and tokens > 0 and tokens % RUN_TOKENS == 0
+        # states are gathered by address
+        has_kernels = pool.kernels is not None and pool.allocator.has_copier
+        if is_in_runs and has_kernels and not isinstance(pool.kernels, PageRecoder):
+            run_tiers = contract.tier_id[..., ::RUN_TOKENS].cpu().numpy()
+        return cls(run_tiers, largest.cpu())
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +129,7 @@ class PromptPages:
             pool: Owner of the layouts.
             codec: Encoder of the sequence.
             first_layer: The first of the layers.
-            run_tiers: ``[layers, heads, runs]`` tier of every run; see ``joined_tiers``.
+            run_tiers: ``[layers, heads, runs]`` tier of every run; see ``SeenLayers``.
         """
         self._pool, self._codec, self._first_layer = pool, codec, first_layer
         self._encoder = PageEncoder.of(pool, first_layer, codec)

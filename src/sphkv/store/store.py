@@ -34,6 +34,7 @@ from sphkv.store.pages import (
     plan_write,
 )
 from sphkv.store.pool import PagePool
+from sphkv.store.prompt import SeenLayers
 from sphkv.store.recode import plan_recoding
 from sphkv.store.sequence import (
     OpenTail,
@@ -431,6 +432,8 @@ class PageStore:
         first_layer: int,
         contract: WriteContract,
         states: Sequence[tuple[Tensor, Tensor]],
+        *,
+        seen: SeenLayers | None = None,
     ) -> None:
         """Store a prompt in several layers as a contract says, all or none.
 
@@ -440,6 +443,7 @@ class PageStore:
             contract: Tier of each head and token of these layers.
             states: Keys after rotary embedding and values of each layer, ``[heads, tokens,
                 head_dim]``; tokens behind those that are decided about open the layer's tail.
+            seen: What ``see_layers`` said of both; None has this wait for it.
 
         Raises:
             BudgetError: The states do not fit.
@@ -454,7 +458,16 @@ class PageStore:
         own = slice(first_layer, last + 1)
         if any(state.next_position[own]) or any(tail is not None for tail in state.tails[own]):
             raise ValueError(f"layers {first_layer} to {last} of sequence {sequence} hold states")
-        self._writer.write_layers(state, first_layer, contract, states)
+        self._writer.write_layers(state, first_layer, contract, states, seen)
+
+    def see_layers(self, contract: WriteContract, largest: Tensor) -> SeenLayers:
+        """Wait for what ``write_layers`` must know of a contract and of states on a device.
+
+        Args:
+            contract: The contract.
+            largest: ``largest_elements`` of the states.
+        """
+        return SeenLayers.of(self._pool, contract, largest)
 
     def write_prompt(
         self,

@@ -212,9 +212,9 @@ class CachePass:
         """Attention of one layer."""
         engine = self._engine
         if engine.is_dense_step:
-            result = call.dense()
+            # what the cache makes of them need not wait for the model's attention
             engine.end_layer(call.layer, call.query)
-            return result
+            return call.dense()
         options = read_options(call, engine.window(call.layer))
         sinks = call.options.get("s_aux")
         if self._captured is not None and engine.graph is not None:
