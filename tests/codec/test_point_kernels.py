@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from sphkv.codec import codebook, point_kernels
+from sphkv.codec import codebook, keys, point_kernels
 from sphkv.codec.codebook import CodebookFit, PlaneCodebooks, fit_plane_codebooks, fit_points
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,7 +23,7 @@ def samples(rows, tokens, seed=0):
 @pytest.fixture
 def by_torch(monkeypatch):
     """What a function of ``codebook`` gives without kernels, wherever its tensors are."""
-    monkeypatch.setattr(codebook, "_kernels_of", lambda _: None)
+    monkeypatch.setattr(codebook, "point_kernels_for", lambda _: None)
 
 
 def mean_error(x, weight, sums):
@@ -95,7 +95,7 @@ def test_a_fit_by_kernels_is_as_good(monkeypatch):
     # the interpreter has one thread
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     for kernels in (None, point_kernels):
-        monkeypatch.setattr(codebook, "_kernels_of", lambda _, kernels=kernels: kernels)
+        monkeypatch.setattr(codebook, "point_kernels_for", lambda _, kernels=kernels: kernels)
         fitted.append(fit_plane_codebooks(z, metric, CodebookFit(5, 5, 400)))
     right, own = fitted
     assert all(getattr(own, name).isfinite().all() for name in PlaneCodebooks.__slots__)
@@ -103,3 +103,25 @@ def test_a_fit_by_kernels_is_as_good(monkeypatch):
     for classes, most in ((slice(0, 5), 0.02), (slice(5, 7), 0.1)):
         parts = (each.distortion[..., classes] for each in (own, right))
         torch.testing.assert_close(*parts, rtol=most, atol=1e-9)
+
+
+def test_cells_of_all_classes(monkeypatch):
+    draw = torch.Generator().manual_seed(4)
+    z = torch.randn(2, 300, 3, 2, generator=draw) * torch.rand(2, 1, 3, 2, generator=draw)
+    metric = torch.randn(2, 3, 2, 2, generator=draw)
+    metric = metric @ metric.mT + 0.1 * torch.eye(2)
+    planes = fit_plane_codebooks(z, metric, CodebookFit(3, 2, 300)).to(DEVICE)
+    by_plane = z[:, :201].transpose(1, 2).to(DEVICE)
+    found = point_kernels.code_cells(by_plane, planes)
+    monkeypatch.setattr(codebook, "point_kernels_for", lambda _: None)
+    monkeypatch.setattr(keys, "point_kernels_for", lambda _: None)
+    wanted = keys._code_cells(by_plane, planes)
+    # two points may be as near, up to rounding
+    is_other = ((found - wanted).abs() > 1e-6).any(-1)
+    assert is_other.float().mean() < 5e-3
+    root = planes.metric_root[None, :, :, None]
+    errors = [
+        (root @ (each - by_plane[None])[..., None]).square().sum((-2, -1))
+        for each in (found, wanted)
+    ]
+    torch.testing.assert_close(errors[0].sum(3), errors[1].sum(3), rtol=1e-4, atol=0)

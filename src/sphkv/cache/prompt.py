@@ -32,7 +32,6 @@ from sphkv.retention.measure import (
 from sphkv.retention.notes import RunNotes
 from sphkv.retention.pricing import LayerPricer, PageCosts
 from sphkv.store.forecast import contract_bytes
-from sphkv.store.pages import largest_elements
 from sphkv.store.prompt import SeenLayers
 from sphkv.store.store import PageStore
 
@@ -89,7 +88,7 @@ class PromptDecision:
         self._waiting: list[tuple[int, States]] = []
         self._ready: deque[tuple[tuple[int, ...], ReadyTensors]] = deque()
         self._num_paged = 0
-        # ``largest_elements`` of layers that were measured, and what the host knows of all
+        # largest norms of keys and values of what was measured, and what the host knows of all
         self._largest: dict[tuple[int, ...], Tensor] = {}
         self._seen: SeenLayers | None = None
         self._controller = RetentionController(costs, config.retention.options)
@@ -149,8 +148,6 @@ class PromptDecision:
             layers, states = self._ready.popleft()
             with states.beside() as tensors:
                 num = len(layers)
-                own = [self._layers[layer] for layer in layers]
-                self._largest[layers] = largest_elements(own)
                 query, keys, values = (
                     tensors[at] if num == 1 else torch.cat(tensors[at : at + num])
                     for at in range(0, 3 * num, num)
@@ -164,6 +161,8 @@ class PromptDecision:
             ("measured", layers),
             lambda: measure_layers(config, codec, layers, (query, keys, values)),
         )
+        norms = torch.stack([found.features.radius, found.features.value_norm])
+        self._largest[layers] = norms.view(2, len(layers), -1).amax(2).T
         pricer = self._pricer = self._pricer or self._start(keys.shape[1])
         priced = self._once(("priced", pricer.key, layers), lambda: pricer.price(found))
 

@@ -133,8 +133,8 @@ class AngleCodebook:
         return [AngleCodebook(*part) for part in zip(*parts, strict=True)]
 
 
-def _kernels_of(x: Tensor) -> ModuleType | None:
-    """What finds and fits points where ``x`` is in few launches; None leaves it to torch."""
+def point_kernels_for(x: Tensor) -> ModuleType | None:
+    """What finds and fits points in few launches where ``x`` is; None leaves it to torch."""
     return _gpu_kernels() if x.is_cuda else None
 
 
@@ -157,7 +157,7 @@ def nearest_point(x: Tensor, points: Tensor) -> Tensor:
     Returns:
         ``[n, tokens]`` int64.
     """
-    if (kernels := _kernels_of(x)) is not None:
+    if (kernels := point_kernels_for(x)) is not None:
         nearest: Tensor = kernels.find_nearest(x, points)
         return nearest
     u, v = x.unbind(-1)
@@ -257,7 +257,7 @@ def fit_points(x: Tensor, weight: Tensor, *, levels: int, iterations: int) -> di
 
 def _grow(x: Tensor, weight: Tensor, points: Tensor, rounds: int) -> Tensor:
     """Twice as many points, after so many Lloyd steps."""
-    if (kernels := _kernels_of(x)) is not None:
+    if (kernels := point_kernels_for(x)) is not None:
         grown: Tensor = kernels.grow_points(x, weight, points, rounds, _SPLIT_SCALE)
         return grown
     points = _split(x, weight, points)
@@ -304,7 +304,7 @@ def _alternate(
     x: Tensor, weight: Tensor, stages: tuple[Tensor, Tensor], iterations: int
 ) -> tuple[Tensor, Tensor]:
     """Fit each stage to what the other leaves over, in turn; both half-steps lower the error."""
-    if (kernels := _kernels_of(x)) is not None:
+    if (kernels := point_kernels_for(x)) is not None:
         fitted: tuple[Tensor, Tensor] = kernels.alternate_stages(x, weight, stages, iterations)
         return fitted
     first, second = stages
@@ -328,7 +328,7 @@ def _refine_sums(
     but the last go farther than to that optimum: the next assignment then changes more, and about
     half as many rounds are needed.
     """
-    if (kernels := _kernels_of(x)) is not None:
+    if (kernels := point_kernels_for(x)) is not None:
         fitted: tuple[Tensor, Tensor] = kernels.refine_stages(
             x, weight, stages, rounds, sweeps=_SWEEPS, relaxation=_RELAXATION
         )

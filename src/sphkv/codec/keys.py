@@ -17,6 +17,7 @@ from sphkv.codec.codebook import (
     AngleCodebook,
     PlaneCodebooks,
     nearest_point,
+    point_kernels_for,
     sum_points,
     take_points,
 )
@@ -103,6 +104,9 @@ def recode_keys(
 
 def _code_cells(by_plane: Tensor, planes: PlaneCodebooks) -> Tensor:
     """Coded points ``[classes, heads, planes, tokens, 2]`` of ``[heads, planes, tokens, 2]``."""
+    if (kernels := point_kernels_for(by_plane)) is not None:
+        coded: Tensor = kernels.code_cells(by_plane, planes)
+        return coded
     root = planes.metric_root.flatten(0, 1).mT
     x = torch.bmm(by_plane.flatten(0, 1), root)
 

@@ -15,9 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sphkv.codec.codebook import CELL_BITS, PlaneCodebooks
+
 # Pairs of a sample and a point that a program looks at together, and samples searched together.
 _PAIRS, _SEARCHED = 2048, 1024
 _WARPS = 4
+# Samples that a program codes, one to a thread.
+_CODED = 128
 # Less than any mass of samples; a point that has none stays where it is.
 _TINY = tl.constexpr(1e-20)
 
@@ -89,6 +93,69 @@ def _nearest_kernel(x, points, found, tokens, chunks, LEVELS: tl.constexpr, CHUN
             number = tl.where(distance < best, level, number)
             best = tl.minimum(distance, best)
     tl.store(found + at, number.to(tl.int64), mask=is_token)
+
+
+@triton.jit
+def _snap(u, v, points, others, roots, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """The nearest of all sums of two points, and what it leaves over, as queries see both."""
+    best = tl.zeros_like(u) + float("inf")
+    rest_u, rest_v, own_x, own_y = u, v, u, v
+    a, b, c, d = roots
+    for first in range(FIRST):
+        for second in range(SECOND):
+            x = tl.load(points + 2 * first)
+            y = tl.load(points + 2 * first + 1)
+            if SECOND > 1:
+                x += tl.load(others + 2 * second)
+                y += tl.load(others + 2 * second + 1)
+            along, across = u - (a * x + b * y), v - (c * x + d * y)
+            distance = along * along + across * across
+            is_nearer = distance < best
+            best = tl.where(is_nearer, distance, best)
+            own_x, own_y = tl.where(is_nearer, x, own_x), tl.where(is_nearer, y, own_y)
+            rest_u, rest_v = tl.where(is_nearer, along, rest_u), tl.where(is_nearer, across, rest_v)
+    return own_x, own_y, rest_u, rest_v
+
+
+@triton.jit
+def _store_class(coded, number, rows, row, tokens, token, x, y):
+    """Coded points of one cell class."""
+    at = coded + 2 * ((number * rows + row) * tokens + token)
+    tl.store(at, x, mask=token < tokens)
+    tl.store(at + 1, y, mask=token < tokens)
+
+
+@triton.jit(do_not_specialize=["rows", "tokens", "chunks"])
+def _cells_kernel(
+    x, root, mean, pair, single, joint, halves, stages, coded, rows, tokens, chunks,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Points of all cell classes for some samples of a plane."""
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    token = tl.program_id(0) % chunks * CHUNK + tl.arange(0, CHUNK)
+    at = x + 2 * (row * tokens + token)
+    first = tl.load(at, mask=token < tokens, other=0.0)
+    second = tl.load(at + 1, mask=token < tokens, other=0.0)
+    a, b = tl.load(root + 4 * row), tl.load(root + 4 * row + 1)
+    c, d = tl.load(root + 4 * row + 2), tl.load(root + 4 * row + 3)
+    roots = (a, b, c, d)
+    u, v = a * first + b * second, c * first + d * second
+    none = tl.zeros_like(u)
+    mean_x, mean_y = tl.load(mean + 2 * row) + none, tl.load(mean + 2 * row + 1) + none
+    _store_class(coded, 0, rows, row, tokens, token, mean_x, mean_y)
+    own_x, own_y, _, _ = _snap(u, v, pair + 8 * row, pair, roots, 4, 1)
+    _store_class(coded, 1, rows, row, tokens, token, own_x, own_y)
+    own_x, own_y, _, _ = _snap(u, v, single + 32 * row, single, roots, 16, 1)
+    _store_class(coded, 2, rows, row, tokens, token, own_x, own_y)
+    half, stage = halves + 16 * row, stages + 96 * row
+    own_x, own_y, _, _ = _snap(u, v, joint + 32 * row, half, roots, 16, 4)
+    _store_class(coded, 3, rows, row, tokens, token, own_x, own_y)
+    sum_x, sum_y, u, v = _snap(u, v, stage, stage + 32, roots, 16, 16)
+    _store_class(coded, 4, rows, row, tokens, token, sum_x, sum_y)
+    own_x, own_y, _, _ = _snap(u, v, half + 8, half, roots, 4, 1)
+    _store_class(coded, 5, rows, row, tokens, token, sum_x + own_x, sum_y + own_y)
+    own_x, own_y, _, _ = _snap(u, v, stage + 64, stage, roots, 16, 1)
+    _store_class(coded, 6, rows, row, tokens, token, sum_x + own_x, sum_y + own_y)
 
 
 @triton.jit(do_not_specialize=["tokens", "rounds", "split"])
@@ -272,6 +339,22 @@ def find_nearest(x: Tensor, points: Tensor) -> Tensor:
     return found
 
 
+def code_cells(by_plane: Tensor, planes: PlaneCodebooks) -> Tensor:
+    """``[classes, heads, planes, tokens, 2]`` points that code ``[heads, planes, tokens, 2]``.
+
+    Of equally near points the first is taken.
+    """
+    rows, tokens = by_plane.shape[0] * by_plane.shape[1], by_plane.shape[2]
+    coded = by_plane.new_empty(len(CELL_BITS), *by_plane.shape)
+    names = ("metric_root", "mean", "pair", "single", "joint", "halves", "stages")
+    chunks = triton.cdiv(tokens, _CODED)
+    _cells_kernel[(rows * chunks,)](
+        by_plane.contiguous(), *(getattr(planes, name).contiguous() for name in names), coded,
+        rows, tokens, chunks, CHUNK=_CODED, num_warps=_CODED // 32,
+    )  # fmt: skip
+    return coded
+
+
 def grow_points(x: Tensor, weight: Tensor, points: Tensor, rounds: int, split: float) -> Tensor:
     """``[n, 2 * levels, 2]`` points from ``points [n, levels, 2]``, see ``fit_points``."""
     rows, levels, _ = points.shape
@@ -323,10 +406,13 @@ def trials(device: torch.device) -> list[Callable[[], object]]:
     def points(levels: int) -> Tensor:
         return torch.zeros(1, levels, 2, device=device)
 
-    stages = points(16), points(16)
+    stages, ones = (points(16), points(16)), torch.zeros(1, 1, 2, 2, device=device)
+    sets = (points(levels)[None] for levels in (4, 16, 16, 8, 48))
+    planes = PlaneCodebooks(*[ones, ones[:, :, 0], *sets, ones])
     refine = partial(refine_stages, x, weight, rounds=1, sweeps=3, relaxation=1.0)
     return [
         *(partial(find_nearest, x, points(levels)) for levels in (4, 16, 64, 256)),
+        partial(code_cells, x[None], planes),
         *(partial(grow_points, x, weight, points(levels), 1, 1.0) for levels in (1, 2, 4, 8)),
         partial(alternate_stages, x, weight, stages, 1),
         partial(refine, stages),

@@ -369,7 +369,7 @@ def _slope_steps(losses: Tensor) -> Tensor:
     place = torch.arange(points, device=losses.device)
     run = (place - place[:, None]).double()  # [left, right]
     slope = (losses[:, None] - losses[..., None]) / run
-    slope = slope.masked_fill(run <= 0, torch.inf)[..., 1:]
+    slope = slope.masked_fill_(run <= 0, torch.inf)[..., 1:]
     least = slope.flip(-1).cummin(-1).values.flip(-1)  # [curves, left, step]
     is_left = place[:, None] <= place[:-1]
-    return least.masked_fill(~is_left, -torch.inf).amax(1).clamp(min=0).float()
+    return least.masked_fill_(~is_left, -torch.inf).amax(1).clamp(min=0).float()

@@ -21,6 +21,7 @@ from sphkv.store.config import StoreConfig
 from sphkv.store.layout import PageLayout, blank_pages, put_dense
 from sphkv.store.pages import (
     PageEncoder,
+    are_finite,
     check_finite,
     check_magnitudes,
     check_shapes,
@@ -312,8 +313,10 @@ class SpanWriter:
             rest = [(keys[:, paged:], values[:, paged:]) for keys, values in dense]
             tails = OpenTail.of_layers(config, paged, rest)
         tail_bytes = sum(tail.nbytes for tail in tails)
-        seen = seen or SeenLayers.of(self._pool, contract, largest_elements(dense))
-        check_magnitudes(seen.largest)
+        if seen is None or not are_finite(seen.largest):
+            # what no element is above may be too large where all of them are not
+            seen = SeenLayers.of(self._pool, contract, largest_elements(dense))
+            check_magnitudes(seen.largest)
         if seen.run_tiers is None:
             changes = plan_layers(self._pool, state, first_layer, contract, front)
             self._pool.commit(changes, tail_bytes)

@@ -89,6 +89,11 @@ def check_finite(extremes: Tensor) -> None:
         _check_range(name, low, high)
 
 
+def are_finite(largest: Tensor) -> bool:
+    """Whether nothing that is at most so large is NaN, or infinite as bfloat16."""
+    return bool((largest <= _LARGEST).all())
+
+
 def check_magnitudes(largest: Tensor) -> None:
     """``check_finite`` of what ``largest_elements`` tells, layer by layer."""
     for of_layer in largest.tolist():

@@ -63,7 +63,8 @@ class SeenLayers:
     Attributes:
         run_tiers: ``[layers, heads, runs]`` tier of every run where ``PromptPages`` can encode all
             layers; None where states are decided one by one, or no kernels encode them.
-        largest: ``largest_elements`` of the states, on the CPU.
+        largest: ``[layers, 2]`` magnitudes on the CPU that no element of keys and values is above;
+            NaN if there is one.
     """
 
     run_tiers: NDArray[np.uint8] | None
@@ -71,7 +72,7 @@ class SeenLayers:
 
     @classmethod
     def of(cls, pool: PagePool, contract: WriteContract, largest: Tensor) -> SeenLayers:
-        """Wait for both."""
+        """Wait for the tiers of a contract, and for ``largest``."""
         tokens, run_tiers = contract.num_tokens, None
         is_in_runs = contract.granularity == RUN_TOKENS and tokens > 0 and tokens % RUN_TOKENS == 0
         # states are gathered by address

@@ -465,7 +465,7 @@ class PageStore:
 
         Args:
             contract: The contract.
-            largest: ``largest_elements`` of the states.
+            largest: ``[layers, 2]`` magnitudes that no element of keys and values is above.
         """
         return SeenLayers.of(self._pool, contract, largest)
 
