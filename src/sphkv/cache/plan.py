@@ -9,6 +9,7 @@ allowed there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -214,6 +215,8 @@ class Ceiling:
         return allowed_bytes(budget, self.config, max(num_tokens, self.holds_from or 0))
 
 
+# every prompt asks
+@functools.lru_cache(maxsize=256)
 def uniform_holds_from(config: CacheConfig, tier: str) -> int | None:
     """Shortest length from which on one tier fits a share or per-token budget."""
     plan, step = _uniform(config, tier), config.tiers[tier].page_tokens
@@ -233,6 +236,7 @@ def uniform_holds_from(config: CacheConfig, tier: str) -> int | None:
     return None if found is None else found * step
 
 
+@functools.lru_cache(maxsize=256)
 def retention_holds_from(config: CacheConfig) -> int:
     """Shortest length from which on the controller can hold the budget.
 

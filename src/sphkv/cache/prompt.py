@@ -91,6 +91,8 @@ class PromptDecision:
         # largest norms of keys and values of what was measured, and what the host knows of all
         self._largest: dict[tuple[int, ...], Tensor] = {}
         self._seen: SeenLayers | None = None
+        # tiers that were decided on, run by run
+        self._runs: Tensor | None = None
         self._controller = RetentionController(costs, config.retention.options)
         self._pricer: LayerPricer | None = None
 
@@ -256,8 +258,7 @@ class PromptDecision:
             return notes + contract_bytes(self._store, self._with_windows(contract), paged)
 
         contract = self._controller.decide(limit, exact_bytes)
-        runs = contract.tier_id[..., :paged].unflatten(-1, (-1, RUN_TOKENS))
-        self._notes.keep_prompt(runs.amin(-1), self.num_tokens)
+        self._runs = contract.tier_id[..., :paged].unflatten(-1, (-1, RUN_TOKENS))
         return self._with_windows(contract)
 
     def _with_windows(self, contract: WriteContract) -> WriteContract:
@@ -295,8 +296,13 @@ class PromptDecision:
 
     def write(self, contract: WriteContract) -> None:
         """Store all layers as decided, and forget them; the newest run opens the tail."""
-        front = self._front(contract)
+        device, front = self._layers[0][0].device, self._front(contract)
         self._store.write_layers(self._sequence, 0, front, self._layers, seen=self._seen)
+        if self._runs is not None:
+            # waits for the drift: what the device needs first is queued
+            with behind_beside(device):
+                self._notes.keep_prompt(self._runs.amin(-1), self.num_tokens)
+        join_beside(device)
         self._layers = []
         self._store.compact()
 

@@ -212,9 +212,15 @@ class CachePass:
         """Attention of one layer."""
         engine = self._engine
         if engine.is_dense_step:
-            # what the cache makes of them need not wait for the model's attention
-            engine.end_layer(call.layer, call.query)
-            return call.dense()
+            # A device is given the model's work first, lest it wait for it; but with the last layer
+            # a prompt is decided about, and what follows runs while the host plans pages.
+            is_last = call.layer == engine.config.geometry.num_layers - 1
+            if is_last:
+                engine.end_layer(call.layer, call.query)
+            result = call.dense()
+            if not is_last:
+                engine.end_layer(call.layer, call.query)
+            return result
         options = read_options(call, engine.window(call.layer))
         sinks = call.options.get("s_aux")
         if self._captured is not None and engine.graph is not None:
