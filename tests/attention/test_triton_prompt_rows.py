@@ -29,8 +29,9 @@ from sphkv.testing.cases import random_calibration
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
-from sphkv.attention.triton import prompt_rows
+from sphkv.attention.triton import grid, prompt_rows
 from sphkv.attention.triton.prompt_rows import TritonRows
+from sphkv.codec import point_kernels
 
 # Triton's interpreter has no products of bfloat16; benchmarks/gpu_prompt.py --check looks at them.
 DTYPES = (torch.float32, torch.float16)
@@ -182,6 +183,8 @@ def test_layers_are_measured_once_everything_is_compiled(monkeypatch):
         return [work, lambda: 1 / 0, work]
 
     monkeypatch.setattr(TritonRows, "trials", trials)
+    for module in (point_kernels, grid):
+        monkeypatch.setattr(module, "trials", lambda device: [work])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     shape = RowShape(32, 4, 0, 0)
@@ -191,7 +194,7 @@ def test_layers_are_measured_once_everything_is_compiled(monkeypatch):
     begun.set()
     states, weight = torch.ones(1, 16, 32), torch.ones(1, 1, 32)
     assert torch.equal(rows.spread(states, weight), torch.full((1, 1, 16), 32.0))
-    assert len(done) == 2
+    assert len(done) == 4
 
 
 def test_tokens_that_a_row_does_not_see_may_have_any_logit():

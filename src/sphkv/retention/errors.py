@@ -241,13 +241,14 @@ def _look(
     output: Tensor,
 ) -> _Seen:
     weight, is_valid = votes.at(sample.index)
-    coverage = votes.coverage().gather(1, sample.index)
-    share = votes.share[..., None] * is_valid * (sample.weight / coverage)[:, None]
+    share, total = votes.share[..., None] * is_valid, votes.share.sum(1).clamp(min=_TINY)
+    coverage = (share.sum(1) / total[:, None]).clamp(min=_TINY)
+    share = share * (sample.weight / coverage)[:, None]
     values = values.gather(1, sample.index[..., None].expand_as(keys)).float()
     apart = output.square().sum(-1, keepdim=True) + values.square().sum(-1)[:, None]
     apart = (apart - 2 * output @ values.transpose(1, 2)).clamp(min=0)
     square, mass = share * weight.square(), (share * weight).sum(1)
-    part = mass.sum(1) / votes.share.sum(1).clamp(min=_TINY)
+    part = mass.sum(1) / total
     return _Seen(keys, values, weight, square * apart, square.sum(1), mass, part)
 
 

@@ -269,4 +269,6 @@ class LayerPricer:
         pages = tuple(max(1, tier.page_tokens) for tier in self.costs.tiers)
         sizes = constant(self.costs.page_bytes[shape], device=states.device)
         counts = -(-states[..., None] // constant(pages, device=states.device))
-        return (counts * sizes).cummax(-1).values
+        # tier by tier: a GPU scans rows of a few numbers slowly
+        rising = accumulate((counts * sizes).unbind(-1), torch.maximum)
+        return torch.stack(list(rising), -1)

@@ -29,16 +29,17 @@ from sphkv.core.tiers import RUN_TOKENS
 _ROWS, _TOKENS, _LEAST = 64, 64, 16
 _STATE_BYTES = 256
 _WARPS = 4
-# What is summed for comes in larger tiles: rows where tokens are read, tokens where rows are.
-_LARGE, _LARGE_WARPS = 128, 8
-# A block of moves reads few tiles: there is little to load ahead.
-_MOVE_STAGES = 2
-# Blocks whose moves are added up at once.
-_NESTED_BLOCKS = 16
+# Sums over rows have larger tiles of tokens and smaller ones of rows, so that two are in flight.
+_SUM_ROWS, _SUM_TOKENS, _SUM_WARPS = 32, 128, 8
+# A block of moves reads few tiles, so nothing is loaded ahead, and small ones; a warp has 16 rows.
+_MOVE_TOKENS, _MOVE_ROWS = 32, 16
+# Blocks whose moves are added up at once. One warp does so within its threads; several would
+# meet after every few blocks.
+_NESTED_BLOCKS, _NESTED_WARPS = 16, 1
 # The tokens of rows are split so that thread blocks have this many rows together: small ones are
 # waited for longest. More blocks than the second number leave more to join than they save.
 _SPLIT_ROWS, _MOST_BLOCKS = 264 * 128, 1056
-# The largest tiles take 160 KiB of shared memory: compute capabilities whose blocks may have them.
+# The largest tiles take 112 KiB of shared memory: compute capabilities whose blocks may have them.
 _ROOMY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 
 
@@ -513,7 +514,7 @@ class TritonRows:
 
     def trials(self, shape: RowShape, device: torch.device) -> list[Callable[[], object]]:
         """Every kernel on a few states, which compiles it for prompts of any length."""
-        heads, tokens, dim = 2, _LARGE, shape.head_dim
+        heads, tokens, dim = 2, _SUM_TOKENS, shape.head_dim
         states = torch.zeros(heads, tokens, dim, dtype=shape.dtype, device=device)
         units = torch.zeros(heads, 1, tokens // RUN_TOKENS, dtype=torch.int64, device=device)
         mean = torch.zeros(heads, dim, device=device)
@@ -558,8 +559,6 @@ class TritonRows:
         keys, values = _packed(keys), _packed(values)
         heads, rows, dim = part.query.shape
         tokens, constants = keys.shape[1], _constants(part, keys)
-        if constants["BR"] == _ROWS and rows > _ROWS:
-            constants |= {"BR": _LARGE, "num_warps": _LARGE_WARPS}
         tiles, most = triton.cdiv(rows, constants["BR"]), triton.cdiv(tokens, constants["BT"])
         blocks = min(_SPLIT_ROWS // constants["BR"], _MOST_BLOCKS)
         splits = max(1, min(most, blocks // (heads * tiles)))
@@ -586,11 +585,13 @@ class TritonRows:
         high = output.to(values.dtype)
         rest = high if high.dtype == output.dtype else (output - high).to(values.dtype)
         if (constants["BR"], constants["BT"]) == (_ROWS, _TOKENS):
-            constants |= {"BT": _LARGE, "num_warps": _LARGE_WARPS}
+            constants |= {"BR": _SUM_ROWS, "BT": _SUM_TOKENS, "num_warps": _SUM_WARPS}
+        # the rows are few: one tile leaves nothing to load ahead
+        stages = min(2, triton.cdiv(rows, constants["BR"]))
         _sums_kernel[(triton.cdiv(tokens, constants["BT"]), heads)](
             part.query, part.bias, part.share, part.valid, totals.lse, high, rest,
             output.square().sum(-1), keys, values, found, *keys.stride()[:2], *values.stride()[:2],
-            tokens, rows, part.scale, **constants,
+            tokens, rows, part.scale, num_stages=stages, **constants,
         )  # fmt: skip
         return found[0], found[1], found[2]
 
@@ -620,18 +621,22 @@ class TritonRows:
         heads, rows, dim = part.query.shape
         blocks, size = units.shape[1:]
         tokens, constants = keys.shape[1], _constants(part, keys)
+        constants |= {
+            "BT": min(constants["BT"], _MOVE_TOKENS),
+            "num_warps": min(_WARPS, constants["BR"] // _MOVE_ROWS),
+        }
         moved = part.share.new_empty(heads, blocks, rows, dim)
         gone = part.share.new_empty(heads, blocks, rows)
         if blocks:
             _moves_kernel[(blocks, triton.cdiv(rows, constants["BR"]), heads)](
                 part.query, part.bias, part.valid, totals.lse, keys, values, units, moved, gone,
                 *keys.stride()[:2], *values.stride()[:2], tokens, rows, blocks, size, part.scale,
-                GRANULARITY=granularity, num_stages=_MOVE_STAGES, **constants,
+                GRANULARITY=granularity, num_stages=1, **constants,
             )  # fmt: skip
         found = part.share.new_empty(heads, rows, blocks)
         _nested_kernel[(rows, heads)](
             moved, gone, totals.output, part.share, found, rows, blocks, least_left,
-            DIM=dim, BD=constants["BD"], STEPS=_NESTED_BLOCKS,
+            DIM=dim, BD=constants["BD"], STEPS=_NESTED_BLOCKS, num_warps=_NESTED_WARPS,
         )  # fmt: skip
         return found.sum(1)
 
@@ -686,5 +691,7 @@ def _join(stats: Tensor, outputs: Tensor) -> PartTotals:
     total = (weight * total).sum(0)
     lse = most + total.log()
     output = (weight[..., None] * outputs).sum(0) / total[..., None]
-    top = torch.cat([peak, second]).topk(2, dim=0).values
-    return PartTotals(lse, output, (weight * far).sum(0) / total, (top - lse).exp().movedim(0, -1))
+    # without a search for the two largest, which takes longer than all else here
+    others = peak.scatter(0, peak.argmax(0, keepdim=True), -torch.inf)
+    top = torch.stack([most, torch.maximum(others.amax(0), second.amax(0))], -1)
+    return PartTotals(lse, output, (weight * far).sum(0) / total, (top - lse[..., None]).exp())
