@@ -158,6 +158,22 @@ def _cells_kernel(
     _store_class(coded, 6, rows, row, tokens, token, sum_x + own_x, sum_y + own_y)
 
 
+@triton.jit
+def _longer_axis(mass, xx, yy, xy):
+    """Standard deviation ``(x, y)`` of clusters along their longer axes, from sums of squares."""
+    total = tl.maximum(tl.sum(mass, 0), _TINY)
+    middle = (tl.sum(xx, 0) + tl.sum(yy, 0)) / total / 2
+    half, mixed = (tl.sum(xx, 0) - tl.sum(yy, 0)) / total / 2, tl.sum(xy, 0) / total
+    reach = tl.sqrt(half * half + mixed * mixed)
+    # of half the angle of (half, mixed): the larger of sine and cosine, then the other by it
+    large = tl.sqrt(tl.maximum((1 + tl.abs(half) / tl.maximum(reach, 1e-30)) / 2, 0.5))
+    small = mixed / tl.maximum(2 * reach * large, 1e-30)
+    is_level, sign = half >= 0, tl.where(mixed < 0, -1.0, 1.0)
+    spread = tl.sqrt(middle + reach)
+    step_x = spread * tl.where(is_level, large, tl.abs(small))
+    return step_x, spread * tl.where(is_level, small, sign * large)
+
+
 @triton.jit(do_not_specialize=["tokens", "rounds", "split"])
 def _grow_kernel(
     x, weight, points, found, tokens, rounds, split, LEVELS: tl.constexpr, CHUNK: tl.constexpr
@@ -179,17 +195,8 @@ def _grow_kernel(
         xx += own * along * along
         yy += own * across * across
         xy += own * along * across
-    total = tl.maximum(tl.sum(mass, 0), _TINY)
-    middle = (tl.sum(xx, 0) + tl.sum(yy, 0)) / total / 2
-    half, mixed = (tl.sum(xx, 0) - tl.sum(yy, 0)) / total / 2, tl.sum(xy, 0) / total
-    reach = tl.sqrt(half * half + mixed * mixed)
-    # of half the angle of (half, mixed): the larger of sine and cosine, then the other by it
-    large = tl.sqrt(tl.maximum((1 + tl.abs(half) / tl.maximum(reach, 1e-30)) / 2, 0.5))
-    small = mixed / tl.maximum(2 * reach * large, 1e-30)
-    is_level, sign = half >= 0, tl.where(mixed < 0, -1.0, 1.0)
-    spread = split * tl.sqrt(middle + reach)
-    step_x = spread * tl.where(is_level, large, tl.abs(small))
-    step_y = spread * tl.where(is_level, small, sign * large)
+    step_x, step_y = _longer_axis(mass, xx, yy, xy)
+    step_x, step_y = split * step_x, split * step_y
     ax, ay, bx, by = px - step_x, py - step_y, px + step_x, py + step_y
     for _ in range(rounds):
         mass_a = tl.zeros([CHUNK, LEVELS], tl.float32)
