@@ -176,15 +176,15 @@ def check_devices(args):
     found, prices = decide(config, engine, states)
     moved = [tuple(part.cpu() for part in layer) for layer in states]
     right, others = decide(config, engine, moved)
-    gap = max(
-        float(((one - two).abs() / two.clamp(min=1e-30)).max())
-        for one, two in zip(prices, others, strict=True)
-    )
+    pairs = zip(prices, others, strict=True)
+    gaps = torch.stack([(one - two).abs() / two.clamp(min=1e-30) for one, two in pairs])
     return {
         "tokens": args.check,
         "share_other_tier": float((found.tier_id.cpu() != right.tier_id.cpu()).float().mean()),
         "share_other_protection": float((found.protected.cpu() != right.protected).float().mean()),
-        "relative_gap_of_whole_heads": gap,
+        # of a head that gives all its weight to what goes, next to nothing is left to divide by
+        "relative_gap_of_dropped_heads": float(gaps[..., 0].max()),
+        "relative_gap_of_coded_heads": float(gaps[..., 1:].max()),
     }
 
 
