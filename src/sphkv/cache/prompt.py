@@ -48,7 +48,7 @@ _LEAST_RUNS = 3
 class PromptDecision:
     """Measures, prices and notes the layers of one prompt, and decides about them together.
 
-    For every layer ``take``. Once the model's pass is queued ``decide``, then ``write``; after that
+    For every layer ``take``. Once all are there ``decide``, then ``write``; after that
     it is of no more use.
     """
 
