@@ -54,29 +54,31 @@ def make_states(dtype, *, heads=2, group=2, tokens=203, dim=32, held=80):
     return query.to(dtype), keys.to(dtype), values.to(dtype)
 
 
-def make_config(dim, *, layers=1, mix=0.25, kernels=None):
+def make_config(dim, *, layers=1, mix=0.25, window=10, kernels=None):
     geometry = KVGeometry(layers, 2, 4, dim)
     rope = RopeSpec.from_config({"rope_theta": 10_000.0}, dim)
-    policy = RetentionPolicy(attention_mix=mix, window=10, window_stride=2)
+    policy = RetentionPolicy(attention_mix=mix, window=window, window_stride=2)
     return MeasureConfig(
         geometry, (rope,) * layers, ladder(dim, names=("k2v2", "k4v4")), policy=policy,
         error_samples=64, kernels=kernels,
     )  # fmt: skip
 
 
-def both(dtype, dim, mix=0.25):
+def both(dtype, dim, mix=0.25, window=10):
     """Votes and all rows as matrices, and streamed; with the states."""
     states = make_states(dtype, dim=dim)
-    whole = predict_rows(make_config(dim, mix=mix), (0,), *states[:2])
-    found = _predict(make_config(dim, mix=mix, kernels=TritonRows()), (0,), states)
+    config = make_config(dim, mix=mix, window=window)
+    whole = predict_rows(config, (0,), *states[:2])
+    found = _predict(replace(config, kernels=TritonRows()), (0,), states)
     assert all(isinstance(rows, StreamedRows) for rows in found)
     return whole, found, states
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "mix"), [(32, 0.25), (48, 0.0)])
-def test_streamed_rows_are_those_of_the_matrices(dtype, dim, mix):
-    (votes, rows), (own_votes, own), (_, keys, values) = both(dtype, dim, mix)
+# more than 32 rows, as real prompts have them, take larger tiles
+@pytest.mark.parametrize(("dim", "mix", "window"), [(32, 0.25, 10), (48, 0.0, 10), (64, 0.25, 33)])
+def test_streamed_rows_are_those_of_the_matrices(dtype, dim, mix, window):
+    (votes, rows), (own_votes, own), (_, keys, values) = both(dtype, dim, mix, window)
     expected, found = rows.totals(values, **NEAR), own.totals(values, **NEAR)
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=2e-5, atol=2e-6)
@@ -97,9 +99,9 @@ def test_streamed_rows_are_those_of_the_matrices(dtype, dim, mix):
         assert torch.equal(is_valid, true_valid)
 
 
-@pytest.mark.parametrize(("granularity", "size"), [(16, 2), (1, 24)])
-def test_dropping_blocks_loses_the_same(granularity, size):
-    (_, rows), (_, own), (_, keys, values) = both(torch.float16, 32)
+@pytest.mark.parametrize(("granularity", "size", "window"), [(16, 2, 10), (1, 24, 10), (16, 3, 33)])
+def test_dropping_blocks_loses_the_same(granularity, size, window):
+    (_, rows), (_, own), (_, keys, values) = both(torch.float16, 32, window=window)
     units = -(-keys.shape[1] // granularity)
     score = torch.rand(2, units, generator=torch.Generator().manual_seed(1))
     is_free = torch.ones(2, units, dtype=torch.bool)

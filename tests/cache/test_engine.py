@@ -422,6 +422,19 @@ def test_failed_coding_pass_asks_for_a_reset():
     run_pass(engine, batch_states(60), all_real(60))
 
 
+def test_an_interrupted_coding_pass_is_noticed_at_once():
+    engine = CacheEngine(replace(make_config("k2v3"), min_calibration_tokens=150))
+    run_pass(engine, batch_states(100), all_real(100))
+    step = StepTokens(all_real(60), torch.arange(100, 160)[None])
+    engine.begin(step)
+    layers = batch_states(60, 100)
+    engine.update(0, *layers[0][1:])
+    engine.end_layer(0, layers[0][0])
+    # nobody could say that the pass has failed
+    with pytest.raises(RuntimeError, match="reset"):
+        engine.begin(step)
+
+
 @pytest.mark.parametrize("tiers", ["max", "k2v3"])
 def test_selected_and_forked_rows_behave_like_their_source(tiers):
     config = replace(make_config(tiers), min_calibration_tokens=80)

@@ -2,6 +2,7 @@
 """Which pages the controller's prompts have: small ones, and large ones where prompts are long."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.cache.test_retention import GEOMETRY, NoAttention, check_bytes, make_engine, run
@@ -20,6 +21,8 @@ from sphkv.cache.plan import (
 from sphkv.core.budget import ByteBudget
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
+from sphkv.retention.policy import RetentionPolicy
+from sphkv.retention.protection import ProtectionRule, SegmentSpans
 from sphkv.store.layout import PageLayout
 
 HEAD_DIM = 128
@@ -147,3 +150,41 @@ def test_kernels_of_both_page_sizes_are_made_ready(monkeypatch):
         for tables, _ in asked
     ]
     assert sizes == [[{32}, {64}], [{32}]]
+
+
+def test_lists_in_a_config_are_values():
+    """What came from JSON has lists where dataclasses say tuples."""
+    wanted = gpu_config("10%")
+    asked = wanted.retention
+    assert asked is not None
+    policy = RetentionPolicy(sensitivity=((1.0,) * 32,) * 32)
+    retention = replace(
+        asked,
+        policy=policy,
+        protection=ProtectionRule(spans=((32, 64),)),
+        segments=SegmentSpans(((96, 128),)),
+    )
+    wanted = replace(wanted, retention=retention)
+    given: dict[str, Any] = {
+        "sensitivity": [[1.0] * 32] * 32,
+        "segment_weights": [1.0, 1.0, 1.0],
+        "spans": [[32, 64]],
+        "retrieved": [[96, 128]],
+        "horizon": list(retention.horizon),
+        "windows": [None] * 32,
+        "ropes": list(wanted.ropes),
+    }
+
+    def take(*names: str) -> dict[str, Any]:
+        return {name: given[name] for name in names}
+
+    lists = replace(
+        retention,
+        policy=RetentionPolicy(**take("sensitivity", "segment_weights")),
+        protection=ProtectionRule(**take("spans")),
+        segments=SegmentSpans(**take("retrieved")),
+        **take("horizon"),
+    )
+    config = replace(wanted, retention=lists, **take("windows", "ropes"))
+    assert config == wanted
+    assert holds_from(config) == holds_from(wanted)

@@ -43,6 +43,24 @@ def test_nearest_points(levels):
     assert not point_kernels.find_nearest(x, same).any()
 
 
+@pytest.mark.parametrize("levels", [1, 2])
+def test_nearest_of_few_points(levels, monkeypatch):
+    monkeypatch.setattr(codebook, "point_kernels_for", lambda _: point_kernels)
+    x, _ = samples(3, 100)
+    points, _ = samples(3, levels, seed=1)
+    found = codebook.nearest_point(x, points)
+    assert torch.equal(found, torch.cdist(x, points).argmin(2))
+
+
+@pytest.mark.parametrize("levels", [4, 256])
+def test_sums_of_clusters_without_bins(levels, monkeypatch):
+    monkeypatch.setattr(codebook, "_DEVICE_SCORES", 2 * levels * 333)
+    columns, weight = samples(5, 333)
+    index = (weight * levels).long().clamp(max=levels - 1)
+    found = codebook._one_hot_sums(columns, index, levels)
+    torch.testing.assert_close(found, codebook._bin_sums(columns, index, levels))
+
+
 @pytest.mark.parametrize("levels", [1, 2, 4, 8])
 def test_growing(levels, by_torch):
     x, weight = samples(5, 333)

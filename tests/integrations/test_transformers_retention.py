@@ -262,7 +262,7 @@ def test_the_gate_sees_every_decision_and_only_its_own(model, new_cache):
 
 
 def test_protected_spans_stay_dense(model, new_cache):
-    cache = new_cache(protect=[(64, 96)])
+    cache = new_cache(protect=[[64, 96]])
     decided: list[WriteContract] = []
     cache.engine.on_contract = decided.append
     score(model, cache, make_tokens(400))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from sphkv.codec.calibration import LEAST_TOKENS, CalibrationOptions
 from sphkv.codec.codebook import CodebookFit
 from sphkv.core.budget import ByteBudget
+from sphkv.core.configs import freeze_sequences
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import RUN_TOKENS, TierSpec, TierTable
@@ -73,6 +74,7 @@ class RetentionConfig:
 
     def __post_init__(self) -> None:
         """Reject tiers that cannot be decided about together."""
+        freeze_sequences(self, "horizon")
         for tiers in (self.tiers, self.long_tiers):
             if tiers is not None:
                 _check_pages(tiers)
@@ -135,6 +137,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         """Reject sizes that do not fit together."""
+        freeze_sequences(self, "ropes", "windows")
         layers = self.geometry.num_layers
         for name in ("ropes", "windows"):
             if len(getattr(self, name)) != layers:

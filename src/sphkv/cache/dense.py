@@ -235,7 +235,7 @@ class PromptCalibrator:
         if sample is None:
             return
         rope, heads = self._config.ropes[layer], self._config.geometry.num_kv_heads
-        with sample.beside() as (some, at):
+        with sample.beside(self.moments) as (some, at):
             moments = query_moments(some, at, rope, heads)
             self._before[layer] = self.moments[layer].clone(), seen
             self.moments[layer].lerp_(moments.to(self.moments.device), new / (seen + new))
@@ -256,14 +256,16 @@ class PromptCalibrator:
             raise ValueError(f"calibration needs {LEAST_TOKENS} tokens, got {found}")
         _, sample = self._sample(keys, is_chosen, positions)
         assert sample is not None
-        with sample.beside() as (own, at):
+        planes = self.calibration.planes
+        parts = [getattr(planes, name) for name in PlaneCodebooks.__slots__]
+        with sample.beside(self.moments, *parts) as (own, at):
             some = own.float()
             metric = key_frame_metric(self.moments[layer], rope, max_distance=options.max_distance)
             z = rope.unrotate(rope.to_planes(some), at)
             norm = some.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
             fitted = fit_plane_codebooks(z / norm[..., None, None], metric, options.fit)
-            for name in PlaneCodebooks.__slots__:
-                getattr(self.calibration.planes, name)[layer] = getattr(fitted, name)
+            for name, part in zip(PlaneCodebooks.__slots__, parts, strict=True):
+                part[layer] = getattr(fitted, name)
 
     def _sample(
         self, states: Tensor, is_chosen: Tensor, positions: Tensor

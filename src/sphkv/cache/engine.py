@@ -34,10 +34,10 @@ from sphkv.store.store import PageStore
 class CacheEngine:
     """The cache of a batch, one forward pass after another.
 
-    A pass is ``begin``; then for every layer ``update``, and either the model's own attention
-    followed by ``end_layer`` or ``attend``; then ``finish``. While the cache is dense it returns
-    everything it holds from ``update``. The pass in which it knows enough to code, and has so
-    many tokens that the budget can hold, ends with every state in the page store.
+    A pass is ``begin``; then for every layer ``update``, and either ``end_layer`` and, before or
+    after it, the model's own attention, or ``attend``; then ``finish``. While the cache is dense it
+    returns everything it holds from ``update``. The pass in which it knows enough to code, and has
+    so many tokens that the budget can hold, ends with every state in the page store.
 
     Attributes:
         config: Sizes, budget and tiers.
@@ -188,10 +188,11 @@ class CacheEngine:
             ValueError: The batch or the positions do not continue what the cache holds.
             BudgetError: Nothing is left that may be dropped to hold the budget.
         """
+        if self._step is not None:
+            # an interrupt ended the pass before this one, and nobody was told
+            self.finish(is_failed=True)
         if self._broken:
             raise RuntimeError(self._broken)
-        if self._step is not None:
-            self.finish(is_failed=True)
         self._free_orphans()
         batch, _ = step.is_real.shape
         if self.length == 0:
@@ -309,6 +310,9 @@ class CacheEngine:
         Args:
             layer: The layer.
             query: ``[batch, query_heads, tokens, head_dim]`` after RoPE, of this step.
+
+        Raises:
+            BudgetError: What must stay dense of the prompt does not fit a budget.
         """
         step = self._step
         if step is None or not self._dense.has(layer):

@@ -227,7 +227,7 @@ class PromptDecision:
             self._notes.keep_unmeasured(self._plan.tiers)
             join_beside(device)  # codebooks may have been fitted there
             return short_contract(self._config, self._plan, self.num_tokens)
-        # the model's last layer is still being computed: there is no need to wait for it
+        # a single prompt's last layer has yet to attend: nothing here waits for the model
         with behind_beside(device):
             contract = self._decide_measured(limit)
             self._seen = self._look(contract)

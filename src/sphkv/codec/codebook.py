@@ -29,7 +29,8 @@ _SWEEPS = 3
 _TRIAL_ROUNDS = 2
 _START_ITERATIONS = 3
 _TINY = 1e-20
-_CACHED_SCORES = 1 << 19
+# Scores that exist at a time, on a CPU and elsewhere.
+_CACHED_SCORES, _DEVICE_SCORES = 1 << 19, 1 << 25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,7 +158,8 @@ def nearest_point(x: Tensor, points: Tensor) -> Tensor:
     Returns:
         ``[n, tokens]`` int64.
     """
-    if (kernels := point_kernels_for(x)) is not None:
+    kernels = point_kernels_for(x) if points.shape[1] >= PAIR_LEVELS else None
+    if kernels is not None:
         nearest: Tensor = kernels.find_nearest(x, points)
         return nearest
     u, v = x.unbind(-1)
@@ -166,7 +168,8 @@ def nearest_point(x: Tensor, points: Tensor) -> Tensor:
     right = torch.stack([-2 * u, -2 * v, torch.ones_like(u), u * u + v * v], -1)
     rows, tokens, _ = x.shape
     # scores that stay in a processor's cache are ranked several times faster
-    step = max(1, _CACHED_SCORES // max(1, tokens * points.shape[1]))
+    most = _DEVICE_SCORES if x.is_cuda else _CACHED_SCORES
+    step = max(1, most // max(1, tokens * points.shape[1]))
     if step >= rows:
         return _smallest(torch.bmm(left, right.mT))
     parts = zip(left.split(step), right.split(step), strict=True)
@@ -199,7 +202,8 @@ def sum_points(first: Tensor, second: Tensor) -> Tensor:
 def _cluster_means(x: Tensor, weight: Tensor, index: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Weight ``[n, levels, 1]`` and column means ``[n, levels, c]`` of each cluster."""
     columns = torch.cat([weight.unsqueeze(-1), weight.unsqueeze(-1) * x], -1)
-    mass, sums = _bin_sums(columns, index, levels).split([1, x.shape[-1]], -1)
+    count = _one_hot_sums if x.is_cuda else _bin_sums
+    mass, sums = count(columns, index, levels).split([1, x.shape[-1]], -1)
     return mass, sums / mass.clamp(min=_TINY)
 
 
@@ -213,6 +217,14 @@ def _bin_sums(columns: Tensor, index: Tensor, levels: int) -> Tensor:
         for column in columns.unbind(-1)
     ]
     return torch.stack(sums, -1)
+
+
+def _one_hot_sums(columns: Tensor, index: Tensor, levels: int) -> Tensor:
+    """``_bin_sums`` by products: bins of a GPU are waited for, and added to in any order."""
+    level = torch.arange(levels, device=index.device).unsqueeze(1)
+    step = max(1, _DEVICE_SCORES // max(1, index.shape[1] * levels))
+    parts = zip(columns.split(step), index.unsqueeze(1).split(step), strict=True)
+    return torch.cat([torch.bmm((own == level).to(some.dtype), some) for some, own in parts])
 
 
 def _centroids(x: Tensor, weight: Tensor, index: Tensor, old: Tensor) -> Tensor:

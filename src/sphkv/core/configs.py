@@ -37,6 +37,20 @@ def check_name(kind: str, name: str, known: Iterable[str]) -> str:
     raise ValueError(f"there is no {kind} {name!r}; {hint}")
 
 
+def freeze_sequences(instance: object, *names: str) -> None:
+    """Turn lists in some fields of a frozen dataclass, and lists in these, into tuples.
+
+    Whoever made it may hold on to a list and change it; and what configs are asked often is
+    remembered by their hashes.
+    """
+    for name in names:
+        object.__setattr__(instance, name, _frozen(getattr(instance, name)))
+
+
+def _frozen(value: object) -> object:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
 def build_config(
     config_type: type[ConfigT], data: Mapping[str, object], *, key: str = ""
 ) -> ConfigT:

@@ -198,14 +198,18 @@ class ReadyTensors:
         return self._device.type == "cuda"
 
     @contextmanager
-    def beside(self) -> Iterator[Tensors]:
-        """On a GPU, queue what follows beside other work; elsewhere it is just done."""
+    def beside(self, *others: Tensor) -> Iterator[Tensors]:
+        """On a GPU, queue what follows beside other work; elsewhere it is just done.
+
+        Args:
+            others: What the work reads or writes besides, made elsewhere.
+        """
         if self._event is None:
             yield self.tensors
             return
         side = _side_stream(self._device)
         side.wait_event(self._event)
-        for each in self.tensors:
+        for each in (*self.tensors, *others):
             # their owner may give them up before the work is done
             each.record_stream(side)
         with torch.cuda.stream(side):

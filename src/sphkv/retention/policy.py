@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
+from sphkv.core.configs import freeze_sequences
 from sphkv.core.tiers import RUN_TOKENS
 from sphkv.retention.scores import check_score
 from sphkv.retention.solver import Solver
@@ -68,6 +69,7 @@ class ControlOptions:
 
     def __post_init__(self) -> None:
         """Reject unknown variants and scores, and an empty choice of shapes."""
+        freeze_sequences(self, "shapes")
         if self.variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
         if not self.shapes:
@@ -125,6 +127,7 @@ class RetentionPolicy:
 
     def __post_init__(self) -> None:
         """Reject weights that are negative or not finite."""
+        freeze_sequences(self, "segment_weights", "sensitivity", "surprise")
         weights = {
             name: getattr(self, name)
             for name in ("alpha_theta", "alpha_r", "alpha_value", "alpha_drop", "drift_scale")

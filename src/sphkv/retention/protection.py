@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from sphkv.core.configs import freeze_sequences
 from sphkv.core.tiers import RUN_TOKENS
 
 
@@ -35,6 +36,7 @@ class ProtectionRule:
 
     def __post_init__(self) -> None:
         """Reject negative sizes and empty spans."""
+        freeze_sequences(self, "spans")
         for name in ("sink_tokens", "suffix_tokens", "max_outliers"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -131,6 +133,7 @@ class SegmentSpans:
 
     def __post_init__(self) -> None:
         """Reject ranges that are empty or out of order."""
+        freeze_sequences(self, "retrieved")
         at = 0
         for start, stop in self.retrieved:
             if not at <= start < stop:

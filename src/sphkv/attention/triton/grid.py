@@ -216,7 +216,7 @@ def candidates_of_cells(
     """Candidates of all cells.
 
     Args:
-        sums: ``[grids, sums, 2]`` float32; a power of two of them, 256 at most.
+        sums: ``[grids, sums, 2]`` float32; a power of two of them, more than a list holds.
         is_sum: ``[grids, sums]`` bool: the sums there are.
         lines: ``[grids, cells + 1, 2]`` float32 where cells begin and end along both axes.
         middle: ``[grids, cells, 2]`` float32.
