@@ -11,8 +11,10 @@
 #include <vector>
 
 #include "attend.h"
+#include "drop.h"
 #include "encode.h"
 #include "engine.h"
+#include "fit.h"
 #include "recode.h"
 #include "team.h"
 
@@ -168,6 +170,71 @@ void encode_values(const std::vector<int>& sizes, const std::vector<uintptr_t>& 
                     reinterpret_cast<uint8_t*>(out[1]));
 }
 
+// sizes: rows, tokens, points; in: samples, weights or 0
+PlaneSamples plane_samples(const std::vector<int>& sizes, const std::vector<uintptr_t>& in) {
+  if (sizes.size() < 3 || in.size() < 2 || sizes[2] < 1 || sizes[2] > kMostPoints) {
+    throw std::invalid_argument("points are fitted to rows of samples, 1 to 256 to each");
+  }
+  return {sizes[0], sizes[1], at_address<float>(in[0]), at_address<float>(in[1])};
+}
+
+// in: samples, 0, points
+void find_points(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, int threads,
+                 uintptr_t index) {
+  const PlaneSamples samples = plane_samples(sizes, in);
+  nb::gil_scoped_release unlocked;
+  nearest_points(samples, sizes[2], at_address<float>(in.at(2)), threads,
+                 reinterpret_cast<int64_t*>(index));
+}
+
+// sizes: rows, tokens, points afterwards, rounds; in: samples, weights, points
+void grow(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, float split, int threads,
+          uintptr_t found) {
+  const PlaneSamples samples = plane_samples(sizes, in);
+  const Growth growth{sizes[2] / 2, sizes.at(3), split};
+  nb::gil_scoped_release unlocked;
+  grow_points(samples, growth, at_address<float>(in.at(2)), threads,
+              reinterpret_cast<float*>(found));
+}
+
+// sizes: rows, tokens, points of a stage, rounds; stages are changed in place
+void alternate(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, int threads,
+               const std::vector<uintptr_t>& stages) {
+  const PlaneSamples samples = plane_samples(sizes, in);
+  const int rounds = sizes.at(3);
+  nb::gil_scoped_release unlocked;
+  alternate_stages(samples, sizes[2], rounds, threads, reinterpret_cast<float*>(stages.at(0)),
+                   reinterpret_cast<float*>(stages.at(1)));
+}
+
+// sizes: rows, tokens, sums, points of the first stage, of the second, rounds, sweeps
+void refine(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, float relaxation,
+            int threads, const std::vector<uintptr_t>& stages) {
+  const PlaneSamples samples = plane_samples(sizes, in);
+  const SumFit fit{sizes.at(3), sizes.at(4), sizes.at(5), sizes.at(6), relaxation};
+  if (fit.first * fit.second != sizes[2]) {
+    throw std::invalid_argument("stages have another number of sums than was said");
+  }
+  nb::gil_scoped_release unlocked;
+  refine_stages(samples, fit, threads, reinterpret_cast<float*>(stages.at(0)),
+                reinterpret_cast<float*>(stages.at(1)));
+}
+
+// sizes: heads, rows, tokens, dim, blocks, units of a block, tokens of a unit; tensors in the order
+// of DropRows
+void drop(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, float least_mass,
+          int threads, uintptr_t loss) {
+  if (sizes.size() != 7 || in.size() != 6) {
+    throw std::invalid_argument("losses of dropping got the wrong number of sizes or tensors");
+  }
+  const DropRows job{sizes[0], sizes[1], sizes[2], sizes[3], at_address<float>(in[0]),
+                     at_address<uint8_t>(in[1]), at_address<float>(in[2]),
+                     at_address<float>(in[3]), at_address<float>(in[4]), sizes[4], sizes[5],
+                     sizes[6], at_address<int64_t>(in[5]), least_mass};
+  nb::gil_scoped_release unlocked;
+  drop_losses(job, threads, reinterpret_cast<float*>(loss));
+}
+
 RecodePage find_recoder(const std::string& name) {
   if (name == "avx512") return avx512_recoder();
   if (name == "avx2") return avx2_recoder();
@@ -260,6 +327,11 @@ NB_MODULE(_kernels, m) {
   m.def("encode_keys", &encode_keys);
   m.def("fit_value_steps", &fit_steps);
   m.def("encode_values", &encode_values);
+  m.def("drop_losses", &drop);
+  m.def("find_points", &find_points);
+  m.def("grow_points", &grow);
+  m.def("alternate_stages", &alternate);
+  m.def("refine_stages", &refine);
   m.def("recoders", &recoders, "Variants of recode_pages here, fastest first.");
   m.def("recode_pages", &recode);
 }

@@ -31,6 +31,10 @@ inline Floats smaller(Floats a, Floats b) {
   return vminnmq_f32(a, b);
 #elif defined(__AVX512F__) && SPHKV_VECTOR_BYTES == 64
   return _mm512_min_ps(a, b);  // GCC would compare and blend
+#elif defined(__AVX2__) && SPHKV_VECTOR_BYTES == 32
+  return _mm256_min_ps(a, b);
+#elif defined(__SSE2__) && SPHKV_VECTOR_BYTES == 16
+  return _mm_min_ps(a, b);
 #else
   return a < b ? a : b;
 #endif

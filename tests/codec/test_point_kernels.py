@@ -4,8 +4,9 @@
 import pytest
 import torch
 
-from sphkv.codec import codebook, keys, point_kernels
+from sphkv.codec import codebook, keys, native_points, point_kernels
 from sphkv.codec.codebook import CodebookFit, PlaneCodebooks, fit_plane_codebooks, fit_points
+from sphkv.core.devices import require_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPLIT = codebook._SPLIT_SCALE
@@ -20,6 +21,17 @@ def samples(rows, tokens, seed=0):
     return x.to(DEVICE), weight.to(DEVICE)
 
 
+@pytest.fixture(params=["triton", "native"])
+def kernels(request):
+    """What finds and fits points, on a GPU and on a CPU."""
+    if request.param == "triton":
+        return point_kernels
+    if DEVICE != "cpu":
+        pytest.skip("native kernels are for CPUs, and the samples are on a GPU")
+    require_kernels()
+    return native_points
+
+
 @pytest.fixture
 def by_torch(monkeypatch):
     """What a function of ``codebook`` gives without kernels, wherever its tensors are."""
@@ -31,25 +43,16 @@ def mean_error(x, weight, sums):
     return (weight * nearest).sum(1) / weight.sum(1)
 
 
-@pytest.mark.parametrize("levels", [4, 16, 64, 256])
-def test_nearest_points(levels):
+@pytest.mark.parametrize("levels", [1, 2, 4, 16, 64, 256])
+def test_nearest_points(levels, kernels):
     x, _ = samples(3, 1037)
     points, _ = samples(3, levels, seed=1)
-    found = point_kernels.find_nearest(x, points)
+    found = kernels.find_nearest(x, points)
     distance = torch.cdist(x.double(), points.double())
     chosen = distance.gather(2, found[..., None])[..., 0]
     torch.testing.assert_close(chosen, distance.amin(2), rtol=1e-5, atol=1e-6)
     same = points[:, :1].expand(-1, levels, -1)
-    assert not point_kernels.find_nearest(x, same).any()
-
-
-@pytest.mark.parametrize("levels", [1, 2])
-def test_nearest_of_few_points(levels, monkeypatch):
-    monkeypatch.setattr(codebook, "point_kernels_for", lambda _: point_kernels)
-    x, _ = samples(3, 100)
-    points, _ = samples(3, levels, seed=1)
-    found = codebook.nearest_point(x, points)
-    assert torch.equal(found, torch.cdist(x, points).argmin(2))
+    assert not kernels.find_nearest(x, same).any()
 
 
 @pytest.mark.parametrize("levels", [4, 256])
@@ -62,19 +65,19 @@ def test_sums_of_clusters_without_bins(levels, monkeypatch):
 
 
 @pytest.mark.parametrize("levels", [1, 2, 4, 8])
-def test_growing(levels, by_torch):
+def test_growing(levels, by_torch, kernels):
     x, weight = samples(5, 333)
     start = fit_points(x, weight, levels=levels, iterations=4)[levels]
     wanted = codebook._grow(x, weight, start, 4)
-    found = point_kernels.grow_points(x, weight, start, 4, SPLIT)
+    found = kernels.grow_points(x, weight, start, 4, SPLIT)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_stages_in_turn(by_torch):
+def test_stages_in_turn(by_torch, kernels):
     x, weight = samples(4, 517)
     stages = codebook._principal_stages(x, weight)
     wanted = codebook._alternate(x, weight, stages, 3)
-    found = point_kernels.alternate_stages(x, weight, stages, 3)
+    found = kernels.alternate_stages(x, weight, stages, 3)
     for own, right in zip(found, wanted, strict=True):
         torch.testing.assert_close(own, right, rtol=1e-3, atol=1e-3)
     # what was given is left as it is
@@ -82,14 +85,14 @@ def test_stages_in_turn(by_torch):
 
 
 @pytest.mark.parametrize("second", [4, 16])
-def test_all_sums(second, by_torch):
+def test_all_sums(second, by_torch, kernels):
     x, weight = samples(3, 700)
     first, _ = codebook._principal_stages(x, weight)
     other = fit_points(x - first.mean(1, keepdim=True), weight, levels=second, iterations=3)[second]
     stages = first, other / 8
 
     def refine(rounds):
-        found = point_kernels.refine_stages(
+        found = kernels.refine_stages(
             x, weight, stages, rounds, sweeps=codebook._SWEEPS, relaxation=codebook._RELAXATION
         )
         return found, codebook._refine_sums(x, weight, stages, rounds)
@@ -105,15 +108,15 @@ def test_all_sums(second, by_torch):
     assert bool((own < 0.9 * before).all())
 
 
-def test_a_fit_by_kernels_is_as_good(monkeypatch):
+def test_a_fit_by_kernels_is_as_good(monkeypatch, kernels):
     draw = torch.Generator().manual_seed(3)
     z = (torch.randn(1, 400, 2, 2, generator=draw) * torch.rand(2, 2, generator=draw)).to(DEVICE)
     metric = torch.eye(2, device=DEVICE).repeat(1, 2, 1, 1)
     fitted = []
     # the interpreter has one thread
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    for kernels in (None, point_kernels):
-        monkeypatch.setattr(codebook, "point_kernels_for", lambda _, kernels=kernels: kernels)
+    for each in (None, kernels):
+        monkeypatch.setattr(codebook, "point_kernels_for", lambda _, each=each: each)
         fitted.append(fit_plane_codebooks(z, metric, CodebookFit(5, 5, 400)))
     right, own = fitted
     assert all(getattr(own, name).isfinite().all() for name in PlaneCodebooks.__slots__)
@@ -143,3 +146,25 @@ def test_cells_of_all_classes(monkeypatch):
         for each in (found, wanted)
     ]
     torch.testing.assert_close(errors[0].sum(3), errors[1].sum(3), rtol=1e-4, atol=0)
+
+
+def test_a_fit_on_a_cpu_is_native():
+    x, weight = (each.cpu() for each in samples(2, 100))
+    assert codebook.point_kernels_for(x) is native_points
+    assert codebook.point_kernels_for(x.double()) is None
+    with pytest.raises(ValueError, match="1 to 256"):
+        native_points.grow_points(x, weight, torch.zeros(2, 256, 2), 1, SPLIT)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_a_fit(monkeypatch, threads):
+    x, weight = (each.cpu() for each in samples(7, 203))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    found = codebook._fit_some_rows(x, weight, CodebookFit(3, 2, 100))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    rows = [
+        codebook._fit_some_rows(x[at : at + 1], weight[at : at + 1], CodebookFit(3, 2, 100))
+        for at in range(7)
+    ]
+    for part, each in zip(found, zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(part, torch.cat(each), rtol=1e-4, atol=1e-5)

@@ -17,6 +17,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from sphkv.codec import native_points
+from sphkv.core.devices import native_kernels
+
 CELL_BITS = (0, 2, 4, 6, 8, 10, 12)
 """Bits a plane may get: a 16-point codebook for every four of them, and one of four points for two
 more; their points add."""
@@ -135,8 +138,11 @@ class AngleCodebook:
 
 
 def point_kernels_for(x: Tensor) -> ModuleType | None:
-    """What finds and fits points in few launches where ``x`` is; None leaves it to torch."""
-    return _gpu_kernels() if x.is_cuda else None
+    """What finds and fits points where ``x`` is, in few calls; None leaves it to torch."""
+    if x.is_cuda:
+        return _gpu_kernels()
+    is_served = x.device.type == "cpu" and not x.requires_grad and x.dtype == torch.float32
+    return native_points if is_served and native_kernels() is not None else None
 
 
 @functools.cache
@@ -158,8 +164,7 @@ def nearest_point(x: Tensor, points: Tensor) -> Tensor:
     Returns:
         ``[n, tokens]`` int64.
     """
-    kernels = point_kernels_for(x) if points.shape[1] >= PAIR_LEVELS else None
-    if kernels is not None:
+    if x.is_cuda and (kernels := point_kernels_for(x)) is not None:
         nearest: Tensor = kernels.find_nearest(x, points)
         return nearest
     u, v = x.unbind(-1)
@@ -174,6 +179,14 @@ def nearest_point(x: Tensor, points: Tensor) -> Tensor:
         return _smallest(torch.bmm(left, right.mT))
     parts = zip(left.split(step), right.split(step), strict=True)
     return torch.cat([_smallest(torch.bmm(one, other.mT)) for one, other in parts])
+
+
+def _find(x: Tensor, points: Tensor) -> Tensor:
+    """``nearest_point`` for fits, which need no reference beside them."""
+    if (kernels := point_kernels_for(x)) is None:
+        return nearest_point(x, points)
+    nearest: Tensor = kernels.find_nearest(x, points)
+    return nearest
 
 
 def _smallest(distance: Tensor) -> Tensor:
@@ -396,7 +409,7 @@ def _fit_sums(
 def nearest_sums(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """The sum of a point of each stage that is nearest to ``x [n, tokens, 2]``."""
     sums = sum_points(first, second)
-    return take_points(sums, nearest_point(x, sums))
+    return take_points(sums, _find(x, sums))
 
 
 def _error(x: Tensor, weight: Tensor, approximation: Tensor) -> Tensor:
@@ -427,7 +440,8 @@ class CodebookFit:
 
 def _fit_rows(x: Tensor, w: Tensor, options: CodebookFit) -> list[Tensor]:
     """Fit independent planes, a share of them in each thread: the steps are short and serial."""
-    workers = 1 if x.is_cuda else min(torch.get_num_threads(), x.shape[0])
+    has_own = x.is_cuda or point_kernels_for(x) is not None
+    workers = 1 if has_own else min(torch.get_num_threads(), x.shape[0])
     if workers == 1:
         return list(_fit_some_rows(x, w, options))
     with ThreadPoolExecutor(workers) as pool:
@@ -444,7 +458,7 @@ def _fit_some_rows(x: Tensor, w: Tensor, options: CodebookFit) -> tuple[Tensor, 
     mean, pair, single = grown[1], grown[PAIR_LEVELS], grown[SLOT_LEVELS]
     stride = -(-x.shape[1] // options.stage_tokens)
     some, some_w = x[:, ::stride].contiguous(), w[:, ::stride].contiguous()
-    rest = some - take_points(single, nearest_point(some, single))
+    rest = some - take_points(single, _find(some, single))
     finer = fit_points(rest, some_w, levels=SLOT_LEVELS, iterations=_START_ITERATIONS)
     joint, half = _refine_sums(some, some_w, (single, finer[PAIR_LEVELS]), options.refinements)
     first, second = _fit_sums(some, some_w, single, finer[SLOT_LEVELS], options)
@@ -455,12 +469,12 @@ def _fit_some_rows(x: Tensor, w: Tensor, options: CodebookFit) -> tuple[Tensor, 
     distortion = torch.stack(
         [
             _error(x, w, mean),
-            _error(x, w, take_points(pair, nearest_point(x, pair))),
-            _error(x, w, take_points(single, nearest_point(x, single))),
+            _error(x, w, take_points(pair, _find(x, pair))),
+            _error(x, w, take_points(single, _find(x, single))),
             _error(some, some_w, nearest_sums(some, joint, half)),
             _error(some, some_w, coarse),
-            _error(rest, some_w, take_points(tail, nearest_point(rest, tail))),
-            _error(rest, some_w, take_points(third, nearest_point(rest, third))),
+            _error(rest, some_w, take_points(tail, _find(rest, tail))),
+            _error(rest, some_w, take_points(third, _find(rest, third))),
         ],
         -1,
     )

@@ -104,7 +104,7 @@ def recode_keys(
 
 def _code_cells(by_plane: Tensor, planes: PlaneCodebooks) -> Tensor:
     """Coded points ``[classes, heads, planes, tokens, 2]`` of ``[heads, planes, tokens, 2]``."""
-    if (kernels := point_kernels_for(by_plane)) is not None:
+    if by_plane.is_cuda and (kernels := point_kernels_for(by_plane)) is not None:
         coded: Tensor = kernels.code_cells(by_plane, planes)
         return coded
     root = planes.metric_root.flatten(0, 1).mT

@@ -74,7 +74,9 @@ def _means(mass, u, v, px, py):
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
-def _nearest_kernel(x, points, found, tokens, chunks, LEVELS: tl.constexpr, CHUNK: tl.constexpr):
+def _nearest_kernel(
+    x, points, found, tokens, chunks, LEVELS: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr
+):
     """Number of the nearest point of every sample, the first of equally near ones."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
     token = tl.program_id(0) % chunks * CHUNK + tl.arange(0, CHUNK)
@@ -84,8 +86,8 @@ def _nearest_kernel(x, points, found, tokens, chunks, LEVELS: tl.constexpr, CHUN
     v = tl.load(x + 2 * at + 1, mask=is_token, other=0.0)
     best = tl.full([CHUNK], float("inf"), tl.float32)
     number = tl.zeros([CHUNK], tl.int32)
-    for first in range(0, LEVELS, 4):
-        for k in tl.static_range(4):
+    for first in range(0, LEVELS, STEP):
+        for k in tl.static_range(STEP):
             level = first + k
             one = points + 2 * (row * LEVELS + level)
             along, across = u - tl.load(one), v - tl.load(one + 1)
@@ -333,7 +335,7 @@ def _refine_kernel(
 def find_nearest(x: Tensor, points: Tensor) -> Tensor:
     """Index ``[n, tokens]`` int64 of the closest of ``points [n, levels, 2]``.
 
-    Levels are a multiple of four.
+    Levels are a power of two.
     """
     rows, tokens, _ = x.shape
     levels = points.shape[1]
@@ -341,7 +343,7 @@ def find_nearest(x: Tensor, points: Tensor) -> Tensor:
     chunks = triton.cdiv(tokens, _SEARCHED)
     _nearest_kernel[(rows * chunks,)](
         x.contiguous(), points.contiguous(), found, tokens, chunks,
-        LEVELS=levels, CHUNK=_SEARCHED, num_warps=_WARPS,
+        LEVELS=levels, STEP=min(4, levels), CHUNK=_SEARCHED, num_warps=_WARPS,
     )  # fmt: skip
     return found
 

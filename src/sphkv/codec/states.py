@@ -168,6 +168,7 @@ class SphericalCodec:
         """What tiers make of the same states; see ``RecodingCodec.recode``."""
         if keys.device.type != "cpu":
             return self._recode_together(layers, tiers, keys, values, index)
+        self._lay_out(layers, self._slots(tiers), keys.device)
         # kernels of the CPU code one tier faster than tensors all of them
         heads = [each.chunk(len(layers)) for each in (keys, values, index)]
         found = [

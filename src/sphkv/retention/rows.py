@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sphkv.core.devices import constant
+from sphkv.core.devices import constant, native_kernels
 from sphkv.core.rope import RopeSpec
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -192,6 +192,15 @@ class AttentionRows:
         values = values.float()
         if output is None:
             output = self.output(values)
+        loss = native_drop_losses(self, values, units, output, granularity)
+        if loss is None:
+            loss = self._drop_losses(values, units, output, granularity)
+        return torch.nn.functional.pad(loss, (1, 0))
+
+    def _drop_losses(
+        self, values: Tensor, units: Tensor, output: Tensor, granularity: int
+    ) -> Tensor:
+        """``[heads, blocks]`` once the last 1, 2, ... blocks are gone."""
         pad = -values.shape[1] % granularity
         weight = self.weight * self.is_valid
         if pad:
@@ -213,8 +222,32 @@ class AttentionRows:
             # a head that keeps next to nothing shows what is left at full weight
             move = moved.square_().sum(-1) / (1 - gone[..., 0]).clamp(min=LEAST_MASS).square()
             losses.append((move * self.share[part, None]).sum(-1))
-        loss = losses[0] if len(losses) == 1 else torch.cat(losses)
-        return torch.nn.functional.pad(loss, (1, 0))
+        return losses[0] if len(losses) == 1 else torch.cat(losses)
+
+
+def native_drop_losses(
+    rows: AttentionRows, values: Tensor, units: Tensor, output: Tensor, granularity: int
+) -> Tensor | None:
+    """``AttentionRows._drop_losses`` in native code, with sums in double; None without any.
+
+    It writes down no moved outputs, which here are more than a processor's cache holds.
+    """
+    floats = (rows.weight, rows.share, values, output)
+    is_served = all(part.dtype == torch.float32 and not part.requires_grad for part in floats)
+    if not is_served or values.device.type != "cpu" or (kernels := native_kernels()) is None:
+        return None
+    weight, share, values, output = (part.contiguous() for part in floats)
+    is_valid, units = rows.is_valid.contiguous(), units.long().contiguous()
+    heads, blocks, size = units.shape
+    loss = torch.empty(heads, blocks)
+    kernels.drop_losses(
+        [*weight.shape, values.shape[2], blocks, size, granularity],
+        [part.data_ptr() for part in (weight, is_valid, share, values, output, units)],
+        LEAST_MASS,
+        torch.get_num_threads(),
+        loss.data_ptr(),
+    )
+    return loss
 
 
 def log_margin(top: Tensor) -> Tensor:
