@@ -11,7 +11,7 @@ from sphkv.codec.calibration import Calibrator
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
-from sphkv.core.tiers import coded_tier, ladder
+from sphkv.core.tiers import CODED_PAGE_MULTIPLE, coded_tier, ladder
 from sphkv.retention.errors import (
     common_error,
     key_bounds,
@@ -137,13 +137,18 @@ def test_all_tiers_at_once_are_those_one_by_one():
         part.gather(1, index[..., None].expand(-1, -1, part.shape[2])) for part in (keys, values)
     )
     codec = make_codec()
-    for one, many in zip(
-        codec.recode((0,), tiers, keys, values, index),
-        codec._recode_together((0,), tiers, keys, values, index),
-        strict=True,
-    ):
-        # a code between two others may go either way
-        assert float(((one - many).abs() > 1e-4).float().mean()) < 2e-3
+    coded_keys, coded_values, step = codec.recode((0,), tiers, keys, values, index)
+    pages = index.view(-1, CODED_PAGE_MULTIPLE)
+    head_ids = torch.arange(len(index)).repeat_interleave(len(pages) // len(index))
+    paged_keys, paged_values = (part.reshape(*pages.shape, -1) for part in (keys, values))
+    for at, tier in enumerate(tiers):
+        encoded = codec.encode(0, tier, paged_keys, paged_values, pages, head_ids=head_ids)
+        decoded = codec.decode(0, tier, encoded, pages, head_ids=head_ids)
+        right = encoded.radius_step[:, None].expand_as(pages)
+        wanted = (*(part.view_as(keys) for part in decoded), right.reshape(len(index), -1))
+        for one, many in zip(wanted, (coded_keys[at], coded_values[at], step[at]), strict=True):
+            # a code between two others may go either way
+            assert float(((one - many).abs() > 1e-4).float().mean()) < 2e-3
 
 
 def test_a_sample_needs_no_count_where_enough_is_free():

@@ -181,8 +181,8 @@ def nearest_point(x: Tensor, points: Tensor) -> Tensor:
     return torch.cat([_smallest(torch.bmm(one, other.mT)) for one, other in parts])
 
 
-def _find(x: Tensor, points: Tensor) -> Tensor:
-    """``nearest_point`` for fits, which need no reference beside them."""
+def find_nearest(x: Tensor, points: Tensor) -> Tensor:
+    """``nearest_point`` in native code where that is there; no reference for native encoders."""
     if (kernels := point_kernels_for(x)) is None:
         return nearest_point(x, points)
     nearest: Tensor = kernels.find_nearest(x, points)
@@ -409,7 +409,7 @@ def _fit_sums(
 def nearest_sums(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """The sum of a point of each stage that is nearest to ``x [n, tokens, 2]``."""
     sums = sum_points(first, second)
-    return take_points(sums, _find(x, sums))
+    return take_points(sums, find_nearest(x, sums))
 
 
 def _error(x: Tensor, weight: Tensor, approximation: Tensor) -> Tensor:
@@ -458,7 +458,7 @@ def _fit_some_rows(x: Tensor, w: Tensor, options: CodebookFit) -> tuple[Tensor, 
     mean, pair, single = grown[1], grown[PAIR_LEVELS], grown[SLOT_LEVELS]
     stride = -(-x.shape[1] // options.stage_tokens)
     some, some_w = x[:, ::stride].contiguous(), w[:, ::stride].contiguous()
-    rest = some - take_points(single, _find(some, single))
+    rest = some - take_points(single, find_nearest(some, single))
     finer = fit_points(rest, some_w, levels=SLOT_LEVELS, iterations=_START_ITERATIONS)
     joint, half = _refine_sums(some, some_w, (single, finer[PAIR_LEVELS]), options.refinements)
     first, second = _fit_sums(some, some_w, single, finer[SLOT_LEVELS], options)
@@ -469,12 +469,12 @@ def _fit_some_rows(x: Tensor, w: Tensor, options: CodebookFit) -> tuple[Tensor, 
     distortion = torch.stack(
         [
             _error(x, w, mean),
-            _error(x, w, take_points(pair, _find(x, pair))),
-            _error(x, w, take_points(single, _find(x, single))),
+            _error(x, w, take_points(pair, find_nearest(x, pair))),
+            _error(x, w, take_points(single, find_nearest(x, single))),
             _error(some, some_w, nearest_sums(some, joint, half)),
             _error(some, some_w, coarse),
-            _error(rest, some_w, take_points(tail, _find(rest, tail))),
-            _error(rest, some_w, take_points(third, _find(rest, third))),
+            _error(rest, some_w, take_points(tail, find_nearest(rest, tail))),
+            _error(rest, some_w, take_points(third, find_nearest(rest, third))),
         ],
         -1,
     )

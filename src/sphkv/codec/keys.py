@@ -16,6 +16,7 @@ from sphkv.codec.codebook import (
     SLOT_LEVELS,
     AngleCodebook,
     PlaneCodebooks,
+    find_nearest,
     nearest_point,
     point_kernels_for,
     sum_points,
@@ -113,7 +114,7 @@ def _code_cells(by_plane: Tensor, planes: PlaneCodebooks) -> Tensor:
     def nearest(rest: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
         """The nearest of points ``[n, levels, 2]``, and what it leaves over in the metric."""
         seen = torch.bmm(points, root)
-        index = nearest_point(rest, seen)
+        index = find_nearest(rest, seen)
         return take_points(points, index), rest - take_points(seen, index)
 
     pair, single, joint = (

@@ -165,44 +165,10 @@ class SphericalCodec:
         values: Tensor,
         index: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What tiers make of the same states; see ``RecodingCodec.recode``."""
-        if keys.device.type != "cpu":
-            return self._recode_together(layers, tiers, keys, values, index)
-        self._lay_out(layers, self._slots(tiers), keys.device)
-        # kernels of the CPU code one tier faster than tensors all of them
-        heads = [each.chunk(len(layers)) for each in (keys, values, index)]
-        found = [
-            [self._recode_pages(layer, tier, *own) for tier in tiers]
-            for layer, *own in zip(layers, *heads, strict=True)
-        ]
-        coded_keys, coded_values, step = (
-            torch.cat([torch.stack([tier[part] for tier in layer]) for layer in found], 1)
-            for part in range(3)
-        )
-        return coded_keys, coded_values, step
+        """What tiers make of the same states; see ``RecodingCodec.recode``.
 
-    def _recode_pages(
-        self, layer: int, tier: TierSpec, keys: Tensor, values: Tensor, index: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values of one tier as its encoder and decoder give them, and radius steps."""
-        heads, count, _ = keys.shape
-        pages = index.reshape(-1, CODED_PAGE_MULTIPLE)
-        head_ids = torch.arange(heads, device=pages.device).repeat_interleave(len(pages) // heads)
-        keys, values = (x.reshape(-1, CODED_PAGE_MULTIPLE, x.shape[2]) for x in (keys, values))
-        encoded = self.encode(layer, tier, keys, values, pages, head_ids=head_ids)
-        coded = self.decode(layer, tier, encoded, pages, head_ids=head_ids)
-        step = encoded.radius_step.reshape(heads, -1).repeat_interleave(CODED_PAGE_MULTIPLE, 1)
-        return coded[0].reshape(heads, count, -1), coded[1].reshape(heads, count, -1), step
-
-    def _recode_together(
-        self,
-        layers: Sequence[int],
-        tiers: Sequence[TierSpec],
-        keys: Tensor,
-        values: Tensor,
-        index: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of all tiers and layers at once, by few operations, which wait for nothing."""
+        All tiers and layers at once, by few operations, which wait for nothing.
+        """
         planes = PlaneCodebooks.join([self._planes(layer, keys.device) for layer in layers])
         self._lay_out(layers, self._slots(tiers), keys.device)
         cells = torch.cat([self._cells(layer, tiers, keys.device) for layer in layers], 1)
