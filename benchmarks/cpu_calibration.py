@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codebooks on a CPU: fitted by torch operations and by native kernels, and what prompts pay.
 
-    python benchmarks/cpu_calibration.py --data DATA/pg19 --out results/cpu/calibration.json
+    python benchmarks/cpu_calibration.py --data DATA --prompt 8000 --budgets 10% --out RECORD
 
 First both fit the same planes of a model's keys, with the effort of a calibration that is kept and
 with that of a first prompt; the errors that queries see are compared, then both are timed in turns.
@@ -174,8 +174,9 @@ def main() -> None:
     with torch.inference_mode():
         fits = compare_fits(unit_planes(model, ids, layers), args.rounds)
         prompts = compare_prompts(model, ids, args.budgets, args.rounds)
+    told = " ".join("DATA" if word == str(args.data) else word for word in sys.argv[1:])
     about = {
-        "command": " ".join(["python benchmarks/cpu_calibration.py", *sys.argv[1:]]),
+        "command": f"python benchmarks/cpu_calibration.py {told}",
         "model": args.model,
         "threads": torch.get_num_threads(),
         **describe_environment(),
