@@ -4,7 +4,7 @@
     python benchmarks/cpu_calibration.py --data DATA --prompt 8000 --budgets 10% --out RECORD
 
 First both fit the same planes of a model's keys, with the effort of a calibration that is kept and
-with that of a first prompt; the errors that queries see are compared, then both are timed in turns.
+with that of a first prompt; errors of unit keys are compared, then both are timed in turns.
 Then prompts are read in turns into a dense cache and into one that calibrates itself, by either
 way, as users make them.
 """

@@ -20,29 +20,31 @@ constexpr int kTaskRows = 16;      // rows of a task, whatever the number of thr
 // Some rows of a head. Dimensions are filled up to whole tiles; the filling stays zero.
 struct RowGroup {
   int count, dim, width;
-  std::vector<float> weight;           // [tokens of a unit, rows]
+  std::vector<const float*> value;     // of the tokens of the block at hand
+  std::vector<float> weight;           // [tokens of a block, rows]
   std::vector<float> moved;            // [rows, width] of the block at hand
   std::vector<double> sum, gone;       // [rows, width], [rows] of all blocks so far
   std::vector<double> block_gone;      // [rows]
 
-  RowGroup(int rows, int dims, int unit_tokens)
+  RowGroup(int rows, int dims, size_t block_tokens)
       : count(rows), dim(dims), width((dims + kTile - 1) / kTile * kTile),
-        weight(static_cast<size_t>(unit_tokens) * kTaskRows),
+        weight(block_tokens * kTaskRows),
         moved(static_cast<size_t>(kTaskRows) * width), sum(moved.size()), gone(kTaskRows),
         block_gone(kTaskRows) {}
 };
 
-// Adds the weighted values of a unit to what moves: value [tokens, width] beside one another.
-void add_unit(const float* value, int tokens, RowGroup& group) {
+// What moves when a block goes: the weighted sums of its values.
+void add_values(RowGroup& group) {
+  const size_t tokens = group.value.size();
   for (int row = 0; row < group.count; row += kRows) {
     for (int first = 0; first < group.width; first += kTile) {
       Floats sum[kRows][kParts];
       float* out = group.moved.data() + static_cast<size_t>(row) * group.width + first;
       for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < kParts; ++i) sum[r][i] = load_floats(out + r * group.width + i * kLanes);
+        for (int i = 0; i < kParts; ++i) sum[r][i] = Floats{};
       }
-      for (int t = 0; t < tokens; ++t) {
-        const float* from = value + static_cast<size_t>(t) * group.width + first;
+      for (size_t t = 0; t < tokens; ++t) {
+        const float* from = group.value[t] + first;
         const float* weight = group.weight.data() + t * kTaskRows + row;
 #pragma GCC unroll 4
         for (int i = 0; i < kParts; ++i) {
@@ -62,10 +64,10 @@ void add_unit(const float* value, int tokens, RowGroup& group) {
 void drop_rows(const DropRows& job, int head, int first, const float* values, int width,
                double* loss) {
   const int count = std::min(kTaskRows, job.rows - first);
-  RowGroup group(count, job.dim, job.unit_tokens);
+  RowGroup group(count, job.dim, static_cast<size_t>(job.block_units) * job.unit_tokens);
   const size_t top = static_cast<size_t>(head) * job.rows + first;
   for (int block = job.blocks - 1; block >= 0; --block) {
-    std::fill(group.moved.begin(), group.moved.end(), 0.0f);
+    group.value.clear();
     std::fill(group.block_gone.begin(), group.block_gone.end(), 0.0);
     const int64_t* units =
         job.units + (static_cast<size_t>(head) * job.blocks + block) * job.block_units;
@@ -73,17 +75,21 @@ void drop_rows(const DropRows& job, int head, int first, const float* values, in
       if (units[i] < 0) continue;
       const int start = static_cast<int>(units[i]) * job.unit_tokens;
       const int tokens = std::min(job.unit_tokens, job.tokens - start);
+      const size_t placed = group.value.size();
+      for (int t = 0; t < tokens; ++t) {
+        group.value.push_back(values + static_cast<size_t>(start + t) * width);
+      }
       for (int r = 0; r < count; ++r) {
         const float* weight = job.weight + (top + r) * job.tokens + start;
         const uint8_t* is_valid = job.is_valid + static_cast<size_t>(first + r) * job.tokens + start;
         for (int t = 0; t < tokens; ++t) {
           const float own = is_valid[t] ? weight[t] : 0.0f;
-          group.weight[t * kTaskRows + r] = own;
+          group.weight[(placed + t) * kTaskRows + r] = own;
           group.block_gone[r] += own;
         }
       }
-      add_unit(values + static_cast<size_t>(start) * width, tokens, group);
     }
+    add_values(group);
     double total = 0;
     for (int r = 0; r < count; ++r) {
       const double gone = group.gone[r] += group.block_gone[r];
@@ -109,18 +115,21 @@ void drop_rows(const DropRows& job, int head, int first, const float* values, in
 void drop_losses(const DropRows& job, int num_threads, float* loss) {
   const int groups = (job.rows + kTaskRows - 1) / kTaskRows;
   const int width = (job.dim + kTile - 1) / kTile * kTile;
-  std::vector<float> values(static_cast<size_t>(job.heads) * job.tokens * width);
+  // values lie as they shall where their dimensions fill whole tiles
+  const bool is_wide = width == job.dim;
+  std::vector<float> widened(is_wide ? 0 : static_cast<size_t>(job.heads) * job.tokens * width);
+  const float* values = is_wide ? job.values : widened.data();
   std::vector<double> parts(static_cast<size_t>(job.heads) * groups * job.blocks);
-  const Phase fill{job.heads, [&](int head) {
+  const Phase fill{is_wide ? 0 : job.heads, [&](int head) {
     for (int t = 0; t < job.tokens; ++t) {
       const size_t at = static_cast<size_t>(head) * job.tokens + t;
-      std::copy_n(job.values + at * job.dim, job.dim, values.data() + at * width);
+      std::copy_n(job.values + at * job.dim, job.dim, widened.data() + at * width);
     }
   }};
   const Phase drop{job.heads * groups, [&](int task) {
     const int head = task / groups;
     drop_rows(job, head, task % groups * kTaskRows,
-              values.data() + static_cast<size_t>(head) * job.tokens * width, width,
+              values + static_cast<size_t>(head) * job.tokens * width, width,
               parts.data() + static_cast<size_t>(task) * job.blocks);
   }};
   const Phase add{job.heads, [&](int head) {

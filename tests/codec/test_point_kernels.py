@@ -168,3 +168,22 @@ def test_threads_do_not_change_a_fit(monkeypatch, threads):
     ]
     for part, each in zip(found, zip(*rows, strict=True), strict=True):
         torch.testing.assert_close(part, torch.cat(each), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_native_fits_do_not_depend_on_default_types(dtype):
+    x, weight = (each.cpu() for each in samples(3, 200))
+    fit = CodebookFit(2, 2, 100)
+    wanted = codebook._fit_some_rows(x, weight, fit)
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        grown = native_points.grow_points(x, weight, x[:, :2], 3, SPLIT)
+        found = codebook._fit_some_rows(x, weight.round().to(torch.int64), fit)
+    finally:
+        torch.set_default_dtype(kept)
+    assert torch.equal(grown, native_points.grow_points(x, weight, x[:, :2], 3, SPLIT))
+    right = codebook._fit_some_rows(x, weight.round(), fit)
+    assert all(each.dtype == torch.float32 for each in wanted)
+    for one, two in zip(found[1:4], right[1:4], strict=True):
+        torch.testing.assert_close(one.float(), two)

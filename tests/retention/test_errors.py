@@ -151,6 +151,23 @@ def test_all_tiers_at_once_are_those_one_by_one():
             assert float(((one - many).abs() > 1e-4).float().mean()) < 2e-3
 
 
+@pytest.mark.parametrize(
+    ("part", "bad", "words"),
+    [
+        (0, torch.nan, "keys must be finite, got nan"),
+        (1, torch.inf, "values must be finite, got inf"),
+        (1, 3e38, "rotated values exceed float32"),
+    ],
+)
+def test_states_that_cannot_be_coded_are_refused(part, bad, words):
+    states = [each[:, :64].clone() for each in make_states()[1:]]
+    states[part][0, 5] = bad
+    tiers = [tier for tier in ladder(64) if tier.is_coded]
+    index = torch.arange(64).expand(len(states[0]), -1)
+    with pytest.raises(ValueError, match=words):
+        make_codec().recode((0,), tiers, states[0], states[1], index)
+
+
 def test_a_sample_needs_no_count_where_enough_is_free():
     importance = torch.rand(2, 500, generator=torch.Generator().manual_seed(0))
     free = torch.ones(2, 500, dtype=torch.bool)

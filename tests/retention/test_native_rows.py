@@ -75,6 +75,17 @@ def test_threads_add_in_one_order(monkeypatch):
     assert torch.equal(found[0], found[2])
 
 
+def test_the_default_type_does_not_matter():
+    rows, values, blocks = make(*CASES[1])
+    wanted = rows.drop_losses(values, blocks, granularity=16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = rows.drop_losses(values, blocks, granularity=16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, wanted)
+
+
 def test_what_native_code_cannot_read_is_left_to_torch():
     rows, values, blocks = make(*CASES[0])
     output = rows.output(values)

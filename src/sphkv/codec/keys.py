@@ -84,7 +84,7 @@ def recode_keys(
     the same in all of them.
 
     Args:
-        keys: ``[heads, tokens, head_dim]`` float32 after RoPE, finite.
+        keys: ``[heads, tokens, head_dim]`` float32 after RoPE, finite (checked on a CPU).
         positions: ``[heads, tokens]`` integers.
         planes: Fitted points of the layer.
         cells: ``[tiers, heads, planes]`` int64 cell class of each plane, an index of ``CELL_BITS``.
@@ -94,6 +94,8 @@ def recode_keys(
         Coded directions ``[tiers, heads, tokens, planes, 2]`` before RoPE and radii
         ``[tiers, heads, tokens]``, as ``encode_keys`` finds them.
     """
+    if not keys.is_cuda:
+        check_finite(keys, name="keys")
     radius = keys.norm(dim=-1)
     unit = rope.unrotate(rope.to_planes(keys), positions)
     unit = unit / radius.clamp(min=torch.finfo(torch.float32).tiny)[..., None, None]

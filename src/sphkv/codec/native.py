@@ -40,8 +40,8 @@ def snap_to_slots(unit: Tensor, codebook: AngleCodebook) -> tuple[Tensor, Tensor
         return None
     heads, tokens, planes, _ = unit.shape
     slots = codebook.num_slots
-    codes = torch.empty(heads, slots, tokens, dtype=torch.uint8)
-    cosine, length = torch.empty(heads, tokens), torch.empty(heads, tokens)
+    codes = torch.empty(heads, slots, tokens, dtype=torch.uint8, device="cpu")
+    cosine, length = torch.empty(2, heads, tokens, dtype=torch.float32, device="cpu").unbind(0)
     parts = (
         unit.float().contiguous(),
         codebook.plane_bits.long().contiguous(),
@@ -77,7 +77,7 @@ def fit_steps(unit: Tensor, *, bits: int, num_refinements: int) -> Tensor | None
     if not is_native(unit) or unit.dtype != torch.float32:
         return None
     unit = unit.contiguous()
-    step = torch.empty(*unit.shape[:-1], 1)
+    step = torch.empty(*unit.shape[:-1], 1, dtype=torch.float32, device="cpu")
     weights = clip_table(bits) if bits in CLIP_RANGE else None
     native_kernels().fit_value_steps(  # type: ignore[union-attr]
         [*_rows(unit), bits],
@@ -116,7 +116,7 @@ def encode_steps(
         live.to(torch.uint8).contiguous(),
     )
     scale_code = scale.code.clone(memory_format=torch.contiguous_format)
-    codes = torch.empty(unit.shape, dtype=torch.uint8)
+    codes = torch.empty(unit.shape, dtype=torch.uint8, device="cpu")
     native_kernels().encode_values(  # type: ignore[union-attr]
         [*_rows(unit), bits],
         [part.data_ptr() for part in parts],

@@ -12,10 +12,23 @@ from torch import Tensor
 from sphkv.core.devices import require_kernels
 
 
+def _read(*parts: Tensor) -> tuple[Tensor, ...]:
+    """Tensors as the kernels read them."""
+    return tuple(part.to("cpu", torch.float32).contiguous() for part in parts)
+
+
+def _copy(stages: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Stages that the kernels may write to."""
+    first, second = (
+        torch.empty(each.shape, dtype=torch.float32, device="cpu").copy_(each) for each in stages
+    )
+    return first, second
+
+
 def find_nearest(x: Tensor, points: Tensor) -> Tensor:
     """Index ``[n, tokens]`` int64 of the closest of ``points [n, levels, 2]``."""
-    x, points = x.contiguous(), points.contiguous()
-    found = torch.empty(x.shape[:2], dtype=torch.int64)
+    x, points = _read(x, points)
+    found = torch.empty(x.shape[:2], dtype=torch.int64, device="cpu")
     require_kernels().find_points(
         [*x.shape[:2], points.shape[1]],
         [x.data_ptr(), 0, points.data_ptr()],
@@ -27,8 +40,8 @@ def find_nearest(x: Tensor, points: Tensor) -> Tensor:
 
 def grow_points(x: Tensor, weight: Tensor, points: Tensor, rounds: int, split: float) -> Tensor:
     """``[n, 2 * levels, 2]`` points from ``points [n, levels, 2]``, see ``fit_points``."""
-    x, weight, points = x.contiguous(), weight.contiguous(), points.contiguous()
-    found = torch.empty(len(x), 2 * points.shape[1], 2)
+    x, weight, points = _read(x, weight, points)
+    found = torch.empty(len(x), 2 * points.shape[1], 2, dtype=torch.float32, device="cpu")
     require_kernels().grow_points(
         [*x.shape[:2], found.shape[1], rounds],
         [x.data_ptr(), weight.data_ptr(), points.data_ptr()],
@@ -43,8 +56,8 @@ def alternate_stages(
     x: Tensor, weight: Tensor, stages: tuple[Tensor, Tensor], rounds: int
 ) -> tuple[Tensor, Tensor]:
     """Stages ``[n, levels, 2]``, each fitted in turn to what the other leaves over."""
-    x, weight = x.contiguous(), weight.contiguous()
-    first, second = (each.clone(memory_format=torch.contiguous_format) for each in stages)
+    x, weight = _read(x, weight)
+    first, second = _copy(stages)
     require_kernels().alternate_stages(
         [*x.shape[:2], first.shape[1], rounds],
         [x.data_ptr(), weight.data_ptr()],
@@ -64,8 +77,8 @@ def refine_stages(
     relaxation: float,
 ) -> tuple[Tensor, Tensor]:
     """Stages ``[n, levels, 2]``, which may differ in size, fitted by all their sums."""
-    x, weight = x.contiguous(), weight.contiguous()
-    first, second = (each.clone(memory_format=torch.contiguous_format) for each in stages)
+    x, weight = _read(x, weight)
+    first, second = _copy(stages)
     one, two = first.shape[1], second.shape[1]
     require_kernels().refine_stages(
         [*x.shape[:2], one * two, one, two, rounds, sweeps],

@@ -167,7 +167,10 @@ class SphericalCodec:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What tiers make of the same states; see ``RecodingCodec.recode``.
 
-        All tiers and layers at once, by few operations, which wait for nothing.
+        All tiers and layers at once, by few operations, which wait for no GPU.
+
+        Raises:
+            ValueError: On a CPU, a state that is not finite, or too large a value.
         """
         planes = PlaneCodebooks.join([self._planes(layer, keys.device) for layer in layers])
         self._lay_out(layers, self._slots(tiers), keys.device)

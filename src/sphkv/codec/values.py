@@ -80,9 +80,7 @@ def encode_values(values: Tensor, mask: Tensor | None = None, *, bits: int) -> V
     clean = values if mask is None else values.masked_fill(~live[..., None], 0.0)
     rotated = rotate(clean).float()
     peak = torch.linalg.vector_norm(rotated, ord=float("inf"), dim=-1, keepdim=True)
-    if not bool(peak.isfinite().all()):
-        check_finite(clean, name="values")
-        raise ValueError(f"rotated values exceed float32, largest is {clean.abs().max().item()}")
+    _check_peak(peak, clean)
     # Unit peak: squares neither overflow nor vanish, whatever the magnitude of a token.
     inverse_peak = _inverse(peak)
     unit = rotated * inverse_peak
@@ -112,11 +110,19 @@ def _encode_steps(
     return ValueCode(codes, AffineCode(scale_code, scale.lo, scale.step), bits)
 
 
+def _check_peak(peak: Tensor, values: Tensor) -> None:
+    """Raise if rotated values, of which ``peak`` are the largest, are not finite."""
+    if not bool(peak.isfinite().all()):
+        check_finite(values, name="values")
+        raise ValueError(f"rotated values exceed float32, largest is {values.abs().max().item()}")
+
+
 def recode_values(values: Tensor, widths: tuple[int, ...]) -> Tensor:
     """Values as readers of several widths would see them, without codes; waits for no device.
 
     Args:
-        values: ``[..., tokens, head_dim]`` float32, finite, one page per leading index.
+        values: ``[..., tokens, head_dim]`` float32, finite (checked on a CPU, where nothing waits),
+            one page per leading index.
         widths: Widths of a code, in any order.
 
     Returns:
@@ -125,6 +131,8 @@ def recode_values(values: Tensor, widths: tuple[int, ...]) -> Tensor:
     """
     rotated = rotate(values)
     peak = torch.linalg.vector_norm(rotated, ord=float("inf"), dim=-1, keepdim=True)
+    if not values.is_cuda:
+        _check_peak(peak, values)
     inverse_peak = _inverse(peak)
     unit = rotated * inverse_peak
 

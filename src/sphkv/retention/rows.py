@@ -239,7 +239,7 @@ def native_drop_losses(
     weight, share, values, output = (part.contiguous() for part in floats)
     is_valid, units = rows.is_valid.contiguous(), units.long().contiguous()
     heads, blocks, size = units.shape
-    loss = torch.empty(heads, blocks)
+    loss = torch.empty(heads, blocks, dtype=torch.float32, device="cpu")
     kernels.drop_losses(
         [*weight.shape, values.shape[2], blocks, size, granularity],
         [part.data_ptr() for part in (weight, is_valid, share, values, output, units)],
