@@ -19,18 +19,15 @@ constexpr int kTaskRows = 16;      // rows of a task, whatever the number of thr
 
 // Some rows of a head. Dimensions are filled up to whole tiles; the filling stays zero.
 struct RowGroup {
-  int count, dim, width;
+  int count, width;
   std::vector<const float*> value;     // of the tokens of the block at hand
   std::vector<float> weight;           // [tokens of a block, rows]
   std::vector<float> moved;            // [rows, width] of the block at hand
   std::vector<double> sum, gone;       // [rows, width], [rows] of all blocks so far
-  std::vector<double> block_gone;      // [rows]
 
-  RowGroup(int rows, int dims, size_t block_tokens)
-      : count(rows), dim(dims), width((dims + kTile - 1) / kTile * kTile),
-        weight(block_tokens * kTaskRows),
-        moved(static_cast<size_t>(kTaskRows) * width), sum(moved.size()), gone(kTaskRows),
-        block_gone(kTaskRows) {}
+  RowGroup(int rows, int row_width, size_t block_tokens)
+      : count(rows), width(row_width), weight(block_tokens * kTaskRows),
+        moved(static_cast<size_t>(kTaskRows) * width), sum(moved.size()), gone(kTaskRows) {}
 };
 
 // What moves when a block goes: the weighted sums of its values.
@@ -64,11 +61,10 @@ void add_values(RowGroup& group) {
 void drop_rows(const DropRows& job, int head, int first, const float* values, int width,
                double* loss) {
   const int count = std::min(kTaskRows, job.rows - first);
-  RowGroup group(count, job.dim, static_cast<size_t>(job.block_units) * job.unit_tokens);
+  RowGroup group(count, width, static_cast<size_t>(job.block_units) * job.unit_tokens);
   const size_t top = static_cast<size_t>(head) * job.rows + first;
   for (int block = job.blocks - 1; block >= 0; --block) {
     group.value.clear();
-    std::fill(group.block_gone.begin(), group.block_gone.end(), 0.0);
     const int64_t* units =
         job.units + (static_cast<size_t>(head) * job.blocks + block) * job.block_units;
     for (int i = 0; i < job.block_units; ++i) {
@@ -85,14 +81,14 @@ void drop_rows(const DropRows& job, int head, int first, const float* values, in
         for (int t = 0; t < tokens; ++t) {
           const float own = is_valid[t] ? weight[t] : 0.0f;
           group.weight[(placed + t) * kTaskRows + r] = own;
-          group.block_gone[r] += own;
+          group.gone[r] += own;
         }
       }
     }
     add_values(group);
     double total = 0;
     for (int r = 0; r < count; ++r) {
-      const double gone = group.gone[r] += group.block_gone[r];
+      const double gone = group.gone[r];
       double* sum = group.sum.data() + static_cast<size_t>(r) * width;
       const float* moved = group.moved.data() + static_cast<size_t>(r) * width;
       const float* output = job.output + (top + r) * job.dim;

@@ -17,14 +17,6 @@ def _read(*parts: Tensor) -> tuple[Tensor, ...]:
     return tuple(part.to("cpu", torch.float32).contiguous() for part in parts)
 
 
-def _copy(stages: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Stages that the kernels may write to."""
-    first, second = (
-        torch.empty(each.shape, dtype=torch.float32, device="cpu").copy_(each) for each in stages
-    )
-    return first, second
-
-
 def find_nearest(x: Tensor, points: Tensor) -> Tensor:
     """Index ``[n, tokens]`` int64 of the closest of ``points [n, levels, 2]``."""
     x, points = _read(x, points)
@@ -57,7 +49,7 @@ def alternate_stages(
 ) -> tuple[Tensor, Tensor]:
     """Stages ``[n, levels, 2]``, each fitted in turn to what the other leaves over."""
     x, weight = _read(x, weight)
-    first, second = _copy(stages)
+    first, second = (stage.clone() for stage in _read(*stages))
     require_kernels().alternate_stages(
         [*x.shape[:2], first.shape[1], rounds],
         [x.data_ptr(), weight.data_ptr()],
@@ -78,7 +70,7 @@ def refine_stages(
 ) -> tuple[Tensor, Tensor]:
     """Stages ``[n, levels, 2]``, which may differ in size, fitted by all their sums."""
     x, weight = _read(x, weight)
-    first, second = _copy(stages)
+    first, second = (stage.clone() for stage in _read(*stages))
     one, two = first.shape[1], second.shape[1]
     require_kernels().refine_stages(
         [*x.shape[:2], one * two, one, two, rounds, sweeps],
