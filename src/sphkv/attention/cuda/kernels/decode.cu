@@ -79,13 +79,13 @@ INLINE void limit_logits(const Params& p, int row, uint32_t page, int count, int
 INLINE KeyPlaces key_places(uint32_t page, const WarpPlace& place) {
   const int lane = place.lane, slice = place.slice;
   KeyPlaces places = {};
-  const bool has_row_per_tile =
-      IS_RUNS && !runs_follow(key_position(page, lane % PAGE_TILES, 0), lane);
+  uint32_t own = 0u;
+  if constexpr (SHARES_ROWS) own = own_rows(key_position(page, lane % PAGE_TILES, 0), lane);
 #pragma unroll
   for (int u = 0; u < 2; u++) {
     if (u < TURN_SETS) {
-      const int own = 2 * slice + (SHARED_COLUMNS ? lane / 16 : u);
-      const int row = has_row_per_tile ? own : u;
+      const int tile = 2 * slice + (SHARED_COLUMNS ? lane / 16 : u);
+      const int row = SHARES_ROWS ? tile_row(own, tile) : IS_RUNS ? tile : u;
       places.turns[u % TURN_SETS] = turn_address(page + PAGE_BYTES + row * TURN_BYTES, lane);
     }
     if (IS_TOKENS) {

@@ -73,13 +73,14 @@ constexpr int PAGE_BYTES = round_up(PAYLOAD_END + 4 * POSITION_WORDS, 64);
 // Turns: (cos, -sin) and (sin, cos) of each plane in device memory, of each entry in shared memory.
 // A warp's queries are turned to its 32 keys beforehand, so that a contiguous page needs one row. A
 // page of runs has a row per tile; with four columns they hold what is missing to how far the queries
-// are turned already, so that where the runs follow each other all rows are alike and one does as well
-// (eight columns would take the room of pages). With eight columns each tile has its own turned queries: from a query set of its own
+// are turned already, so that tiles which follow each other share a row (eight columns would take the
+// room of pages). With eight columns each tile has its own turned queries: from a query set of its own
 // where registers allow it, else from a row of turns of its own; the tensor cores turn them.
 constexpr int QUERY_SETS = IS_CONTIGUOUS && !SHARED_COLUMNS && HEAD_DIM == 64 ? 2 : 1;
 constexpr int TURN_SETS = IS_TOKENS || SHARED_COLUMNS || QUERY_SETS == 2 ? 1 : 2;
 constexpr bool IS_TURNED_BEFORE = IS_CONTIGUOUS || (IS_RUNS && SHARED_COLUMNS);
 constexpr int TURN_ROWS = IS_TOKENS ? 0 : IS_RUNS ? PAGE_TILES : TURN_SETS;
+constexpr bool SHARES_ROWS = IS_RUNS && IS_TURNED_BEFORE;
 constexpr bool TURNED_BY_PRODUCT = !SHARED_COLUMNS && !IS_TOKENS;
 // A page of runs has a row per tile: with four columns they hold (sin, cos) alone, and a lane finds the
 // other word itself, so that more pages fit beside the table.

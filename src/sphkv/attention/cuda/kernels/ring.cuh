@@ -95,33 +95,45 @@ INLINE void request_page(const Params& p, int id, uint32_t stage, int lane) {
 // How far the queries of tile `lane % PAGE_TILES` of a page of runs are turned beforehand.
 INLINE int turned_before(int lane) { return IS_TURNED_BEFORE ? TILE_KEYS * (lane % PAGE_TILES) : 0; }
 
-// Whether one row of turns does for a page of runs, because they follow each other; `base` is that of
-// run `lane % PAGE_TILES`.
-INLINE bool runs_follow(int base, int lane) {
-  if (!IS_TURNED_BEFORE) return false;
-  const int start = base - TILE_KEYS * (lane % PAGE_TILES);
-  return __all_sync(ALL_LANES, start == __shfl_sync(ALL_LANES, start, 0));
+// Which tiles of a page of runs have a row of turns of their own, a bit each: the first one, and those
+// that do not follow the tile before them. `base` is that of run `lane % PAGE_TILES`; bits past the
+// last tile mean nothing.
+INLINE uint32_t own_rows(int base, int lane) {
+  return __ballot_sync(ALL_LANES, base - __shfl_up_sync(ALL_LANES, base, 1) != TILE_KEYS);
 }
 
-// Copy the turns of a page's bases, out of plane order into the head's entry order. `base` is lane
-// r's own base in a page of runs, the page's in a contiguous one.
+// Row of turns of a tile, among those that the page has.
+INLINE int tile_row(uint32_t own, int tile) { return __popc(own & (2u << tile) - 1u) - 1; }
+
+// Copy a row of turns, out of plane order into the head's entry order.
+INLINE void copy_turns(const Params& p, const TurnOrder& order, uint32_t row, uint32_t to, int lane) {
+  const uint8_t* from = p.turns + (uint64_t)row * TURN_ROW_BYTES;
+  if (TURNED_BY_PRODUCT) from += 4 - (lane & 4);
+#pragma unroll
+  for (int k = 0; k < TurnOrder::PARTS; k++) {
+    const int at = (lane + 32 * k) * TurnOrder::COPY_BYTES;
+    if (at < TURN_BYTES)
+      copy_small<TurnOrder::COPY_BYTES>(to + at, from + (order.word[k] & 255) * TURN_PLANE_BYTES);
+  }
+}
+
+// Copy the turns of a page's bases. `base` is lane r's own base in a page of runs, the page's in a
+// contiguous one.
 INLINE void request_turns(const Params& p, const TurnOrder& order, int base, uint32_t stage,
                           int lane) {
   if constexpr (TURN_ROWS > 0) {
     const uint32_t first = turn_row(p, IS_RUNS ? base - turned_before(lane) : base);
-    const uint32_t to = stage_address(stage) + PAGE_BYTES;
-    const int rows = IS_RUNS && runs_follow(base, lane) ? TURN_SETS : TURN_ROWS;
+    uint32_t to = stage_address(stage) + PAGE_BYTES;
+    if constexpr (SHARES_ROWS) {
+      uint32_t left = own_rows(base, lane) & (1u << PAGE_TILES) - 1u;
 #pragma unroll 1
-    for (int r = 0; r < rows; r++) {
-      const uint32_t row = IS_RUNS ? __shfl_sync(ALL_LANES, first, r) : first + r;
-      const uint8_t* from = p.turns + (uint64_t)row * TURN_ROW_BYTES;
-      if (TURNED_BY_PRODUCT) from += 4 - (lane & 4);
-#pragma unroll
-      for (int k = 0; k < TurnOrder::PARTS; k++) {
-        const int at = (lane + 32 * k) * TurnOrder::COPY_BYTES;
-        if (at < TURN_BYTES)
-          copy_small<TurnOrder::COPY_BYTES>(to + r * TURN_BYTES + at,
-                                            from + (order.word[k] & 255) * TURN_PLANE_BYTES);
+      for (; left; left &= left - 1u, to += TURN_BYTES)
+        copy_turns(p, order, __shfl_sync(ALL_LANES, first, __ffs(left) - 1), to, lane);
+    } else {
+#pragma unroll 1
+      for (int r = 0; r < TURN_ROWS; r++) {
+        const uint32_t row = IS_RUNS ? __shfl_sync(ALL_LANES, first, r) : first + r;
+        copy_turns(p, order, row, to + r * TURN_BYTES, lane);
       }
     }
     track_copies(full_barrier(stage));
