@@ -142,7 +142,7 @@ class Layer:
         for kind, share in zip(self.kinds, shares, strict=True):
             kind.lists = PageLists(kind.lists.entries, kind.lists.row_start, batch, share)
         self.kinds = [
-            self.kinds[i] for i in sorted(range(len(work)), key=lambda at: work[at][1].sum())
+            self.kinds[i] for i in sorted(range(len(work)), key=lambda at: -work[at][1].sum())
         ]
         self._dense_pages(tiers, len(names) - 1)
         self.coded_bytes = sum(kind.pages.numel() for kind in self.kinds)

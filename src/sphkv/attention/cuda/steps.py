@@ -475,8 +475,8 @@ class CapturedSteps:
         properties = torch.cuda.get_device_properties(self._device)
         room = properties.multi_processor_count - DENSE_PROCESSORS
         shares = share_blocks(work, room // launches[0].kernel.passes)
-        # the last launch is the longest, so that the others are merged while it runs
-        order = sorted(range(len(work)), key=lambda at: int(work[at][1].sum()))
+        # every launch begins a little later: first the one whose blocks have least time to spare
+        order = sorted(range(len(work)), key=lambda at: -int(work[at][1].sum()))
         return [
             replace(launches[at], lists=replace(launches[at].lists, blocks=shares[at]))
             for at in order
