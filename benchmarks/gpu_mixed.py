@@ -30,7 +30,7 @@ from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.dense import DenseDecode, DenseStates
 from sphkv.attention.cuda.geometry import PAGE_SIZES, KernelShape
 from sphkv.attention.cuda.pages import PageLists, PagePool
-from sphkv.attention.cuda.steps import DENSE_PROCESSORS, share_blocks
+from sphkv.attention.cuda.steps import DENSE_PROCESSORS, longest_first, share_blocks
 from sphkv.attention.cuda.synthetic import (
     Oracle,
     random_pages,
@@ -116,7 +116,6 @@ def build_kind(layout, tiers, tier, rope, turns, seed, batch):
         book, rope, turns, value_bits=layout.tier.value_bits, group=MODEL.group, max_batch=batch,
         shape=shape,
     )  # fmt: skip
-    decoder.overlaps = True
     return Kind(layout, shuffled, lists, decoder, book)
 
 
@@ -141,9 +140,9 @@ class Layer:
         shares = share_blocks(work, room)
         for kind, share in zip(self.kinds, shares, strict=True):
             kind.lists = PageLists(kind.lists.entries, kind.lists.row_start, batch, share)
-        self.kinds = [
-            self.kinds[i] for i in sorted(range(len(work)), key=lambda at: -work[at][1].sum())
-        ]
+        self.kinds = [self.kinds[i] for i in longest_first(work, shares)]
+        for at, kind in enumerate(self.kinds):
+            kind.decoder.overlaps = len(self.kinds) == 1 or at > 0
         self._dense_pages(tiers, len(names) - 1)
         self.coded_bytes = sum(kind.pages.numel() for kind in self.kinds)
         self.num_bytes = self.coded_bytes + self.pages.numel() + self.tails.numel() * 2
@@ -192,11 +191,9 @@ class Layer:
         """Queue the layer as a captured step does."""
         newest, parts = self.tails[:, :, :, -1], self.parts
         own = [PartialAttention(*each) for each in zip(parts.output, parts.lse, strict=True)]
-        self.dense.attend(
-            self.query, newest[0], newest[1], self.states, OPTIONS, result=own[0],
-            spare_processors=DENSE_PROCESSORS,
-        )  # fmt: skip
         is_single = len(self.kinds) == 1
+        if is_single:
+            self._attend_dense(newest, own[0], DENSE_PROCESSORS)
         for kind, part in zip(self.kinds, own[1:], strict=True):
             kind.decoder.attend(
                 self.query, PagePool(kind.pages, PositionMode.RUNS), kind.lists, OPTIONS,
@@ -204,7 +201,14 @@ class Layer:
                 merge_with=own[0] if is_single else None, query_positions=self.where,
             )  # fmt: skip
         if not is_single:
+            self._attend_dense(newest, own[0], None)
             merge_parts(parts, self.result)
+
+    def _attend_dense(self, newest, result, spare_processors):
+        self.dense.attend(
+            self.query, newest[0], newest[1], self.states, OPTIONS, result=result,
+            spare_processors=spare_processors,
+        )  # fmt: skip
 
     def error(self, rope):
         """Of a few rows against float64: largest error, that over its limit, largest logit."""

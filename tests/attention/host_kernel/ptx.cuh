@@ -219,6 +219,7 @@ template <int COUNT>
 INLINE void grow_registers() {}
 INLINE void start_dependents() {}
 INLINE void wait_for_previous() {}
+INLINE void end_after_previous() {}
 
 // ---- arithmetic ----
 

@@ -108,7 +108,7 @@ class DenseDecode:
         options: AttentionOptions,
         *,
         result: PartialAttention,
-        spare_processors: int,
+        spare_processors: int | None,
     ) -> None:
         """Queue the launch on the current stream.
 
@@ -120,7 +120,8 @@ class DenseDecode:
             states: Where the others are.
             options: Scale, soft-cap and window.
             result: Where the output goes, float32.
-            spare_processors: Multiprocessors that the kernel behind this one leaves free.
+            spare_processors: Multiprocessors that the kernel behind this one leaves free. None for
+                a launch behind such kernels, which it overlaps with: it takes what becomes free.
         """
         for name, part in (("keys", keys), ("values", values)):
             if part.dtype != torch.bfloat16 or part.stride(2) != 1 or part.stride(1) % 8:
@@ -143,6 +144,6 @@ class DenseDecode:
         params.logit_scale = options.scale * _LOG2E
         params.softcap = (options.softcap or 0.0) * _LOG2E
         blocks = ceil_div(rows, self._block_rows)
-        if blocks <= _MOST_TURNS * spare_processors:
+        if spare_processors is not None and blocks <= _MOST_TURNS * spare_processors:
             blocks = min(blocks, spare_processors)
-        self._kernel.launch(blocks, self._arguments)
+        self._kernel.launch(blocks, self._arguments, overlaps=spare_processors is None)

@@ -8,7 +8,9 @@ lists anew what a controller demoted or dropped.
 
 A layer is read by one launch for its dense states and one for every tier and position mode that its
 coded pages have. Each launch begins as soon as all blocks of the one before it have begun and
-takes as many multiprocessors as its pages are work; what they found is merged at the end.
+takes as many multiprocessors as its pages are work; what they found is merged at the end. The
+dense states' launch is the first where one other merges what it found, and else the last: its many
+short blocks would keep long ones waiting.
 """
 
 from __future__ import annotations
@@ -275,6 +277,22 @@ def share_blocks(work: Sequence[tuple[KernelShape, _Integers]], blocks: int) -> 
     return shares
 
 
+def longest_first(
+    work: Sequence[tuple[KernelShape, _Integers]], shares: Sequence[int]
+) -> list[int]:
+    """Places of launches in ``work``, those whose last block is done latest first.
+
+    Args:
+        work: Kernel and pages of each launch, see :func:`share_blocks`.
+        shares: Thread blocks of each.
+    """
+    ends = [
+        launch_steps(*each, share) if each[1].any() else 0.0
+        for each, share in zip(work, shares, strict=True)
+    ]
+    return sorted(range(len(work)), key=lambda at: -ends[at])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launch:
     """One launch over the coded pages of a layer."""
@@ -459,7 +477,6 @@ class CapturedSteps:
         for tag in tags:
             layout = _layout_of_tag(self._store, tag)
             kernel = self.kernels.get(self._codec, layer, layout.tier, layout.position_mode)
-            kernel.overlaps = True
             if tag == self._sealed_tag:
                 lists = self._growing.layer(layer)
             else:
@@ -471,12 +488,16 @@ class CapturedSteps:
             work.append((kernel.shape, pages))
         if len(launches) == 1 and launches[0].pool.mode is PositionMode.CONTIGUOUS:
             # heads have as many pages each
+            launches[0].kernel.overlaps = True
             return launches
         properties = torch.cuda.get_device_properties(self._device)
         room = properties.multi_processor_count - DENSE_PROCESSORS
         shares = share_blocks(work, room // launches[0].kernel.passes)
-        # every launch begins a little later: first the one whose blocks have least time to spare
-        order = sorted(range(len(work)), key=lambda at: -int(work[at][1].sum()))
+        # every launch begins a little later than the one before it
+        order = longest_first(work, shares)
+        for at in order:
+            # the first one waits for what made the query, as do all that overlap with it
+            launches[at].kernel.overlaps = len(launches) == 1 or at != order[0]
         return [
             replace(launches[at], lists=replace(launches[at].lists, blocks=shares[at]))
             for at in order
@@ -527,40 +548,58 @@ class CapturedSteps:
             raise UnsupportedBatchError(
                 f"captured steps do not drop pages behind a window of {options.window} tokens"
             )
-        launches = self._launches[layer]
+        launches, states = self._launches[layer], self._dense_states[layer]
         query = query[:, :, 0].contiguous()
         if query.dtype != torch.bfloat16:
             query = query.float()
+        key, value = (part[:, :, 0].to(torch.bfloat16) for part in (keys, values))
         outputs, lse = self._parts.output[: 1 + len(launches)], self._parts.lse[: 1 + len(launches)]
         parts = [PartialAttention(*each) for each in zip(outputs, lse, strict=True)]
-        self._dense.attend(
-            query,
-            keys[:, :, 0].to(torch.bfloat16),
-            values[:, :, 0].to(torch.bfloat16),
-            self._dense_states[layer],
-            options,
-            result=parts[0],
-            spare_processors=DENSE_PROCESSORS,
-        )
         result = launches[0].kernel.empty_result(len(query), query.dtype)
         sinks = None if sink_logits is None else sink_logits.float()
+        if len(launches) == 1:
+            self._dense.attend(
+                query,
+                key,
+                value,
+                states,
+                options,
+                result=parts[0],
+                spare_processors=DENSE_PROCESSORS,
+            )
+            self._read(launches[0], query, options, result, merge_with=parts[0], sink_logits=sinks)
+            return result.output[:, :, None]
         # a launch that merges waits for the one before it, and rows behind that wait with it: with
         # one tier that is short, with several they are merged when all are done
-        is_single = len(launches) == 1
         for launch, part in zip(launches, parts[1:], strict=True):
-            launch.kernel.attend(
-                query,
-                launch.pool,
-                launch.lists,
-                options,
-                result=result if is_single else part,
-                merge_with=parts[0] if is_single else None,
-                query_positions=self._positions32,
-                sink_logits=sinks if is_single else None,
-            )
-        if not is_single:
-            merge_parts(PartialAttention(outputs, lse), result, sink_logits=sinks)
+            self._read(launch, query, options, part)
+        self._dense.attend(
+            query, key, value, states, options, result=parts[0], spare_processors=None
+        )
+        merge_parts(PartialAttention(outputs, lse), result, sink_logits=sinks)
         return result.output[:, :, None]
+
+    def _read(
+        self,
+        launch: _Launch,
+        query: Tensor,
+        options: AttentionOptions,
+        result: PartialAttention,
+        *,
+        merge_with: PartialAttention | None = None,
+        sink_logits: Tensor | None = None,
+    ) -> None:
+        """Queue one launch over coded pages."""
+        launch.kernel.attend(
+            query,
+            launch.pool,
+            launch.lists,
+            options,
+            result=result,
+            merge_with=merge_with,
+            query_positions=self._positions32,
+            sink_logits=sink_logits,
+        )
 
     def prepare(self, make_room: Callable[[], bool]) -> bool:
         """Make room for the next step, and follow what that changed; see ``StepGraph.prepare``.

@@ -378,11 +378,6 @@ INLINE void write_rest(const Params& p, Row row, int tid) {
     if (BlockPlace::pages_of(p, row.head) == 0) write_empty_rows(p, row, tid);
 }
 
-// A launch ends after the one before it, so that who waits for the last of several waits for all.
-INLINE void end_after_previous(int tid) {
-  if (blockIdx.x == 0 && tid == 0) wait_for_previous();
-}
-
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     sphkv_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared_memory[];
@@ -410,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   if (place.cta >= head.ctas) {
     barrier_wait(table_barrier(), 0);  // shared memory must outlive the copy
     if (tid < THREADS) write_rest(p, row, tid);
-    end_after_previous(tid);
+    end_after_previous();
     return;
   }
   if constexpr (HAS_SUPPLIERS) {
@@ -426,5 +421,5 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     attend_rows(p, first, end, row, start, table, tid);
   }
   if (tid < THREADS) write_rest(p, row, tid);
-  end_after_previous(tid);
+  end_after_previous();
 }

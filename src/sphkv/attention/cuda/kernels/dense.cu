@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The dense part of a decode step: keep the newest state, attend to the open tail and to dense
-// pages. Eight warps work on one row (a sequence and KV head), a block on ROWS of them. The decode
-// kernel, which merges the result, may begin at once and waits for it only when it merges; with few
-// rows only as many blocks are launched as that kernel leaves multiprocessors free.
+// pages. Eight warps work on one row (a sequence and KV head), a block on ROWS of them. A decode
+// kernel that merges the result may begin at once and waits for it only when it merges; with few rows
+// only as many blocks are launched as that kernel leaves multiprocessors free. Of several decode
+// kernels none waits: then this one comes last, and takes what they leave and what they give back.
 #include "page_format.cuh"
 #include "ptx.cuh"
 
@@ -283,4 +284,5 @@ extern "C" __global__ void __launch_bounds__(ROWS * THREADS, 1)
     write_row(p, m, row, tid);
     sync_row();
   }
+  end_after_previous();
 }
