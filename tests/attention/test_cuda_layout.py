@@ -265,6 +265,7 @@ def _layout_source(shape, index):
     defines = "\n".join(f"#undef {name}\n#define {name} {value}" for name, value in names)
     expected = {
         "SHARED_BYTES": shape.shared_bytes,
+        "ROW_PAGES": shape.row_pages,
         "STAGES": shape.num_stages,
         "BLOCK_THREADS": shape.threads,
         "PAGE_BYTES": shape.page_bytes,

@@ -35,6 +35,13 @@ _SHARED_LIMIT = 232_448
 _STEP_ENTRIES = 8
 
 _LONG_ENTRIES = 96
+# What a page costs beside its product steps, in such steps; what a row costs beside its pages: its
+# queries are turned, the warps' sums merged.
+_PAGE_STEPS = 10
+ROW_STEPS = 33
+"""What a row costs a block beside its pages, in product steps of one team."""
+# A team has the multiprocessor to itself, but waits for every page it asks for.
+_ALONE = 0.5
 _PASS_DIMS = 32
 
 
@@ -175,6 +182,17 @@ class KernelShape:
         return self.lookup_steps + self.constant_steps
 
     @property
+    def page_steps(self) -> float:
+        """What a page costs a multiprocessor, in product steps of one team."""
+        alone = _ALONE if self.teams == 1 else 1
+        return alone * (self.steps + _PAGE_STEPS) / self.teams
+
+    @property
+    def row_pages(self) -> int:
+        """What a row costs a block beside its pages, in pages."""
+        return int(ROW_STEPS / self.page_steps + 0.5)
+
+    @property
     def entries(self) -> int:
         """Entries of the map: eight per step, padded to pairs of steps."""
         return 16 * ceil_div(self.steps, 2)
@@ -234,7 +252,7 @@ class KernelShape:
         scratch = max(self._query_bytes, sums + results)
         is_turned = self.columns == MAX_COLUMNS and self.positions is not PositionMode.TOKENS
         zeros = self._turn_bytes if is_turned else 0
-        return self.table_bytes + zeros + scratch + 16 * self._most_stages + 32
+        return self.table_bytes + zeros + scratch + 16 * self._most_stages + 48
 
     @property
     def _query_bytes(self) -> int:

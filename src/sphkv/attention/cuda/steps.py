@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sphkv.attention.cuda.decode import CudaDecode
 from sphkv.attention.cuda.dense import MAX_GROUP, DenseDecode, DenseStates
-from sphkv.attention.cuda.geometry import KernelShape, is_served
+from sphkv.attention.cuda.geometry import ROW_STEPS, KernelShape, is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels, DecodeTables
 from sphkv.attention.cuda.pages import (
     HOPPER,
@@ -60,16 +60,10 @@ DENSE_PROCESSORS = 4
 
 # Bits of a list's entry that are a page's number.
 _NUMBER_MASK = (1 << 32) - 1
-# What a page costs beside its product steps, in such steps; what a row costs beside its pages: its
-# queries are turned, the warps' sums merged.
-_PAGE_STEPS = 10
-_ROW_STEPS = 33
 # Pages of a list that are not full: of the prompt, of what was demoted, and the newest.
 _SPARE_PAGES = 4
 # Part of the multiprocessors that are shared by pages alone.
 _PART_AT_ONCE = 0.8
-# A team has the multiprocessor to itself, but waits for every page it asks for.
-_ALONE = 0.5
 # Pages that lists have room for beyond those of now, in parts of a layer's.
 _ROOM_PART = 4
 
@@ -203,21 +197,32 @@ def _joined(events: Sequence[PageEvent]) -> list[PageEvent]:
     return found
 
 
-def head_blocks(pages: _Integers, blocks: int) -> _Integers:
+def head_blocks(work: _Integers, blocks: int) -> _Integers:
     """How many of a launch's blocks every head has; the kernel shares them in the same way.
 
     Args:
-        pages: Of each head.
+        work: Of each head, see :func:`head_work`.
         blocks: At least as many as there are heads with pages.
     """
-    low, high = max(1, -(-int(pages.sum()) // blocks)), max(1, int(pages.max()))
+    low, high = max(1, -(-int(work.sum()) // blocks)), max(1, int(work.max()))
     while low < high:
         middle = (low + high) // 2
-        if (-(-pages // middle)).sum() <= blocks:
+        if (-(-work // middle)).sum() <= blocks:
             high = middle
         else:
             low = middle + 1
-    return -(-pages // low)
+    return -(-work // low)
+
+
+def head_work(shape: KernelShape, pages: _Integers) -> _Integers:
+    """Pages of each head and what its rows cost beside them, in pages.
+
+    Args:
+        shape: The kernel.
+        pages: ``[heads, rows]`` coded pages.
+    """
+    work: _Integers = pages.sum(1) + shape.row_pages * (pages > 0).sum(1)
+    return work
 
 
 def launch_steps(shape: KernelShape, pages: _Integers, blocks: int) -> float:
@@ -228,15 +233,10 @@ def launch_steps(shape: KernelShape, pages: _Integers, blocks: int) -> float:
         pages: ``[heads, rows]`` coded pages.
         blocks: Thread blocks.
     """
-    heads = pages.sum(1)
-    own = head_blocks(heads, blocks).clip(1)
-    rows = (pages > 0).sum(1)
-    return float((_page_steps(shape) * heads / own + _ROW_STEPS * (rows / own + (heads > 0))).max())
-
-
-def _page_steps(shape: KernelShape) -> float:
-    alone = _ALONE if shape.teams == 1 else 1
-    return alone * (shape.steps + _PAGE_STEPS) / shape.teams
+    work = head_work(shape, pages)
+    own = head_blocks(work, blocks).clip(1)
+    # a row that blocks share is begun by each of them
+    return float((shape.page_steps * work / own + ROW_STEPS * (work > 0)).max())
 
 
 def share_blocks(work: Sequence[tuple[KernelShape, _Integers]], blocks: int) -> list[int]:
@@ -258,9 +258,9 @@ def share_blocks(work: Sequence[tuple[KernelShape, _Integers]], blocks: int) -> 
     busy = [at for at, (_, pages) in enumerate(work) if pages.any()]
     if sum(shares[at] for at in busy) > blocks:
         return [max(blocks, least) for least in shares]
-    # most of them by the number of pages, which is not far from right; the rest one by one
+    # most of them by the sum of work, which is not far from right; the rest one by one
     free = blocks - sum(shares[at] for at in busy)
-    costs = [_page_steps(shape) * float(pages.sum()) for shape, pages in work]
+    costs = [shape.page_steps * float(head_work(shape, pages).sum()) for shape, pages in work]
     for at in busy:
         shares[at] += int(_PART_AT_ONCE * free * costs[at] / sum(costs))
     ends = {at: launch_steps(*work[at], shares[at]) for at in busy}

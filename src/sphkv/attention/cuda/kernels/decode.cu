@@ -176,17 +176,16 @@ INLINE void attend_page(const Params& p, int row, const QueryLane& query, Runnin
   }
 }
 
-// Rows without pages have no block: the head's first one writes them.
+// Rows without pages have no block: the head's first one writes them, a warp one query of one row at a
+// time. There is nothing to turn back.
 INLINE void write_empty_rows(const Params& p, Row row, int tid) {
   const int lane = tid & 31;
   const int* rows = p.row_start + row.head * p.batch;
-  for (int b = tid / 32; b < p.batch; b += WARPS) {
-    if (rows[b] != rows[b + 1]) continue;
-    row.index = b;
-    for (int query = 0; query < COLUMNS; query++) {
-      float v[LANE_DIMS] = {};
-      write_query(p, row, query, v, MINUS_INFINITY, lane);
-    }
+  for (int k = tid / 32; k < p.batch * COLUMNS; k += WARPS) {
+    row.index = k / COLUMNS;
+    if (__ldg(rows + row.index) != __ldg(rows + row.index + 1)) continue;
+    float v[LANE_DIMS] = {};
+    merge_query(p, row, k % COLUMNS, v, MINUS_INFINITY, lane);
   }
 }
 
@@ -194,13 +193,17 @@ INLINE void write_empty_rows(const Params& p, Row row, int tid) {
 // multiprocessor to the others, while every block has a table to fetch and sums to merge.
 constexpr int LEAST_PAGES = 256 / PAGE_TOKENS;
 
+// Bits below bit `n`, which may lie outside the word.
+INLINE uint32_t bits_below(int n) { return n <= 0 ? 0u : n >= 32 ? ALL_LANES : (1u << n) - 1u; }
+
 // Which head a block has, and which of the head's blocks it is. Found once and kept in shared memory:
 // while a block works on pages it has no register to spare.
 struct BlockPlace {
   int head, cta, ctas, parts;
+  int work;  // of the head: its pages and what its rows cost beside them, in pages
 
   // Blocks of all heads one after the other, last one first: a block waits for blocks of its head with
-  // later pages, so they must begin before it. Heads share the blocks so that none has more pages than
+  // later pages, so they must begin before it. Heads share the blocks so that none has more work than
   // it must; blocks that no head has a use for, and heads without pages, are left over.
   INLINE BlockPlace(const Params& p, int lane) {
     const int heads = p.kv_heads, at = p.ctas - 1 - blockIdx.x;
@@ -208,17 +211,20 @@ struct BlockPlace {
       ctas = p.ctas / heads;
       head = heads - 1 - blockIdx.x % heads, cta = ctas - 1 - blockIdx.x / heads;
       parts = head * (p.batch + ctas);
+      work = pages_of(p, head);
       return;
     }
-    const int most = most_pages(p, lane);
-    head = heads - 1, cta = at, ctas = 0;
+    const int lanes_work = work_of(p, lane, lane), most = most_work(p, lanes_work, lane);
+    head = heads - 1, cta = at, ctas = 0, work = 0;
     int before = 0;
     for (int h = lane; h < round_up(heads, 32); h += 32) {
-      const int own = blocks_of(p, h, most), end = before + sum_up_to(own, lane);
+      const int all = h < 32 ? lanes_work : work_of(p, h, lane);
+      const int own = blocks_of(all, most), end = before + sum_up_to(own, lane);
       const uint32_t behind = __ballot_sync(ALL_LANES, end > at);
       if (behind) {
         const int owner = __ffs(behind) - 1;
         head = h - lane + owner;
+        work = __shfl_sync(ALL_LANES, all, owner);
         ctas = __shfl_sync(ALL_LANES, own, owner);
         cta = at - __shfl_sync(ALL_LANES, end, owner) + ctas;
         break;
@@ -228,22 +234,37 @@ struct BlockPlace {
     parts = head * p.batch + at - cta;
   }
 
-  // Pages of a head, and blocks if none has more than `most` of them.
   static INLINE int pages_of(const Params& p, int head) {
     if (head >= p.kv_heads) return 0;
     return __ldg(p.row_start + (head + 1) * p.batch) - __ldg(p.row_start + head * p.batch);
   }
-  static INLINE int blocks_of(const Params& p, int head, int most) {
-    return (uint32_t)(pages_of(p, head) + most - 1) / (uint32_t)most;
+
+  // Pages of a head, which differs from lane to lane, and what its rows that have some cost beside.
+  static INLINE int work_of(const Params& p, int head, int lane) {
+    const int rows = p.kv_heads * p.batch, first = head * p.batch;
+    int filled = 0;
+    for (int k = 0; k < rows; k += 32) {
+      const int at = k + lane;
+      const bool has_pages = at < rows && __ldg(p.row_start + at + 1) > __ldg(p.row_start + at);
+      const uint32_t mine = bits_below(first + p.batch - k) & ~bits_below(first - k);
+      filled += __popc(__ballot_sync(ALL_LANES, has_pages) & mine);
+    }
+    return pages_of(p, head) + ROW_PAGES * filled;
   }
 
-  // Fewest pages a block can have at most. If it were only for the sum, that would be all pages by
-  // blocks; but a head's last block may have fewer than others, so that somewhat more is needed.
-  static INLINE int most_pages(const Params& p, int lane) {
+  // Blocks of a head if none has more work than `most`.
+  static INLINE int blocks_of(int work, int most) {
+    return (uint32_t)(work + most - 1) / (uint32_t)most;
+  }
+
+  // Least work a block can have at most. If it were only for the sum, that would be all work by
+  // blocks; but a head's last block may have less than others, so that somewhat more is needed.
+  static INLINE int most_work(const Params& p, int lanes_work, int lane) {
     int longest = 1, total = 0;
     for (int h = lane; h < round_up(p.kv_heads, 32); h += 32) {
-      longest = max(longest, __reduce_max_sync(ALL_LANES, pages_of(p, h)));
-      total += __reduce_add_sync(ALL_LANES, pages_of(p, h));
+      const int all = h < 32 ? lanes_work : work_of(p, h, lane);
+      longest = max(longest, __reduce_max_sync(ALL_LANES, all));
+      total += __reduce_add_sync(ALL_LANES, all);
     }
     const int rest = p.ctas - p.kv_heads;
     int low = max((uint32_t)(total + p.ctas - 1) / (uint32_t)p.ctas, 1u);
@@ -251,8 +272,10 @@ struct BlockPlace {
     while (low < high) {
       const int middle = (low + high) / 2;
       int blocks = 0;
-      for (int h = lane; h < round_up(p.kv_heads, 32); h += 32)
-        blocks += __reduce_add_sync(ALL_LANES, blocks_of(p, h, middle));
+      for (int h = lane; h < round_up(p.kv_heads, 32); h += 32) {
+        const int all = h < 32 ? lanes_work : work_of(p, h, lane);
+        blocks += __reduce_add_sync(ALL_LANES, blocks_of(all, middle));
+      }
       if (blocks <= p.ctas) high = middle;
       else low = middle + 1;
     }
@@ -271,6 +294,7 @@ struct BlockPlace {
   INLINE void keep() const {
     store_shared2(SHARED_BASE + PLACE_OFFSET, head, cta);
     store_shared2(SHARED_BASE + PLACE_OFFSET + 8, ctas, parts);
+    store_shared(SHARED_BASE + PLACE_OFFSET + 16, work);
   }
 };
 
@@ -278,20 +302,43 @@ INLINE int kept_head() { return load_shared(SHARED_BASE + PLACE_OFFSET); }
 INLINE int kept_cta() { return load_shared(SHARED_BASE + PLACE_OFFSET + 4); }
 INLINE int kept_ctas() { return load_shared(SHARED_BASE + PLACE_OFFSET + 8); }
 INLINE int kept_parts() { return load_shared(SHARED_BASE + PLACE_OFFSET + 12); }
+INLINE int kept_work() { return load_shared(SHARED_BASE + PLACE_OFFSET + 16); }
 
-// A head's pages in the list, and how many blocks share them.
+// A head's pages in the list, and how many blocks share them. Pages are told apart by their place in
+// the head's work, in which every row that has pages begins with what it costs beside them.
 struct HeadPages {
-  int start, count, ctas;
+  const int* rows;
+  int batch, work, ctas;
+  int row_pages;  // what a row costs
 
-  INLINE HeadPages(int start, int count, int most)
-      : start(start), count(count), ctas(min(most, (count + LEAST_PAGES - 1) / LEAST_PAGES)) {}
+  INLINE HeadPages(const Params& p, int head, int work, int most)
+      : rows(p.row_start + head * p.batch), batch(p.batch), work(work),
+        row_pages(p.uneven ? ROW_PAGES : 0) {
+    ctas = min(most, (rows[batch] - rows[0] + LEAST_PAGES - 1) / LEAST_PAGES);
+  }
 
-  // First page of block `cta`. 32 bits: a head's pages times blocks stays far below 2^32.
-  INLINE int first(int cta) const { return start + (uint32_t)(cta * count) / max(ctas, 1); }
+  // Where the work of block `cta` begins. 32 bits: a head's work times blocks stays far below 2^32.
+  INLINE int bound(int cta) const { return (uint32_t)(cta * work) / max(ctas, 1); }
 
-  // Index of the block that has page `at` of the list.
-  INLINE int owner(int at) const {
-    return (int)((uint32_t)((at - start + 1) * ctas - 1) / count);
+  // First page of block `cta` in the list; all lanes of a warp find it together.
+  INLINE int first(int cta, int lane) const {
+    const int start = rows[0], end = bound(cta);
+    if (row_pages == 0) return start + end;
+    int pages = start, filled = 0;
+    for (int b = lane; b < round_up(batch, 32); b += 32) {
+      const int from = rows[min(b, batch)], count = rows[min(b + 1, batch)] - from;
+      const uint32_t live = __ballot_sync(ALL_LANES, count > 0);
+      const int rank = filled + __popc(live & (2u << lane) - 1u);
+      const int before = end - (from - start) - row_pages * rank;
+      pages += __reduce_add_sync(ALL_LANES, min(max(before, 0), count));
+      filled += __popc(live);
+    }
+    return pages;
+  }
+
+  // Index of the block that has page `at` of the list, in the row `rank` of those that have pages.
+  INLINE int owner(int at, int rank) const {
+    return (int)((uint32_t)((at - rows[0] + row_pages * rank + 1) * ctas - 1) / work);
   }
 };
 
@@ -303,28 +350,42 @@ INLINE int first_row(const int* rows, int batch, int start, int lane) {
   return index;
 }
 
+// Rows with pages up to row `index`, that one included; all lanes of a warp find it together.
+INLINE int row_rank(const int* rows, int index, int lane) {
+  int rank = 0;
+  for (int b = lane; b < round_up(index + 1, 32); b += 32)
+    rank += __popc(__ballot_sync(ALL_LANES, b <= index && rows[b + 1] > rows[b]));
+  return rank;
+}
+
 // Bounds of the head's rows, found anew between rows.
 INLINE const int* head_rows(const Params& p) { return p.row_start + kept_head() * p.batch; }
 
-// Which blocks share a row, for its end.
+// Which blocks share a row, for its end. One thread alone knows which of the rows with pages it is.
 INLINE void keep_parts(const Params& p, int index) {
-  const int* rows = head_rows(p);
-  const HeadPages head(rows[0], rows[p.batch] - rows[0], kept_ctas());
-  const int first = head.owner(rows[index]), last = head.owner(rows[index + 1] - 1);
+  const HeadPages head(p, kept_head(), kept_work(), kept_ctas());
+  const int rank = load_shared(SHARED_BASE + RANK_OFFSET);
+  const int first = head.owner(head.rows[index], rank);
+  const int last = head.owner(head.rows[index + 1] - 1, rank);
   store_shared2(SHARED_BASE + KEPT_OFFSET, index + first, last - first + 1);
+  store_shared(SHARED_BASE + RANK_OFFSET, rank + 1);
 }
+
+constexpr int PARTS_THREAD = THREADS - 32;  // of the team with the fewest pages
 
 // What the teams do: attend to the block's pages, row by row.
 INLINE void attend_rows(const Params& p, int first, int end, Row& row, RowStart& start,
                         const uint8_t* table, int tid) {
   const WarpPlace place(p, tid);
   row.index = first_row(head_rows(p), p.batch, first, place.lane);
+  const int rank = row_rank(head_rows(p), row.index, place.lane);
   // queries set out before pages are asked for, else they would queue behind them
   start.load(p, row, tid);
   Supply supply;
   if constexpr (!HAS_SUPPLIERS)
     supply.start(p, table, first, end, place.supply_order(), place.lane);
   start.store(p, row, tid);
+  if (tid == PARTS_THREAD) store_shared(SHARED_BASE + RANK_OFFSET, rank);
 
   Stage stage = {(uint32_t)place.team, 0u};
   int page = first + place.team;
@@ -348,7 +409,7 @@ INLINE void attend_rows(const Params& p, int first, int end, Row& row, RowStart&
     reset(run, acc);
     ConstantPoints constants;
     if constexpr (KEEPS_CONSTANTS) constants.load(place.lane);
-    if (tid == THREADS - 32) keep_parts(p, row.index);  // of the team with the fewest pages
+    if (tid == PARTS_THREAD) keep_parts(p, row.index);
     for (; page < stop; page += TEAMS) {
       if constexpr (!HAS_SUPPLIERS && SEND_WORD < 0) supply.send(p, page, place.lane);
       barrier_wait(full_barrier(stage.index), stage.parity);
@@ -398,11 +459,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   if (tid == 0) request_table(table);
   RowStart start;
   start.load_map(table, tid);
-  const int* rows = p.row_start + place.head * p.batch;
-  const HeadPages head(rows[0], rows[p.batch] - rows[0], place.ctas);
-  const int first = head.first(place.cta), end = head.first(place.cta + 1);
+  const HeadPages head(p, place.head, place.work, place.ctas);
+  const bool is_used = place.cta < head.ctas;
+  const int first = head.first(place.cta, tid & 31), end = head.first(place.cta + 1, tid & 31);
   __syncthreads();
-  if (place.cta >= head.ctas) {
+  // a short share may hold nothing but what a row costs
+  if (!is_used || first >= end) {
     barrier_wait(table_barrier(), 0);  // shared memory must outlive the copy
     if (tid < THREADS) write_rest(p, row, tid);
     end_after_previous();

@@ -148,14 +148,13 @@ INLINE void hadamard(float (&v)[LANE_DIMS], int lane) {
   for (int i = 0; i < LANE_DIMS; i++) v[i] *= norm;
 }
 
-// Rotation, other partial, sink, output: one warp writes one query.
-INLINE void write_query(const Params& p, const Row& row, int query, float (&v)[LANE_DIMS],
+// Other partial, sink, output: one warp writes one query.
+INLINE void merge_query(const Params& p, const Row& row, int query, float (&v)[LANE_DIMS],
                         float lse2, int lane) {
   const int in_group = row.block * COLUMNS + query;
   if (in_group >= p.group) return;
   const int head = row.head * p.group + in_group;
   const uint64_t at = (uint64_t)row.index * (p.kv_heads * p.group) + head;
-  if (p.unrotate) hadamard(v, lane);
   if (p.other_lse || p.sinks) {
     wait_for_previous();
     const float other = p.other_lse ? p.other_lse[at] * LOG2E : MINUS_INFINITY;
@@ -321,6 +320,7 @@ INLINE void finish_row(const Params& p, Row& row, const Running& run, const Accu
     for (int i = 0; i < LANE_DIMS; i++)
       v[i] = load_shared_float(result_at(query * HEAD_DIM + lane + 32 * i));
     const float lse2 = load_shared_float(stat_at(is_shared ? 2 : 0) + query * 4);
-    write_query(p, row, query, v, lse2, lane);
+    if (p.unrotate) hadamard(v, lane);
+    merge_query(p, row, query, v, lse2, lane);
   }
 }

@@ -56,6 +56,10 @@ constexpr int STEPS = LOOKUP_STEPS + CONSTANT_STEPS;
 constexpr int STEP_PAIRS = (STEPS + 1) / 2;  // a lane reads the turns of two steps at once
 constexpr int ENTRIES = 16 * STEP_PAIRS;
 static_assert(NIBBLES % 16 == 0, "slots are handled 16 at a time");
+// What a row costs a block beside its pages, in pages: queries are turned, the warps' sums merged. A
+// page costs ten steps of a product beside its own, a row 33; a lone team waits less for itself.
+constexpr int PAGE_WORK = STEPS + 10;
+constexpr int ROW_PAGES = ((TEAMS == 1 ? 66 : 33 * TEAMS) + PAGE_WORK / 2) / PAGE_WORK;
 
 // Page: header, slots, radius and scale codes, value codes, bases of runs or positions of keys.
 constexpr bool HAS_SCALES = VALUE_BITS != 16;
@@ -125,7 +129,7 @@ constexpr int RESULT_BYTES = COLUMNS * HEAD_DIM * 4 + 4 * STAT_BYTES;
 constexpr int SCRATCH_BYTES = larger(TURNED * TURNED_BYTES, PASS_BYTES + RESULT_BYTES);
 // Every warp asks for one page before a block begins, so no more can be ahead than there are warps.
 constexpr int MAX_STAGES = smaller(4, TEAM_WARPS + 1) * TEAMS;
-constexpr int BARRIER_BYTES = 16 * MAX_STAGES + 32;
+constexpr int BARRIER_BYTES = 16 * MAX_STAGES + 48;
 constexpr int SHARED_LIMIT = 232448;
 constexpr int FITTING_STAGES =
     (SHARED_LIMIT - TABLE_BYTES - ZERO_BYTES - SCRATCH_BYTES - BARRIER_BYTES) / STAGE_BYTES;
@@ -150,6 +154,7 @@ constexpr int RESULT_OFFSET = SCRATCH_OFFSET + PASS_BYTES;
 constexpr int BARRIER_OFFSET = SCRATCH_OFFSET + SCRATCH_BYTES;
 constexpr int KEPT_OFFSET = BARRIER_OFFSET + 16 * MAX_STAGES + 8;  // behind the table's barrier
 constexpr int PLACE_OFFSET = KEPT_OFFSET + 8;  // see BlockPlace
+constexpr int RANK_OFFSET = PLACE_OFFSET + 20;
 constexpr int SHARED_BYTES = BARRIER_OFFSET + BARRIER_BYTES;
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "shared memory");
 
