@@ -37,11 +37,11 @@ _STEP_ENTRIES = 8
 _LONG_ENTRIES = 96
 # What a page costs beside its product steps, in such steps; what a row costs beside its pages: its
 # queries are turned, the warps' sums merged.
-_PAGE_STEPS = 10
-ROW_STEPS = 33
+_PAGE_STEPS = 40
+ROW_STEPS = 105
 """What a row costs a block beside its pages, in product steps of one team."""
-# A team has the multiprocessor to itself, but waits for every page it asks for.
-_ALONE = 0.5
+# What a page takes of a team that has the multiprocessor to itself.
+_ALONE = 0.6
 _PASS_DIMS = 32
 
 

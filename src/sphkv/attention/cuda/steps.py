@@ -221,7 +221,9 @@ def head_work(shape: KernelShape, pages: _Integers) -> _Integers:
         shape: The kernel.
         pages: ``[heads, rows]`` coded pages.
     """
-    work: _Integers = pages.sum(1) + shape.row_pages * (pages > 0).sum(1)
+    # every block begins a row, whatever its head has
+    more: _Integers = ((pages > 0).sum(1) - 1).clip(0)
+    work: _Integers = pages.sum(1) + shape.row_pages * more
     return work
 
 
@@ -235,7 +237,6 @@ def launch_steps(shape: KernelShape, pages: _Integers, blocks: int) -> float:
     """
     work = head_work(shape, pages)
     own = head_blocks(work, blocks).clip(1)
-    # a row that blocks share is begun by each of them
     return float((shape.page_steps * work / own + ROW_STEPS * (work > 0)).max())
 
 

@@ -239,7 +239,8 @@ struct BlockPlace {
     return __ldg(p.row_start + (head + 1) * p.batch) - __ldg(p.row_start + head * p.batch);
   }
 
-  // Pages of a head, which differs from lane to lane, and what its rows that have some cost beside.
+  // Pages of a head, which differs from lane to lane, and what its rows that have some cost beside; the
+  // first is free, for every block begins one.
   static INLINE int work_of(const Params& p, int head, int lane) {
     const int rows = p.kv_heads * p.batch, first = head * p.batch;
     int filled = 0;
@@ -249,7 +250,7 @@ struct BlockPlace {
       const uint32_t mine = bits_below(first + p.batch - k) & ~bits_below(first - k);
       filled += __popc(__ballot_sync(ALL_LANES, has_pages) & mine);
     }
-    return pages_of(p, head) + ROW_PAGES * filled;
+    return pages_of(p, head) + ROW_PAGES * max(filled - 1, 0);
   }
 
   // Blocks of a head if none has more work than `most`.
@@ -305,7 +306,7 @@ INLINE int kept_parts() { return load_shared(SHARED_BASE + PLACE_OFFSET + 12); }
 INLINE int kept_work() { return load_shared(SHARED_BASE + PLACE_OFFSET + 16); }
 
 // A head's pages in the list, and how many blocks share them. Pages are told apart by their place in
-// the head's work, in which every row that has pages begins with what it costs beside them.
+// the head's work, in which every row but the first begins with what it costs beside its pages.
 struct HeadPages {
   const int* rows;
   int batch, work, ctas;
@@ -328,7 +329,7 @@ struct HeadPages {
     for (int b = lane; b < round_up(batch, 32); b += 32) {
       const int from = rows[min(b, batch)], count = rows[min(b + 1, batch)] - from;
       const uint32_t live = __ballot_sync(ALL_LANES, count > 0);
-      const int rank = filled + __popc(live & (2u << lane) - 1u);
+      const int rank = filled + __popc(live & (2u << lane) - 1u) - 1;
       const int before = end - (from - start) - row_pages * rank;
       pages += __reduce_add_sync(ALL_LANES, min(max(before, 0), count));
       filled += __popc(live);
@@ -336,7 +337,7 @@ struct HeadPages {
     return pages;
   }
 
-  // Index of the block that has page `at` of the list, in the row `rank` of those that have pages.
+  // Index of the block that has page `at` of the list, in row `rank` of those that have pages.
   INLINE int owner(int at, int rank) const {
     return (int)((uint32_t)((at - rows[0] + row_pages * rank + 1) * ctas - 1) / work);
   }
@@ -350,11 +351,11 @@ INLINE int first_row(const int* rows, int batch, int start, int lane) {
   return index;
 }
 
-// Rows with pages up to row `index`, that one included; all lanes of a warp find it together.
+// Rows with pages before row `index`; all lanes of a warp find it together.
 INLINE int row_rank(const int* rows, int index, int lane) {
   int rank = 0;
-  for (int b = lane; b < round_up(index + 1, 32); b += 32)
-    rank += __popc(__ballot_sync(ALL_LANES, b <= index && rows[b + 1] > rows[b]));
+  for (int b = lane; b < round_up(index, 32); b += 32)
+    rank += __popc(__ballot_sync(ALL_LANES, b < index && rows[b + 1] > rows[b]));
   return rank;
 }
 
