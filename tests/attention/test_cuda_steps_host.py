@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import sphkv.attention.cuda.steps as cuda_steps
 from sphkv.attention.cuda.backend import CudaBackend
 from sphkv.attention.cuda.geometry import KernelShape
 from sphkv.attention.cuda.steps import head_blocks, launch_steps, share_blocks
@@ -168,6 +169,30 @@ def test_captured_steps_read_tiers_runs_and_dense_pages(on_the_host, is_listed_a
         return False
 
     assert not steps.prepare(demote)
+
+
+def test_new_pages_have_multiprocessors_set_aside(on_the_host, monkeypatch):
+    """A launch keeps its thread blocks while the tier that seals grows."""
+    on_the_host(132)
+    asked = []
+
+    def noted(work, blocks):
+        asked.append([pages for _, pages in work])
+        return share_blocks(work, blocks)
+
+    monkeypatch.setattr(cuda_steps, "share_blocks", noted)
+    backend = CudaBackend(CPU)
+    store = build_store(MIXED, order=backend.page_order)
+    store.seal_at(0, "k2v4")
+    tokens = store.num_tokens(0)
+    for room in (1, 1024):
+        assert backend.capture(store, [0], max_tokens=tokens + room) is not None
+    layers = MIXED.num_layers
+    for now, later in zip(asked[:layers], asked[layers:], strict=True):
+        added = [more - pages for pages, more in zip(now, later, strict=True)]
+        # half of the 1,024 tokens, in pages of 128, for the one tier that seals
+        assert sorted(int(pages.max()) for pages in added)[:-1] == [0] * (len(added) - 1)
+        assert (added[max(range(len(added)), key=lambda at: added[at].max())] == 4).all()
 
 
 def test_warm_up_steps_leave_no_trace(on_the_host):

@@ -485,8 +485,7 @@ class CapturedSteps:
             blank = torch.empty(1, layout.page_bytes, dtype=torch.uint8, device="meta")
             pool = PagePool(blank, layout.position_mode, self._bases[tag])
             launches.append(_Launch(kernel, pool, lists))
-            pages = found[tag].counts[layer] if tag in found else np.zeros((1, 1), np.int64)
-            work.append((kernel.shape, pages))
+            work.append((kernel.shape, self._pages_planned_for(tag, layer, found)))
         if len(launches) == 1 and launches[0].pool.mode is PositionMode.CONTIGUOUS:
             # heads have as many pages each
             launches[0].kernel.overlaps = True
@@ -503,6 +502,20 @@ class CapturedSteps:
             replace(launches[at], lists=replace(launches[at].lists, blocks=shares[at]))
             for at in order
         ]
+
+    def _pages_planned_for(self, tag: int, layer: int, found: dict[int, _FoundPages]) -> _Integers:
+        """Pages ``[heads, rows]`` that multiprocessors are shared by.
+
+        A launch keeps its thread blocks. If new pages had none, which would begin when all others
+        are done, few of them would take as long as all of a prompt.
+        """
+        shape = self._store.config.geometry.num_kv_heads, len(self._sequences)
+        pages = found[tag].counts[layer] if tag in found else np.zeros(shape, np.int64)
+        if tag != self._sealed_tag:
+            return pages
+        longest = max(map(self._store.num_tokens, self._sequences))
+        # half of those that may come
+        return pages + (self.max_tokens - longest) // 2 // self._sealed.page_tokens
 
     def _tails_of(self, layer: int) -> DenseStates:
         """Tails and dense pages of a layer."""

@@ -22,7 +22,7 @@ from sphkv.integrations.transformers.attachment import AttentionCall, AttentionR
 
 _WARM_UP_STEPS = 2
 # Tokens that a captured step has room for beyond those it began with.
-_ROOM_TOKENS = 4096
+_ROOM_TOKENS = 2048
 # Arguments of a decoder that a captured step can do without, or carries itself.
 _CARRIED = frozenset(
     {
