@@ -137,7 +137,7 @@ class Layer:
             for kind in self.kinds
         ]
         room = torch.cuda.get_device_properties(DEVICE).multi_processor_count - DENSE_PROCESSORS
-        shares = share_blocks(work, room)
+        shares = share_blocks(work, room, DENSE_PROCESSORS)
         for kind, share in zip(self.kinds, shares, strict=True):
             kind.lists = PageLists(kind.lists.entries, kind.lists.row_start, batch, share)
         self.kinds = [self.kinds[i] for i in longest_first(work, shares)]

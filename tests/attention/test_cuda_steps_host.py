@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import sphkv.attention.cuda.steps as cuda_steps
 from sphkv.attention.cuda.backend import CudaBackend
 from sphkv.attention.cuda.geometry import KernelShape
-from sphkv.attention.cuda.steps import head_blocks, launch_steps, share_blocks
+from sphkv.attention.cuda.steps import head_blocks, launch_steps, longest_first, share_blocks
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
@@ -176,9 +176,9 @@ def test_new_pages_have_multiprocessors_set_aside(on_the_host, monkeypatch):
     on_the_host(132)
     asked = []
 
-    def noted(work, blocks):
+    def noted(work, blocks, spare):
         asked.append([pages for _, pages in work])
-        return share_blocks(work, blocks)
+        return share_blocks(work, blocks, spare)
 
     monkeypatch.setattr(cuda_steps, "share_blocks", noted)
     backend = CudaBackend(CPU)
@@ -286,6 +286,20 @@ def test_a_launch_of_few_pages_has_few_blocks():
     shares = share_blocks(work, 128)
     assert shares[0] == 8
     assert shares[1] == 120
+
+
+@pytest.mark.parametrize(("rows", "count", "is_kept_apart"), [(1, 900, True), (8, 80, False)])
+def test_a_short_launch_takes_turns_on_what_is_spare(rows, count, is_kept_apart):
+    """Its eight blocks run four at a time, if they are done twice before the others are once."""
+    work = [(shape_of(4), np.full((8, rows), each)) for each in (count, 2)]
+    assert (share_blocks(work, 128, 4) == [128, 8]) is is_kept_apart
+    assert sum(share_blocks(work, 128)) == 128
+
+
+def test_the_longest_launch_comes_first():
+    work = [(shape_of(4), np.full((8, 1), count)) for count in (0, 40, 900)]
+    assert longest_first(work, [1, 8, 120]) == [2, 1, 0]
+    assert longest_first(work, [1, 8, 2000]) == [1, 2, 0]
 
 
 def test_many_heads_run_launch_by_launch():

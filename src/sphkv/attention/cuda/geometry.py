@@ -40,8 +40,9 @@ _LONG_ENTRIES = 96
 _PAGE_STEPS = 40
 ROW_STEPS = 105
 """What a row costs a block beside its pages, in product steps of one team."""
-# What a page takes of a team that has the multiprocessor to itself.
+# Part of that which a page takes where every scheduler of a multiprocessor has but one warp.
 _ALONE = 0.6
+_SCHEDULERS = 4
 _PASS_DIMS = 32
 
 
@@ -184,7 +185,7 @@ class KernelShape:
     @property
     def page_steps(self) -> float:
         """What a page costs a multiprocessor, in product steps of one team."""
-        alone = _ALONE if self.teams == 1 else 1
+        alone = _ALONE if self.teams * self.team_warps <= _SCHEDULERS else 1
         return alone * (self.steps + _PAGE_STEPS) / self.teams
 
     @property

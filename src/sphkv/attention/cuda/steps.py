@@ -62,8 +62,10 @@ DENSE_PROCESSORS = 4
 _NUMBER_MASK = (1 << 32) - 1
 # Pages of a list that are not full: of the prompt, of what was demoted, and the newest.
 _SPARE_PAGES = 4
-# Part of the multiprocessors that are shared by pages alone.
-_PART_AT_ONCE = 0.8
+# From a block's beginning to its first page, and from its last one to its end.
+_LAUNCH_STEPS = 185
+# Part of the others' time that short blocks may take, one after the other, by this estimate.
+_SURE = 0.9
 # Pages that lists have room for beyond those of now, in parts of a layer's.
 _ROOM_PART = 4
 
@@ -240,41 +242,63 @@ def launch_steps(shape: KernelShape, pages: _Integers, blocks: int) -> float:
     return float((shape.page_steps * work / own + ROW_STEPS * (work > 0)).max())
 
 
-def share_blocks(work: Sequence[tuple[KernelShape, _Integers]], blocks: int) -> list[int]:
+def _share_evenly(work: Sequence[tuple[KernelShape, _Integers]], blocks: int) -> list[int]:
+    """Blocks of launches that all have pages, so that the last one ends as early as can be."""
+    heads = [head_work(*each).tolist() for each in work]
+
+    def needed(steps: float) -> list[int]:
+        """Fewest blocks with which each is done after so many product steps."""
+        most = [max(1, int((steps - ROW_STEPS) / shape.page_steps)) for shape, _ in work]
+        return [sum(-(-n // m) for n in own) for own, m in zip(heads, most, strict=True)]
+
+    low, high = 0.0, max(launch_steps(*each, len(each[1])) for each in work)
+    while high - low > 1:
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(needed(middle)) <= blocks else (middle, high)
+    shares = needed(high)
+    # what is left does nothing for the last, but maybe for one that the estimate flatters
+    longest = max(range(len(work)), key=lambda at: sum(heads[at]))
+    shares[longest] += blocks - sum(shares)
+    return shares
+
+
+def share_blocks(
+    work: Sequence[tuple[KernelShape, _Integers]], blocks: int, spare: int = 0
+) -> list[int]:
     """Thread blocks of launches that run side by side, so that the last ends as early as can be.
 
     A block fills a multiprocessor: one too many would begin when others are done, and take as long
-    again.
+    again. Only a launch that is short enough may take turns on the spare ones.
 
     Args:
         work: Kernel and pages ``[heads, rows]`` of each launch; what has none yet is done at once
             and does not count.
         blocks: Multiprocessors.
+        spare: Others that short blocks may use one after the other.
 
     Returns:
         Blocks of each launch; all of them for every launch, one after the other, where heads leave
         too few to share.
     """
-    shares = [max(1, int((pages.sum(1) > 0).sum())) for _, pages in work]
+    shares = [max(1, int(pages.any(1).sum())) for _, pages in work]
     busy = [at for at, (_, pages) in enumerate(work) if pages.any()]
     if sum(shares[at] for at in busy) > blocks:
         return [max(blocks, least) for least in shares]
-    # most of them by the sum of work, which is not far from right; the rest one by one
-    free = blocks - sum(shares[at] for at in busy)
-    costs = [shape.page_steps * float(head_work(shape, pages).sum()) for shape, pages in work]
-    for at in busy:
-        shares[at] += int(_PART_AT_ONCE * free * costs[at] / sum(costs))
-    ends = {at: launch_steps(*work[at], shares[at]) for at in busy}
-    free = blocks - sum(shares[at] for at in busy)
-    while busy and free:
-        last = max(busy, key=lambda at: ends[at])
-        # heads have whole blocks: one more may change nothing
-        for more in range(1, free + 1):
-            end = launch_steps(*work[last], shares[last] + more)
-            if end < ends[last]:
-                break
-        shares[last] += more
-        ends[last], free = end, free - more
+    if spare and len(busy) > 1:
+        costs = {at: work[at][0].page_steps * head_work(*work[at]).sum() for at in busy}
+        small = min(busy, key=lambda at: costs[at])
+        others = [at for at in busy if at != small]
+        rest = _share_evenly([work[at] for at in others], blocks)
+        ends = [launch_steps(*work[at], share) for at, share in zip(others, rest, strict=True)]
+        # a launch has a block for every head
+        heads = len(work[small][1])
+        turns, own = -(-heads // spare), launch_steps(*work[small], heads)
+        if turns * (own + _LAUNCH_STEPS) <= _SURE * (max(ends) + _LAUNCH_STEPS):
+            busy = others
+    if busy:
+        even = _share_evenly([work[at] for at in busy], blocks)
+        for at, share in zip(busy, even, strict=True):
+            shares[at] = share
     return shares
 
 
@@ -492,7 +516,8 @@ class CapturedSteps:
             return launches
         properties = torch.cuda.get_device_properties(self._device)
         room = properties.multi_processor_count - DENSE_PROCESSORS
-        shares = share_blocks(work, room // launches[0].kernel.passes)
+        passes = launches[0].kernel.passes
+        shares = share_blocks(work, room // passes, DENSE_PROCESSORS // passes)
         # every launch begins a little later than the one before it
         order = longest_first(work, shares)
         for at in order:

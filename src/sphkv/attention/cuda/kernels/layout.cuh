@@ -57,9 +57,10 @@ constexpr int STEP_PAIRS = (STEPS + 1) / 2;  // a lane reads the turns of two st
 constexpr int ENTRIES = 16 * STEP_PAIRS;
 static_assert(NIBBLES % 16 == 0, "slots are handled 16 at a time");
 // What a row costs a block beside its pages, in pages: queries are turned, the warps' sums merged. A
-// page costs 40 steps of a product beside its own, a row 105; a lone team's page takes 0.6 of the time.
+// page costs 40 steps of a product beside its own, a row 105; where every scheduler has but one warp, a
+// page takes 0.6 of the time.
 constexpr int PAGE_WORK = STEPS + 40;
-constexpr int ROW_PAGES = ((TEAMS == 1 ? 175 : 105 * TEAMS) + PAGE_WORK / 2) / PAGE_WORK;
+constexpr int ROW_PAGES = ((WARPS <= 4 ? 175 : 105) * TEAMS + PAGE_WORK / 2) / PAGE_WORK;
 
 // Page: header, slots, radius and scale codes, value codes, bases of runs or positions of keys.
 constexpr bool HAS_SCALES = VALUE_BITS != 16;
