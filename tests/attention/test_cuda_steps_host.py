@@ -6,6 +6,8 @@ import functools
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -246,6 +248,15 @@ def shape_of(teams):
     return KernelShape(128, 32, 0, 1, 4, columns=4, teams=teams)
 
 
+# of heads of 128 elements, as fitted codebooks come to
+SHAPES = {
+    "k2v2": KernelShape(128, 64, 1, 1, 2, columns=4, teams=4),
+    "k3v4": KernelShape(128, 96, 1, 1, 4, columns=4, teams=3),
+    "k4v8": KernelShape(128, 128, 0, 1, 8, columns=4, teams=1),
+    "k2v4": KernelShape(128, 64, 1, 1, 4, columns=4, teams=4),
+}
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_launches_side_by_side_fit_the_multiprocessors_and_end_together(seed):
     torch.manual_seed(seed)
@@ -278,7 +289,7 @@ def test_no_block_has_more_pages_than_it_must(pages):
 def test_launches_without_pages_take_no_multiprocessor_from_others():
     idle, busy = np.zeros((8, 2), int), np.full((8, 2), 900)
     work = [(shape_of(4), pages) for pages in (idle, busy, idle)]
-    assert share_blocks(work, 128) == [1, 128, 1]
+    assert share_blocks(work, 128) == [8, 128, 8]
 
 
 def test_a_launch_of_few_pages_has_few_blocks():
@@ -286,6 +297,46 @@ def test_a_launch_of_few_pages_has_few_blocks():
     shares = share_blocks(work, 128)
     assert shares[0] == 8
     assert shares[1] == 120
+
+
+@pytest.mark.parametrize(
+    ("heads", "tiers", "rows", "counts"),
+    [
+        (64, ("k2v2", "k4v8"), 8, (1, 1)),
+        (32, ("k2v2", "k3v4", "k4v8", "k2v4"), 8, (20, 7, 13, 20)),
+        (40, ("k2v2", "k3v4", "k4v8"), 2, (13, 3, 13)),
+    ],
+)
+def test_every_head_has_a_block_where_there_are_just_enough(heads, tiers, rows, counts):
+    work = [
+        (SHAPES[tier], np.full((heads, rows), count))
+        for tier, count in zip(tiers, counts, strict=True)
+    ]
+    shares = share_blocks(work, 128, 4)
+    assert min(shares) >= heads
+    assert sum(shares) == 128
+    assert sorted(longest_first(work, shares)) == list(range(len(work)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_shares_are_whole_whatever_pages_there_are(data):
+    heads = data.draw(st.sampled_from([1, 2, 8, 30, 32, 40, 64]))
+    blocks = data.draw(st.sampled_from([64, 100, 128]))
+    work = []
+    for shape in list(SHAPES.values())[: data.draw(st.integers(1, 4))]:
+        rows = data.draw(st.sampled_from([1, 2, 8]))
+        most = data.draw(st.sampled_from([1, 7, 40, 900]))
+        held = st.lists(st.integers(0, most), min_size=heads * rows, max_size=heads * rows)
+        work.append((shape, np.array(data.draw(held)).reshape(heads, rows)))
+    shares = share_blocks(work, blocks)
+    busy = [own for own, (_, pages) in zip(shares, work, strict=True) if pages.any()]
+    assert all(own >= heads for own in shares)
+    if len(busy) * heads <= blocks:
+        assert sum(busy) == (blocks if busy else 0)
+    else:
+        assert shares == [max(blocks, heads)] * len(shares)
+    longest_first(work, shares)
 
 
 @pytest.mark.parametrize(("rows", "count", "is_kept_apart"), [(1, 900, True), (8, 80, False)])

@@ -243,22 +243,30 @@ def launch_steps(shape: KernelShape, pages: _Integers, blocks: int) -> float:
 
 
 def _share_evenly(work: Sequence[tuple[KernelShape, _Integers]], blocks: int) -> list[int]:
-    """Blocks of launches that all have pages, so that the last one ends as early as can be."""
+    """Blocks of launches that all have pages, so that the last one ends as early as can be.
+
+    There are enough for every head of every launch.
+    """
     heads = [head_work(*each).tolist() for each in work]
 
     def needed(steps: float) -> list[int]:
         """Fewest blocks with which each is done after so many product steps."""
         most = [max(1, int((steps - ROW_STEPS) / shape.page_steps)) for shape, _ in work]
-        return [sum(-(-n // m) for n in own) for own, m in zip(heads, most, strict=True)]
+        blocks = (sum(-(-n // m) for n in own) for own, m in zip(heads, most, strict=True))
+        return [max(own, len(pages)) for own, (_, pages) in zip(blocks, work, strict=True)]
 
-    low, high = 0.0, max(launch_steps(*each, len(each[1])) for each in work)
+    # a block for every head is enough by then; half a page more minds how floats round
+    ends = [
+        shape.page_steps * (max(own) + 0.5) for own, (shape, _) in zip(heads, work, strict=True)
+    ]
+    low, high = 0.0, ROW_STEPS + max(ends)
     while high - low > 1:
         middle = (low + high) / 2
         low, high = (low, middle) if sum(needed(middle)) <= blocks else (middle, high)
     shares = needed(high)
     # what is left does nothing for the last, but maybe for one that the estimate flatters
-    longest = max(range(len(work)), key=lambda at: sum(heads[at]))
-    shares[longest] += blocks - sum(shares)
+    most_work = max(range(len(work)), key=lambda at: sum(heads[at]))
+    shares[most_work] += blocks - sum(shares)
     return shares
 
 
@@ -277,22 +285,20 @@ def share_blocks(
         spare: Others that short blocks may use one after the other.
 
     Returns:
-        Blocks of each launch; all of them for every launch, one after the other, where heads leave
-        too few to share.
+        Blocks of each launch, at least one for every head; all of them for every launch, one after
+        the other, where heads leave too few to share.
     """
-    shares = [max(1, int(pages.any(1).sum())) for _, pages in work]
+    shares = [len(pages) for _, pages in work]
     busy = [at for at, (_, pages) in enumerate(work) if pages.any()]
     if sum(shares[at] for at in busy) > blocks:
-        return [max(blocks, least) for least in shares]
+        return [max(blocks, heads) for heads in shares]
     if spare and len(busy) > 1:
         costs = {at: work[at][0].page_steps * head_work(*work[at]).sum() for at in busy}
         small = min(busy, key=lambda at: costs[at])
         others = [at for at in busy if at != small]
         rest = _share_evenly([work[at] for at in others], blocks)
         ends = [launch_steps(*work[at], share) for at, share in zip(others, rest, strict=True)]
-        # a launch has a block for every head
-        heads = len(work[small][1])
-        turns, own = -(-heads // spare), launch_steps(*work[small], heads)
+        turns, own = -(-shares[small] // spare), launch_steps(*work[small], shares[small])
         if turns * (own + _LAUNCH_STEPS) <= _SURE * (max(ends) + _LAUNCH_STEPS):
             busy = others
     if busy:

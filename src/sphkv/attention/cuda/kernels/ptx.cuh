@@ -182,7 +182,8 @@ INLINE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memor
 // A launch ends after the one before it, so that who waits for the last of several waits for all. The
 // last block waits: it begins last, and holds the multiprocessor meanwhile.
 INLINE void end_after_previous() {
-  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) wait_for_previous();
+  const bool is_last = blockIdx.x == gridDim.x - 1 && blockIdx.y == gridDim.y - 1;
+  if (is_last && threadIdx.x == 0) wait_for_previous();
 }
 
 // ---- arithmetic ----
