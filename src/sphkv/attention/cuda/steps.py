@@ -62,7 +62,7 @@ DENSE_PROCESSORS = 4
 _NUMBER_MASK = (1 << 32) - 1
 # Pages of a list that are not full: of the prompt, of what was demoted, and the newest.
 _SPARE_PAGES = 4
-# From a block's beginning to its first page, and from its last one to its end.
+# Of a block, before it is ready for its first page and behind its last one.
 _LAUNCH_STEPS = 185
 # Part of the others' time that short blocks may take, one after the other, by this estimate.
 _SURE = 0.9
