@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sphkv.attention.native.backend import CodebookCache, NativeRecoder
+from sphkv.attention.native.backend import CodebookCache, NativePageCodec
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.contract import LayerContract
 from sphkv.core.devices import require_kernels
@@ -63,7 +63,7 @@ class Demotions:
         self.tiers = ladder(self.geometry.head_dim, names=(*before, after))
         self.after, ids = self.tiers.id_of(after), [self.tiers.id_of(name) for name in before]
         books = CodebookCache()
-        ways = {name: NativeRecoder(books, 1, name) for name in require_kernels().recoders()}
+        ways = {name: NativePageCodec(books, 1, name) for name in require_kernels().recoders()}
         self.stores = {
             name: PageStore(
                 StoreConfig(self.geometry, self.tiers, seal_tier=after), codec, kernels=kernels

@@ -250,26 +250,58 @@ std::vector<std::string> recoders() {
   return out;
 }
 
-// sizes: head_dim, heads of a layer, rows; clips: ratios, cells, refinements; tensors in the order
-// of Recoding; reading: coarse, gain
-void recode(const std::vector<int>& sizes, const std::vector<PageKind>& sources,
-            const std::vector<PageKind>& targets, const std::vector<uintptr_t>& in,
-            const std::vector<int>& clips, const std::vector<float>& reading, int threads,
-            uintptr_t pages, const std::string& variant) {
-  if (sizes.size() != 3 || in.size() != 6 || clips.size() != 3 || reading.size() != 2) {
+// What both ways to make pages have in common. sizes: head_dim, heads of a layer, rows; in: metric
+// roots, heads, clip weights; clips: ratios, cells, refinements; reading: coarse, gain
+Recoding page_job(const std::vector<int>& sizes, const std::vector<PageKind>& targets,
+                  const std::vector<uintptr_t>& in, const std::vector<int>& clips,
+                  const std::vector<float>& reading, uintptr_t pages) {
+  if (sizes.size() != 3 || in.size() != 3 || clips.size() != 3 || reading.size() != 2) {
     throw std::invalid_argument("a recoder got the wrong number of sizes or tensors");
   }
+  Recoding job;
+  job.head_dim = sizes[0];
+  job.num_heads = sizes[1];
+  job.targets = targets;
+  job.metric_root = at_address<float>(in[0]);
+  job.rows = sizes[2];
+  job.head = at_address<int64_t>(in[1]);
+  job.rule = {clip_table({clips[0], clips[1]}, in[2]), clips[2], reading[0], reading[1]};
+  job.pages = reinterpret_cast<uint8_t*>(pages);
+  return job;
+}
+
+void run_job(const Recoding& job, int threads, const std::string& variant) {
   const RecodePage recode_page = find_recoder(variant);
   if (recode_page == nullptr) {
     throw std::invalid_argument("this processor or build has no recoder " + variant);
   }
-  const ValueRule rule{clip_table({clips[0], clips[1]}, in[5]), clips[2], reading[0], reading[1]};
-  const Recoding job{sizes[0], sizes[1], sources, targets, at_address<float>(in[0]),
-                     at_address<int64_t>(in[1]), at_address<int64_t>(in[2]), sizes[2],
-                     at_address<int64_t>(in[3]), at_address<int64_t>(in[4]), rule,
-                     reinterpret_cast<uint8_t*>(pages)};
   nb::gil_scoped_release unlocked;
   recode_pages(job, recode_page, threads);
+}
+
+// from: addresses, kinds and picks
+void recode(const std::vector<int>& sizes, const std::vector<PageKind>& targets,
+            const std::vector<uintptr_t>& in, const std::vector<int>& clips,
+            const std::vector<float>& reading, const std::vector<PageKind>& sources,
+            const std::vector<uintptr_t>& from, int threads, uintptr_t pages,
+            const std::string& variant) {
+  Recoding job = page_job(sizes, targets, in, clips, reading, pages);
+  if (from.size() != 3) throw std::invalid_argument("pages are addresses, kinds and picks");
+  job.sources = sources;
+  job.address = at_address<int64_t>(from[0]);
+  job.kind = at_address<int64_t>(from[1]);
+  job.pick = at_address<int64_t>(from[2]);
+  run_job(job, threads, variant);
+}
+
+void encode(const std::vector<int>& sizes, const std::vector<PageKind>& targets,
+            const std::vector<uintptr_t>& in, const std::vector<int>& clips,
+            const std::vector<float>& reading, uintptr_t keys, uintptr_t values, int threads,
+            uintptr_t pages, const std::string& variant) {
+  Recoding job = page_job(sizes, targets, in, clips, reading, pages);
+  job.keys = at_address<float>(keys);
+  job.values = at_address<float>(values);
+  run_job(job, threads, variant);
 }
 
 }  // namespace
@@ -332,6 +364,7 @@ NB_MODULE(_kernels, m) {
   m.def("grow_points", &grow);
   m.def("alternate_stages", &alternate);
   m.def("refine_stages", &refine);
-  m.def("recoders", &recoders, "Variants of recode_pages here, fastest first.");
+  m.def("recoders", &recoders, "Variants of what makes pages here, fastest first.");
   m.def("recode_pages", &recode);
+  m.def("encode_pages", &encode);
 }

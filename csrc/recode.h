@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Demotion: states of pages are coded again at a lower tier, from the coordinates that their codes
-// name. No coded key is turned to its position and no coded value is rotated on the way.
+// Whole pages out of dense states, or out of states of other pages. Those are demoted: coded again at
+// a lower tier, from the coordinates that their codes name; no coded key is turned to its position and
+// no coded value is rotated on the way.
 #pragma once
 
 #include <cstdint>
@@ -19,19 +20,25 @@ struct ValueRule {
   float gain;    // what a reader's steps are multiplied with
 };
 
-// Pages of one layout and of several layers, out of states of pages of any layouts.
+// Pages of one layout and of several layers.
 struct Recoding {
   int head_dim, num_heads;          // of a layer
-  std::vector<PageKind> sources;    // [kinds, layers]
   std::vector<PageKind> targets;    // [layers]
   const float* metric_root;         // [layers * heads, planes, 2, 2]
-  const int64_t* address;           // [pages] of the sources
-  const int64_t* kind;              // [pages]
   int rows;
   const int64_t* head;              // [rows] among the heads of all layers
-  const int64_t* pick;              // [rows, tokens] page * kMaxPageTokens + token
-  ValueRule values;
+  ValueRule rule;
   uint8_t* pages;                   // [rows, page_bytes] with header and positions, else zero
+
+  // States of pages of any layouts.
+  std::vector<PageKind> sources;    // [kinds, layers]
+  const int64_t* address = nullptr; // [pages] of the sources
+  const int64_t* kind = nullptr;    // [pages]
+  const int64_t* pick = nullptr;    // [rows, tokens] page * kMaxPageTokens + token
+
+  // Or, where there is no pick, dense ones [rows, tokens, head_dim], keys after rotary embedding.
+  const float* keys = nullptr;
+  const float* values = nullptr;
 };
 
 // Codes one page.

@@ -26,7 +26,7 @@ class PageRecoder {
       : job_(job), scratch_(scratch), head_(static_cast<int>(job.head[row])),
         layer_(head_ / job.num_heads), target_(job.targets[layer_]),
         planes_(target_.codebook->rotary->num_planes), dim_(job.head_dim),
-        pick_(job.pick + static_cast<size_t>(row) * target_.layout.tokens),
+        first_(static_cast<size_t>(row) * target_.layout.tokens),
         page_(job.pages + static_cast<size_t>(row) * target_.layout.page_bytes),
         count_(header_of(page_).count) {
     scratch.keys.assign(static_cast<size_t>(planes_) * 2 * kMaxPageTokens, 0.0f);
@@ -36,15 +36,10 @@ class PageRecoder {
   }
 
   void run() {
-    Segment segment;
-    for (int first = 0; first < count_; first += segment.count) {
-      segment = next_segment(first);
-      if (segment.kind->codebook != nullptr) {
-        read_keys(segment);
-      } else {
-        for (int i = 0; i < segment.count; ++i) read_dense_key(segment, i);
-      }
-      for (int i = 0; i < segment.count; ++i) read_value(segment, i);
+    if (job_.pick == nullptr) {
+      read_states();
+    } else {
+      read_pages();
     }
     encode_keys();
     encode_values();
@@ -56,15 +51,17 @@ class PageRecoder {
   const int head_, layer_;
   const PageKind& target_;
   const int planes_, dim_;
-  const int64_t* pick_;
+  const size_t first_;  // of the states or picks of this page
   uint8_t* page_;
   const int count_;
 
   PageHeader& header() { return *reinterpret_cast<PageHeader*>(page_); }
   int local_head() const { return head_ % job_.num_heads; }
 
+  int64_t pick(int t) const { return job_.pick[first_ + t]; }
+
   const PageKind* kind_at(int t) const {
-    const int64_t kind = job_.kind[pick_[t] / kMaxPageTokens];
+    const int64_t kind = job_.kind[pick(t) / kMaxPageTokens];
     return &job_.sources[kind * job_.targets.size() + layer_];
   }
 
@@ -72,11 +69,34 @@ class PageRecoder {
     Segment out{kind_at(first), first, 0, {}, {}};
     const int most = std::min(kGroupTokens, count_ - first);
     while (out.count < most && kind_at(first + out.count) == out.kind) {
-      const int64_t pick = pick_[first + out.count];
-      out.page[out.count] = reinterpret_cast<const uint8_t*>(job_.address[pick / kMaxPageTokens]);
-      out.token[out.count++] = static_cast<int>(pick % kMaxPageTokens);
+      const int64_t at = pick(first + out.count);
+      out.page[out.count] = reinterpret_cast<const uint8_t*>(job_.address[at / kMaxPageTokens]);
+      out.token[out.count++] = static_cast<int>(at % kMaxPageTokens);
     }
     return out;
+  }
+
+  void read_states() {
+    for (int t = 0; t < count_; ++t) {
+      const float* key = job_.keys + (first_ + t) * dim_;
+      read_dense_key(t, [key](int d) { return key[d]; });
+      float* value = scratch_.values.data() + static_cast<size_t>(t) * dim_;
+      std::copy_n(job_.values + (first_ + t) * dim_, dim_, value);
+      unrotate(value, dim_);
+    }
+  }
+
+  void read_pages() {
+    Segment segment;
+    for (int first = 0; first < count_; first += segment.count) {
+      segment = next_segment(first);
+      if (segment.kind->codebook != nullptr) {
+        read_keys(segment);
+      } else {
+        for (int i = 0; i < segment.count; ++i) read_dense_key(segment, i);
+      }
+      for (int i = 0; i < segment.count; ++i) read_value(segment, i);
+    }
   }
 
   // Unit keys of a segment of coded states.
@@ -123,23 +143,27 @@ class PageRecoder {
     }
   }
 
-  // A dense key is after rotary embedding: it is turned back.
   void read_dense_key(const Segment& segment, int i) {
-    const Rotary& rotary = *target_.codebook->rotary;
-    const int t = segment.first + i;
     const auto* key = reinterpret_cast<const uint16_t*>(segment.page[i] +
                                                         segment.kind->layout.key_offset) +
                       static_cast<size_t>(segment.token[i]) * dim_;
+    read_dense_key(segment.first + i, [key](int d) { return from_bfloat16(key[d]); });
+  }
+
+  // A dense key is after rotary embedding: it is turned back. element(d) gives its elements.
+  template <class Element>
+  void read_dense_key(int t, const Element& element) {
+    const Rotary& rotary = *target_.codebook->rotary;
     float square = 0.0f;
-    for (int d = 0; d < dim_; ++d) square += from_bfloat16(key[d]) * from_bfloat16(key[d]);
+    for (int d = 0; d < dim_; ++d) square += element(d) * element(d);
     const float norm = std::sqrt(square);
     const float scale = 1.0f / std::max(norm, std::numeric_limits<float>::min());
     scratch_.norm[t] = norm;
     base_phases(rotary, scratch_.position[t], scratch_.phases);
     for (int plane = 0; plane < planes_; ++plane) {
       const float c = scratch_.phases.cosine[plane], s = scratch_.phases.sine[plane];
-      const float x = scale * from_bfloat16(key[rotary.channel[2 * plane]]);
-      const float y = scale * from_bfloat16(key[rotary.channel[2 * plane + 1]]);
+      const float x = scale * element(rotary.channel[2 * plane]);
+      const float y = scale * element(rotary.channel[2 * plane + 1]);
       float* out = scratch_.keys.data() + static_cast<size_t>(plane) * 2 * kMaxPageTokens + t;
       out[0] = x * c + y * s;
       out[kMaxPageTokens] = y * c - x * s;
@@ -261,16 +285,16 @@ class PageRecoder {
       const float peak = largest_size(value, dim_);
       inverse[t] = inverse_or_zero(peak);
       for (int d = 0; d < dim_; ++d) value[d] *= inverse[t];
-      step[t] = peak * fit_step(value, dim_, bits, job_.values.clips, job_.values.num_refinements);
+      step[t] = peak * fit_step(value, dim_, bits, job_.rule.clips, job_.rule.num_refinements);
     }
     uint8_t* scale_code = page_ + layout.scale_offset;
     const Affine affine = quantise(step, count_, scale_code);
-    header().scale_lo = affine.low * job_.values.gain;
-    header().scale_step = affine.width * job_.values.gain;
+    header().scale_lo = affine.low * job_.rule.gain;
+    header().scale_step = affine.width * job_.rule.gain;
     const auto half = static_cast<float>(1 << (bits - 1));
     for (int t = 0; t < count_; ++t) {
       const float* value = scratch_.values.data() + static_cast<size_t>(t) * dim_;
-      const int code = best_scale(value, dim_, half, affine, inverse[t], job_.values.coarse,
+      const int code = best_scale(value, dim_, half, affine, inverse[t], job_.rule.coarse,
                                   scale_code[t]);
       scale_code[t] = static_cast<uint8_t>(code);
       write_value(value, t, inverse_or_zero(affine.at(code) * inverse[t]));

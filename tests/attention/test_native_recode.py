@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Demotion in native code: the pages that the codec makes, apart from what rounding decides."""
+"""Pages made in native code: those that the codec makes, apart from what rounding decides."""
 
 import functools
 
@@ -19,7 +19,7 @@ from sphkv.testing.cases import CacheCase, build_store, random_calibration, rand
 
 pytest.importorskip("sphkv._kernels", reason="the native kernels are not built")
 
-from sphkv.attention.native.backend import CodebookCache, NativeBackend, NativeRecoder
+from sphkv.attention.native.backend import CodebookCache, NativeBackend, NativePageCodec
 
 VARIANTS = require_kernels().recoders()
 # Codes that another order of float32 sums decides otherwise; 4e-5 of them at most were seen.
@@ -29,12 +29,28 @@ UNLIKE_SCALARS = 0.02
 TIERS = ("k1v2", "k2v3", "k3v4", "k4v8", "k2v16")
 
 
-class Counting(NativeRecoder):
-    """Counts the pages that it makes."""
+class Encoding(NativePageCodec):
+    """Counts the pages that it makes of dense states."""
 
     def __init__(self, **given):
         super().__init__(CodebookCache(), **given)
         self.num_pages = 0
+
+    def encode(self, *given):
+        pages = super().encode(*given)
+        self.num_pages += 0 if pages is None else len(pages)
+        return pages
+
+
+class Counting(NativePageCodec):
+    """Counts the pages that it makes of others; the codec encodes dense states."""
+
+    def __init__(self, **given):
+        super().__init__(CodebookCache(), **given)
+        self.num_pages = 0
+
+    def encode(self, *_):
+        return None
 
     def recode(self, sources, layout, codec, batch):
         self.num_pages += batch.num_pages
@@ -240,6 +256,62 @@ def test_values_without_codes_are_left_to_the_codec():
         assert torch.equal(a.pages, b.pages)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "mix", "page_tokens"),
+    [
+        (64, "runs", 64),
+        (64, "all", 32),
+        (80, "all", 64),
+        (128, "runs", 128),
+        (128, "k2v3", 32),
+        (64, "k4v8", 128),
+    ],
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dense_states_become_the_pages_of_the_codec(head_dim, mix, page_tokens, variant):
+    case, encoder = case_of(head_dim, mix, page_tokens=page_tokens), Encoding(variant=variant)
+    plain, native = build_store(case), build_store(case, kernels=encoder)
+    assert encoder.num_pages > 0
+    assert_alike(plain, native)
+    expected, found = squared_errors(case, plain, native)
+    assert bool((found <= 1.001 * expected).all())
+    assert bool((expected > 0).all())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_threads_change_no_byte_of_dense_states(variant):
+    stores = [
+        build_store(case_of(), kernels=Encoding(num_threads=n, variant=variant)) for n in (1, 3)
+    ]
+    for _, _, a, b in paired_views(*stores):
+        assert torch.equal(a.pages, b.pages)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_states_of_half_precision_are_read_as_they_are(head_dim):
+    case = case_of(head_dim, num_tokens=0, tail_tokens=0, num_layers=1)
+    keys, values, _ = random_states(case.geometry(), rope_of(case), 70)
+    keys[1, 40:] = 0.0
+    tier_ids = torch.full((case.num_kv_heads, 70), case.tiers.id_of("k2v3"), dtype=torch.uint8)
+    contract = LayerContract(tier_ids, torch.zeros_like(tier_ids, dtype=torch.bool))
+    stores = build_store(case), *(build_store(case, kernels=Encoding()) for _ in range(2))
+    half = keys.bfloat16(), values.bfloat16()
+    whole = half[0].float(), half[1].float()
+    for store, states in zip(stores, (half, half, whole), strict=True):
+        store.write(0, 0, contract, *states, torch.arange(70))
+    assert_alike(*stores[:2])
+    for _, _, a, b in paired_views(*stores[1:]):
+        assert torch.equal(a.pages, b.pages)
+
+
+def test_dense_states_whose_values_have_no_codes_are_left_to_the_codec():
+    case, encoder = case_of(mix="k2v16"), Encoding()
+    plain, native = build_store(case), build_store(case, kernels=encoder)
+    assert encoder.num_pages == 0
+    for _, _, a, b in paired_views(plain, native):
+        assert torch.equal(a.pages, b.pages)
+
+
 def test_prompts_are_encoded_in_parts_as_without_it():
     case = case_of()
     codec = SphericalCodec(random_calibration(case.geometry(), rope_of(case)))
@@ -253,3 +325,5 @@ def test_an_unknown_variant_is_named():
     store = build_store(case_of(), kernels=Counting(variant="mmx"))
     with pytest.raises(ValueError, match="mmx"):
         demote_all(store, 1)
+    with pytest.raises(ValueError, match="mmx"):
+        build_store(case_of(), kernels=Encoding(variant="mmx"))

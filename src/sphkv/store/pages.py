@@ -141,14 +141,13 @@ class PageEncoder:
     @classmethod
     def of(cls, pool: PagePool, layer: int, codec: StateCodec | None) -> "PageEncoder":
         """Encoder of pages that a pool will own."""
-        # what codes pages of the host again encodes no dense states
-        kernels = None if isinstance(pool.kernels, PageRecoder) else pool.kernels
-        return cls(layer, codec, pool.allocator.order, kernels)
+        return cls(layer, codec, pool.allocator.order, pool.kernels)
 
     @property
     def most_pages(self) -> int:
         """Pages to be encoded at once."""
-        return _ENCODE_PAGES if self.kernels is None else _KERNEL_PAGES
+        is_on_host = self.kernels is None or isinstance(self.kernels, PageRecoder)
+        return _ENCODE_PAGES if is_on_host else _KERNEL_PAGES
 
     def encode(
         self,

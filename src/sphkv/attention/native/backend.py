@@ -34,7 +34,7 @@ from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 from sphkv.store.layout import PageLayout, blank_pages
 from sphkv.store.order import CodecOnly, PageCodec, PageOrder
-from sphkv.store.paging import PageBatch
+from sphkv.store.paging import PageBatch, PageRows
 from sphkv.store.sequence import PageGroup
 from sphkv.store.store import PageStore
 
@@ -152,8 +152,10 @@ def layout_fields(layout: PageLayout) -> list[int]:
     ]
 
 
-class NativeRecoder(CodecOnly):
-    """A ``PageRecoder`` of pages in host memory; everything else is left to the codec.
+class NativePageCodec(CodecOnly):
+    """Makes pages with coded values in host memory; everything else is left to the codec.
+
+    A ``PageRecoder``, too.
 
     Args:
         codebooks: Codebooks in the kernels' form.
@@ -166,6 +168,33 @@ class NativeRecoder(CodecOnly):
     ) -> None:
         self._codebooks, self._num_threads = codebooks, num_threads
         self._variant = variant or require_kernels().recoders()[0]
+
+    def encode(
+        self,
+        layout: PageLayout,
+        layer: int,
+        codec: StateCodec | None,
+        states: tuple[Tensor, Tensor],
+        rows: PageRows,
+        head_ids: Tensor,
+    ) -> Tensor | None:
+        """Pages of dense states; see ``PageCodec.encode``."""
+        if not self.recodes(layout, codec):
+            return None
+        assert isinstance(codec, SphericalCodec)
+        keys, values = (part.detach().float().contiguous() for part in states)
+        heads = layer * codec.calibration.geometry.num_kv_heads + head_ids
+        pages = blank_pages(layout, rows)
+        made = _Pages(layout, codec, heads.contiguous(), pages)
+        require_kernels().encode_pages(
+            *made.arguments(self._kinds(layout, codec, {layer})),
+            keys.data_ptr(),
+            values.data_ptr(),
+            self._num_threads or torch.get_num_threads(),
+            pages.data_ptr(),
+            self._variant,
+        )
+        return pages
 
     def recodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
         """Where values are coded; see ``PageRecoder.recodes``."""
@@ -180,23 +209,17 @@ class NativeRecoder(CodecOnly):
     ) -> Tensor:
         """Code states of pages again; see ``PageRecoder.recode``."""
         assert isinstance(codec, SphericalCodec)
-        geometry, bits = codec.calibration.geometry, layout.tier.value_bits
         pages = blank_pages(layout, batch.rows)
-        roots = codec.calibration.planes.metric_root.float().contiguous()
-        layers = {*(batch.head_ids // geometry.num_kv_heads).unique().tolist()}
+        layers = {*(batch.head_ids // codec.calibration.geometry.num_kv_heads).unique().tolist()}
         addresses = torch.cat([address for _, address in sources])
         sizes = torch.tensor([len(address) for _, address in sources])
         kind_ids = torch.arange(len(sources)).repeat_interleave(sizes)
-        heads, source = batch.head_ids.contiguous(), batch.source.contiguous()
-        weights = clip_table(bits) if bits in CLIP_RANGE else None
-        parts = (roots, addresses, kind_ids, heads, source)
+        made = _Pages(layout, codec, batch.head_ids.contiguous(), pages)
+        parts = (addresses, kind_ids, batch.source.contiguous())
         require_kernels().recode_pages(
-            [layout.head_dim, geometry.num_kv_heads, len(pages)],
+            *made.arguments(self._kinds(layout, codec, layers)),
             [kind for each, _ in sources for kind in self._kinds(each, codec, layers)],
-            self._kinds(layout, codec, layers),
-            [*(part.data_ptr() for part in parts), 0 if weights is None else weights.data_ptr()],
-            [NUM_RATIOS, NUM_CELLS, NUM_REFINEMENTS],
-            [COARSE_STEP[bits], READ_GAIN[bits]],
+            [part.data_ptr() for part in parts],
             self._num_threads or torch.get_num_threads(),
             pages.data_ptr(),
             self._variant,
@@ -213,13 +236,51 @@ class NativeRecoder(CodecOnly):
         return [make(fields, book) for book in books]
 
 
+class _Pages:
+    """Pages in the making, and what the kernels must know to fill them.
+
+    Args:
+        layout: Their layout.
+        codec: Encoder of the states.
+        heads: ``[pages]`` int64 head of each among those of all layers.
+        pages: ``[pages, page_bytes]`` with headers and positions.
+    """
+
+    def __init__(
+        self, layout: PageLayout, codec: SphericalCodec, heads: Tensor, pages: Tensor
+    ) -> None:
+        self._layout, self._heads, self._pages = layout, heads, pages
+        self._geometry = codec.calibration.geometry
+        self._roots = codec.calibration.planes.metric_root.float().contiguous()
+
+    def arguments(self, kinds: list[Any]) -> tuple[object, ...]:
+        """The first ones of ``encode_pages`` and ``recode_pages``; addresses live as long as this.
+
+        Args:
+            kinds: Such pages in every layer.
+        """
+        bits = self._layout.tier.value_bits
+        weights = clip_table(bits) if bits in CLIP_RANGE else None
+        return (
+            [self._layout.head_dim, self._geometry.num_kv_heads, len(self._pages)],
+            kinds,
+            [
+                self._roots.data_ptr(),
+                self._heads.data_ptr(),
+                0 if weights is None else weights.data_ptr(),
+            ],
+            [NUM_RATIOS, NUM_CELLS, NUM_REFINEMENTS],
+            [COARSE_STEP[bits], READ_GAIN[bits]],
+        )
+
+
 class NativeBackend(EagerBackend):
     """C++ kernels on CPU pages.
 
     Attributes:
         name: ``"native"``.
         page_order: None: pages as ``store/layout.py`` has them.
-        page_codec: Codes pages again at lower tiers; the codec encodes all else, natively too.
+        page_codec: Makes pages of coded tiers.
         variant: Instruction set that runs, such as ``"neon"``; ``"float32"`` is portable.
     """
 
@@ -261,7 +322,7 @@ class NativeBackend(EagerBackend):
         self._exact = self._kernels.make_engine(EXACT_VARIANT)
         self._num_threads = num_threads
         self._codebooks = CodebookCache()
-        self.page_codec = NativeRecoder(self._codebooks, num_threads)
+        self.page_codec = NativePageCodec(self._codebooks, num_threads)
         self._plans = PlanCache(self._build_plan)
 
     def _build_plan(self, store: PageStore, sequences: tuple[int, ...], layer: int) -> Any:
