@@ -15,6 +15,7 @@
 #include "encode.h"
 #include "engine.h"
 #include "fit.h"
+#include "prompt_rows.h"
 #include "recode.h"
 #include "team.h"
 
@@ -170,6 +171,36 @@ void encode_values(const std::vector<int>& sizes, const std::vector<uintptr_t>& 
                     reinterpret_cast<uint8_t*>(out[1]));
 }
 
+// What one of these names, null where it does not run here: avx512, avx2, float32.
+template <class Found>
+Found find_variant(const std::string& name, Found (*avx512)(), Found (*avx2)(), Found (*plain)()) {
+  if (name == "avx512") return avx512();
+  if (name == "avx2") return avx2();
+  if (name == "float32") return plain();
+  throw std::invalid_argument("no recoder is called " + name);
+}
+
+RecodePage find_recoder(const std::string& name) {
+  return find_variant(name, avx512_recoder, avx2_recoder, plain_recoder);
+}
+
+std::vector<std::string> recoders() {
+  std::vector<std::string> out;
+  for (const char* name : {"avx512", "avx2", "float32"}) {
+    if (find_recoder(name) != nullptr) out.emplace_back(name);
+  }
+  return out;
+}
+
+const PromptRows& prompt_rows(const std::string& name) {
+  const PromptRows* rows =
+      find_variant(name, avx512_prompt_rows, avx2_prompt_rows, plain_prompt_rows);
+  if (rows == nullptr) {
+    throw std::invalid_argument("this processor or build has no recoder " + name);
+  }
+  return *rows;
+}
+
 // sizes: rows, tokens, points; in: samples, weights or 0
 PlaneSamples plane_samples(const std::vector<int>& sizes, const std::vector<uintptr_t>& in) {
   if (sizes.size() < 3 || in.size() < 2 || sizes[2] < 1 || sizes[2] > kMostPoints) {
@@ -180,50 +211,54 @@ PlaneSamples plane_samples(const std::vector<int>& sizes, const std::vector<uint
 
 // in: samples, 0, points
 void find_points(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, int threads,
-                 uintptr_t index) {
+                 uintptr_t index, const std::string& variant) {
   const PlaneSamples samples = plane_samples(sizes, in);
+  const PromptRows& rows = prompt_rows(variant);
   nb::gil_scoped_release unlocked;
-  nearest_points(samples, sizes[2], at_address<float>(in.at(2)), threads,
+  nearest_points(rows, samples, sizes[2], at_address<float>(in.at(2)), threads,
                  reinterpret_cast<int64_t*>(index));
 }
 
 // sizes: rows, tokens, points afterwards, rounds; in: samples, weights, points
 void grow(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, float split, int threads,
-          uintptr_t found) {
+          uintptr_t found, const std::string& variant) {
   const PlaneSamples samples = plane_samples(sizes, in);
   const Growth growth{sizes[2] / 2, sizes.at(3), split};
+  const PromptRows& rows = prompt_rows(variant);
   nb::gil_scoped_release unlocked;
-  grow_points(samples, growth, at_address<float>(in.at(2)), threads,
+  grow_points(rows, samples, growth, at_address<float>(in.at(2)), threads,
               reinterpret_cast<float*>(found));
 }
 
 // sizes: rows, tokens, points of a stage, rounds; stages are changed in place
 void alternate(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, int threads,
-               const std::vector<uintptr_t>& stages) {
+               const std::vector<uintptr_t>& stages, const std::string& variant) {
   const PlaneSamples samples = plane_samples(sizes, in);
   const int rounds = sizes.at(3);
+  const PromptRows& rows = prompt_rows(variant);
   nb::gil_scoped_release unlocked;
-  alternate_stages(samples, sizes[2], rounds, threads, reinterpret_cast<float*>(stages.at(0)),
-                   reinterpret_cast<float*>(stages.at(1)));
+  alternate_stages(rows, samples, sizes[2], rounds, threads,
+                   reinterpret_cast<float*>(stages.at(0)), reinterpret_cast<float*>(stages.at(1)));
 }
 
 // sizes: rows, tokens, sums, points of the first stage, of the second, rounds, sweeps
 void refine(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, float relaxation,
-            int threads, const std::vector<uintptr_t>& stages) {
+            int threads, const std::vector<uintptr_t>& stages, const std::string& variant) {
   const PlaneSamples samples = plane_samples(sizes, in);
+  const PromptRows& rows = prompt_rows(variant);
   const SumFit fit{sizes.at(3), sizes.at(4), sizes.at(5), sizes.at(6), relaxation};
   if (fit.first * fit.second != sizes[2]) {
     throw std::invalid_argument("stages have another number of sums than was said");
   }
   nb::gil_scoped_release unlocked;
-  refine_stages(samples, fit, threads, reinterpret_cast<float*>(stages.at(0)),
+  refine_stages(rows, samples, fit, threads, reinterpret_cast<float*>(stages.at(0)),
                 reinterpret_cast<float*>(stages.at(1)));
 }
 
 // sizes: heads, rows, tokens, dim, blocks, units of a block, tokens of a unit; tensors in the order
 // of DropRows
 void drop(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, float least_mass,
-          int threads, uintptr_t loss) {
+          int threads, uintptr_t loss, const std::string& variant) {
   if (sizes.size() != 7 || in.size() != 6) {
     throw std::invalid_argument("losses of dropping got the wrong number of sizes or tensors");
   }
@@ -231,23 +266,9 @@ void drop(const std::vector<int>& sizes, const std::vector<uintptr_t>& in, float
                      at_address<uint8_t>(in[1]), at_address<float>(in[2]),
                      at_address<float>(in[3]), at_address<float>(in[4]), sizes[4], sizes[5],
                      sizes[6], at_address<int64_t>(in[5]), least_mass};
+  const PromptRows& rows = prompt_rows(variant);
   nb::gil_scoped_release unlocked;
-  drop_losses(job, threads, reinterpret_cast<float*>(loss));
-}
-
-RecodePage find_recoder(const std::string& name) {
-  if (name == "avx512") return avx512_recoder();
-  if (name == "avx2") return avx2_recoder();
-  if (name == "float32") return plain_recoder();
-  throw std::invalid_argument("no recoder is called " + name);
-}
-
-std::vector<std::string> recoders() {
-  std::vector<std::string> out;
-  for (const char* name : {"avx512", "avx2", "float32"}) {
-    if (find_recoder(name) != nullptr) out.emplace_back(name);
-  }
-  return out;
+  drop_losses(rows, job, threads, reinterpret_cast<float*>(loss));
 }
 
 // What both ways to make pages have in common. sizes: head_dim, heads of a layer, rows; in: metric
@@ -364,7 +385,7 @@ NB_MODULE(_kernels, m) {
   m.def("grow_points", &grow);
   m.def("alternate_stages", &alternate);
   m.def("refine_stages", &refine);
-  m.def("recoders", &recoders, "Variants of what makes pages here, fastest first.");
+  m.def("recoders", &recoders, "Variants of what makes pages and reads prompts here, fastest first.");
   m.def("recode_pages", &recode);
   m.def("encode_pages", &encode);
 }

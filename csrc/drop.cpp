@@ -1,116 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-#define SPHKV_VECTOR_BYTES 16
 #include "drop.h"
 
+#include <algorithm>
+#include <vector>
+
+#include "prompt_rows.h"
 #include "team.h"
-#include "variant_begin.h"
 
 namespace sphkv {
 
-namespace {
-
-constexpr bool kIsExact = true;
-#include "softmax.h"
-
-constexpr int kRows = 2;           // whose sums are held in registers together,
-constexpr int kParts = 4;          // and so many vectors of each
-constexpr int kTile = kParts * kLanes;
-constexpr int kTaskRows = 16;      // rows of a task, whatever the number of threads
-
-// Some rows of a head. Dimensions are filled up to whole tiles; the filling stays zero.
-struct RowGroup {
-  int count, width;
-  std::vector<const float*> value;     // of the tokens of the block at hand
-  std::vector<float> weight;           // [tokens of a block, rows]
-  std::vector<float> moved;            // [rows, width] of the block at hand
-  std::vector<double> sum, gone;       // [rows, width], [rows] of all blocks so far
-
-  RowGroup(int rows, int row_width, size_t block_tokens)
-      : count(rows), width(row_width), weight(block_tokens * kTaskRows),
-        moved(static_cast<size_t>(kTaskRows) * width), sum(moved.size()), gone(kTaskRows) {}
-};
-
-// What moves when a block goes: the weighted sums of its values.
-void add_values(RowGroup& group) {
-  const size_t tokens = group.value.size();
-  for (int row = 0; row < group.count; row += kRows) {
-    for (int first = 0; first < group.width; first += kTile) {
-      Floats sum[kRows][kParts];
-      float* out = group.moved.data() + static_cast<size_t>(row) * group.width + first;
-      for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < kParts; ++i) sum[r][i] = Floats{};
-      }
-      for (size_t t = 0; t < tokens; ++t) {
-        const float* from = group.value[t] + first;
-        const float* weight = group.weight.data() + t * kTaskRows + row;
-#pragma GCC unroll 4
-        for (int i = 0; i < kParts; ++i) {
-          const Floats own = load_floats(from + i * kLanes);
-#pragma GCC unroll 2
-          for (int r = 0; r < kRows; ++r) sum[r][i] += weight[r] * own;
-        }
-      }
-      for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < kParts; ++i) store_floats(out + r * group.width + i * kLanes, sum[r][i]);
-      }
-    }
-  }
-}
-
-// Rows [first, first + count) of a head: their part of the loss of every block.
-void drop_rows(const DropRows& job, int head, int first, const float* values, int width,
-               double* loss) {
-  const int count = std::min(kTaskRows, job.rows - first);
-  RowGroup group(count, width, static_cast<size_t>(job.block_units) * job.unit_tokens);
-  const size_t top = static_cast<size_t>(head) * job.rows + first;
-  for (int block = job.blocks - 1; block >= 0; --block) {
-    group.value.clear();
-    const int64_t* units =
-        job.units + (static_cast<size_t>(head) * job.blocks + block) * job.block_units;
-    for (int i = 0; i < job.block_units; ++i) {
-      if (units[i] < 0) continue;
-      const int start = static_cast<int>(units[i]) * job.unit_tokens;
-      const int tokens = std::min(job.unit_tokens, job.tokens - start);
-      const size_t placed = group.value.size();
-      for (int t = 0; t < tokens; ++t) {
-        group.value.push_back(values + static_cast<size_t>(start + t) * width);
-      }
-      for (int r = 0; r < count; ++r) {
-        const float* weight = job.weight + (top + r) * job.tokens + start;
-        const uint8_t* is_valid = job.is_valid + static_cast<size_t>(first + r) * job.tokens + start;
-        for (int t = 0; t < tokens; ++t) {
-          const float own = is_valid[t] ? weight[t] : 0.0f;
-          group.weight[(placed + t) * kTaskRows + r] = own;
-          group.gone[r] += own;
-        }
-      }
-    }
-    add_values(group);
-    double total = 0;
-    for (int r = 0; r < count; ++r) {
-      const double gone = group.gone[r];
-      double* sum = group.sum.data() + static_cast<size_t>(r) * width;
-      const float* moved = group.moved.data() + static_cast<size_t>(r) * width;
-      const float* output = job.output + (top + r) * job.dim;
-      double square = 0;
-      for (int i = 0; i < job.dim; ++i) {
-        sum[i] += moved[i];
-        const double move = sum[i] - gone * output[i];
-        square += move * move;
-      }
-      // a head that keeps next to nothing shows what is left at full weight
-      const double left = std::max(1 - gone, static_cast<double>(job.least_mass));
-      total += job.share[top + r] * square / (left * left);
-    }
-    loss[block] = total;
-  }
-}
-
-}  // namespace
-
-void drop_losses(const DropRows& job, int num_threads, float* loss) {
-  const int groups = (job.rows + kTaskRows - 1) / kTaskRows;
-  const int width = (job.dim + kTile - 1) / kTile * kTile;
+void drop_losses(const PromptRows& rows, const DropRows& job, int num_threads, float* loss) {
+  const int groups = (job.rows + kDropRows - 1) / kDropRows;
+  const int width = (job.dim + rows.drop_tile - 1) / rows.drop_tile * rows.drop_tile;
   // values lie as they shall where their dimensions fill whole tiles
   const bool is_wide = width == job.dim;
   std::vector<float> widened(is_wide ? 0 : static_cast<size_t>(job.heads) * job.tokens * width);
@@ -124,7 +25,7 @@ void drop_losses(const DropRows& job, int num_threads, float* loss) {
   }};
   const Phase drop{job.heads * groups, [&](int task) {
     const int head = task / groups;
-    drop_rows(job, head, task % groups * kTaskRows,
+    rows.drop(job, head, task % groups * kDropRows,
               values + static_cast<size_t>(head) * job.tokens * width, width,
               parts.data() + static_cast<size_t>(task) * job.blocks);
   }};

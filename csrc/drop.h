@@ -19,7 +19,9 @@ struct DropRows {
   float least_mass;
 };
 
+struct PromptRows;
+
 // Loss [heads, blocks] once the last 1, 2, ... blocks are gone.
-void drop_losses(const DropRows& job, int num_threads, float* loss);
+void drop_losses(const PromptRows& rows, const DropRows& job, int num_threads, float* loss);
 
 }  // namespace sphkv

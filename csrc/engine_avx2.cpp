@@ -23,23 +23,33 @@ constexpr bool kIsExact = false;
 #include "rebuild.h"
 #include "search.h"
 #include "recode_impl.h"
+#include "fit_impl.h"
+#include "drop_impl.h"
 #include "engine_impl.h"
 }  // namespace avx2
 
+namespace {
+bool is_supported() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+}  // namespace
+
 std::unique_ptr<Engine> make_avx2_engine() {
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return nullptr;
+  if (!is_supported()) return nullptr;
   return std::make_unique<avx2::KernelEngine<avx2::LookupKernel>>("avx2", avx2::kValueDims);
 }
 
 std::unique_ptr<Engine> make_avx2_rebuild_engine() {
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return nullptr;
+  if (!is_supported()) return nullptr;
   return std::make_unique<avx2::KernelEngine<avx2::RebuildKernel>>("rebuild", 4);
 }
 
 RecodePage avx2_recoder() {
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return nullptr;
+  if (!is_supported()) return nullptr;
   return &avx2::recode_page;
 }
+
+const PromptRows* avx2_prompt_rows() { return is_supported() ? &avx2::kPromptRows : nullptr; }
 
 }  // namespace sphkv
 
@@ -49,6 +59,7 @@ namespace sphkv {
 std::unique_ptr<Engine> make_avx2_engine() { return nullptr; }
 std::unique_ptr<Engine> make_avx2_rebuild_engine() { return nullptr; }
 RecodePage avx2_recoder() { return nullptr; }
+const PromptRows* avx2_prompt_rows() { return nullptr; }
 }  // namespace sphkv
 
 #endif

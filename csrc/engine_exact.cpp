@@ -14,6 +14,8 @@ constexpr bool kIsExact = true;
 #include "rebuild.h"
 #include "search.h"
 #include "recode_impl.h"
+#include "fit_impl.h"
+#include "drop_impl.h"
 #include "engine_impl.h"
 }  // namespace exact
 
@@ -26,5 +28,7 @@ std::unique_ptr<Engine> make_exact_rebuild_engine() {
 }
 
 RecodePage plain_recoder() { return &exact::recode_page; }
+
+const PromptRows* plain_prompt_rows() { return &exact::kPromptRows; }
 
 }  // namespace sphkv

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recoding with 512-bit vectors; compiled with -mavx2 -mfma -mavx512f -mavx512bw -mavx512dq
+// What writes pages and reads prompts with 512-bit vectors; compiled with -mavx2 -mfma -mavx512f -mavx512bw -mavx512dq
 // -mavx512vl. Processors without VNNI, which the decode kernels want, have these as well.
 #include "variant_begin.h"
 
@@ -17,12 +17,21 @@ constexpr bool kIsExact = false;
 #include "states.h"
 #include "search.h"
 #include "recode_impl.h"
+#include "fit_impl.h"
+#include "drop_impl.h"
 }  // namespace recode512
 
-RecodePage avx512_recoder() {
-  const bool has_all = __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512bw") &&
-                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return has_all ? &recode512::recode_page : nullptr;
+namespace {
+bool is_supported() {
+  return __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+}  // namespace
+
+RecodePage avx512_recoder() { return is_supported() ? &recode512::recode_page : nullptr; }
+
+const PromptRows* avx512_prompt_rows() {
+  return is_supported() ? &recode512::kPromptRows : nullptr;
 }
 
 }  // namespace sphkv
@@ -31,6 +40,7 @@ RecodePage avx512_recoder() {
 
 namespace sphkv {
 RecodePage avx512_recoder() { return nullptr; }
+const PromptRows* avx512_prompt_rows() { return nullptr; }
 }  // namespace sphkv
 
 #endif

@@ -19,5 +19,6 @@
 #include "engine.h"
 #include "page.h"
 #include "plan.h"
+#include "prompt_rows.h"
 #include "recode.h"
 #include "rotation.h"

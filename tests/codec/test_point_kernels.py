@@ -21,14 +21,14 @@ def samples(rows, tokens, seed=0):
     return x.to(DEVICE), weight.to(DEVICE)
 
 
-@pytest.fixture(params=["triton", "native"])
-def kernels(request):
-    """What finds and fits points, on a GPU and on a CPU."""
+@pytest.fixture(params=["triton", *require_kernels().recoders()])
+def kernels(request, monkeypatch):
+    """What finds and fits points, on a GPU and with every instruction set of a CPU."""
     if request.param == "triton":
         return point_kernels
     if DEVICE != "cpu":
         pytest.skip("native kernels are for CPUs, and the samples are on a GPU")
-    require_kernels()
+    monkeypatch.setattr(native_points, "native_variant", lambda: request.param)
     return native_points
 
 

@@ -53,8 +53,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("sizes", CASES)
-def test_native_losses(sizes, monkeypatch):
-    require_kernels()
+@pytest.mark.parametrize("variant", require_kernels().recoders())
+def test_native_losses(sizes, variant, monkeypatch):
+    monkeypatch.setattr(rows_module, "native_variant", lambda: variant)
     granularity = sizes[-1]
     rows, values, blocks = make(*sizes)
     wanted = by_hand(rows, values, blocks, granularity)
@@ -73,6 +74,13 @@ def test_threads_add_in_one_order(monkeypatch):
         found.append(rows.drop_losses(values, blocks, granularity=16))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+def test_an_unknown_instruction_set_is_named(monkeypatch):
+    monkeypatch.setattr(rows_module, "native_variant", lambda: "mmx")
+    rows, values, blocks = make(*CASES[0])
+    with pytest.raises(ValueError, match="mmx"):
+        rows.drop_losses(values, blocks, granularity=1)
 
 
 def test_the_default_type_does_not_matter():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sphkv.core.devices import require_kernels
+from sphkv.core.devices import native_variant, require_kernels
 
 
 def _read(*parts: Tensor) -> tuple[Tensor, ...]:
@@ -26,6 +26,7 @@ def find_nearest(x: Tensor, points: Tensor) -> Tensor:
         [x.data_ptr(), 0, points.data_ptr()],
         torch.get_num_threads(),
         found.data_ptr(),
+        native_variant(),
     )
     return found
 
@@ -40,6 +41,7 @@ def grow_points(x: Tensor, weight: Tensor, points: Tensor, rounds: int, split: f
         split,
         torch.get_num_threads(),
         found.data_ptr(),
+        native_variant(),
     )
     return found
 
@@ -55,6 +57,7 @@ def alternate_stages(
         [x.data_ptr(), weight.data_ptr()],
         torch.get_num_threads(),
         [first.data_ptr(), second.data_ptr()],
+        native_variant(),
     )
     return first, second
 
@@ -78,5 +81,6 @@ def refine_stages(
         relaxation,
         torch.get_num_threads(),
         [first.data_ptr(), second.data_ptr()],
+        native_variant(),
     )
     return first, second

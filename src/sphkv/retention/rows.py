@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sphkv.core.devices import constant, native_kernels
+from sphkv.core.devices import constant, native_kernels, native_variant
 from sphkv.core.rope import RopeSpec
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -246,6 +246,7 @@ def native_drop_losses(
         LEAST_MASS,
         torch.get_num_threads(),
         loss.data_ptr(),
+        native_variant(),
     )
     return loss
 

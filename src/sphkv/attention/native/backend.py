@@ -29,7 +29,7 @@ from sphkv.codec.native import clip_table
 from sphkv.codec.states import SphericalCodec
 from sphkv.codec.values import COARSE_STEP, NUM_REFINEMENTS, READ_GAIN
 from sphkv.core.contract import StateCodec
-from sphkv.core.devices import require_kernels
+from sphkv.core.devices import native_variant, require_kernels
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
 from sphkv.store.layout import PageLayout, blank_pages
@@ -167,7 +167,7 @@ class NativePageCodec(CodecOnly):
         self, codebooks: CodebookCache, num_threads: int | None = None, variant: str | None = None
     ) -> None:
         self._codebooks, self._num_threads = codebooks, num_threads
-        self._variant = variant or require_kernels().recoders()[0]
+        self._variant = variant or native_variant()
 
     def encode(
         self,
