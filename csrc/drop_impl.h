@@ -11,19 +11,20 @@ constexpr int kTile = kParts * kLanes;
 // Some rows of a head. Dimensions are filled up to whole tiles; the filling stays zero.
 struct RowGroup {
   int count, width;
-  std::vector<const float*> value;     // of the tokens of the block at hand
+  size_t tokens;                       // of the block at hand,
+  std::vector<const float*> value;     // and where their values are
   std::vector<float> weight;           // [tokens of a block, rows]
   std::vector<float> moved;            // [rows, width] of the block at hand
   std::vector<double> sum, gone;       // [rows, width], [rows] of all blocks so far
 
   RowGroup(int rows, int row_width, size_t block_tokens)
-      : count(rows), width(row_width), weight(block_tokens * kDropRows),
+      : count(rows), width(row_width), tokens(0), value(block_tokens),
+        weight(block_tokens * kDropRows),
         moved(static_cast<size_t>(kDropRows) * width), sum(moved.size()), gone(kDropRows) {}
 };
 
 // What moves when a block goes: the weighted sums of its values.
 inline void add_values(RowGroup& group) {
-  const size_t tokens = group.value.size();
   for (int row = 0; row < group.count; row += kRows) {
     for (int first = 0; first < group.width; first += kTile) {
       Floats sum[kRows][kParts];
@@ -31,7 +32,7 @@ inline void add_values(RowGroup& group) {
       for (int r = 0; r < kRows; ++r) {
         for (int i = 0; i < kParts; ++i) sum[r][i] = Floats{};
       }
-      for (size_t t = 0; t < tokens; ++t) {
+      for (size_t t = 0; t < group.tokens; ++t) {
         const float* from = group.value[t] + first;
         const float* weight = group.weight.data() + t * kDropRows + row;
 #pragma GCC unroll 4
@@ -50,21 +51,22 @@ inline void add_values(RowGroup& group) {
 
 // The rows of a head from `first` on, kDropRows at most: their part of the loss of every block.
 inline void drop_rows(const DropRows& job, int head, int first, const float* values, int width,
-               double* loss) {
+                      double* loss) {
   const int count = std::min(kDropRows, job.rows - first);
   RowGroup group(count, width, static_cast<size_t>(job.block_units) * job.unit_tokens);
   const size_t top = static_cast<size_t>(head) * job.rows + first;
   for (int block = job.blocks - 1; block >= 0; --block) {
-    group.value.clear();
+    group.tokens = 0;
     const int64_t* units =
         job.units + (static_cast<size_t>(head) * job.blocks + block) * job.block_units;
     for (int i = 0; i < job.block_units; ++i) {
       if (units[i] < 0) continue;
       const int start = static_cast<int>(units[i]) * job.unit_tokens;
       const int tokens = std::min(job.unit_tokens, job.tokens - start);
-      const size_t placed = group.value.size();
+      const size_t placed = group.tokens;
+      group.tokens += tokens;
       for (int t = 0; t < tokens; ++t) {
-        group.value.push_back(values + static_cast<size_t>(start + t) * width);
+        group.value[placed + t] = values + static_cast<size_t>(start + t) * width;
       }
       for (int r = 0; r < count; ++r) {
         const float* weight = job.weight + (top + r) * job.tokens + start;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares every kernel variant this processor can run with the float32 one, on random pages.
-// Needs no Python, so that it runs under an emulator: x86 variants are checked on other machines.
+// Compares every kernel variant this processor can run with the float32 one, on random pages, and
+// what variants do to prompts with plain loops. Needs no Python, so that it runs under an emulator: x86 variants are checked on other machines.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -10,6 +10,7 @@
 
 #include "attend.h"
 #include "engine.h"
+#include "prompt_rows.h"
 
 using namespace sphkv;
 
@@ -150,6 +151,100 @@ double relative_error(const std::vector<float>& got, const std::vector<float>& e
   return std::sqrt(error / size);
 }
 
+// Samples whose nearest point is not the first of the nearest ones, by plain sums in double.
+int wrong_points(const PromptRows& rows, int levels, bool is_equal) {
+  constexpr int kPlanes = 3, kTokens = 333;
+  std::vector<float> x(2 * kPlanes * kTokens), points(2 * kPlanes * levels);
+  for (float& each : x) each = normal();
+  for (float& each : points) each = normal();
+  // every point twice, one after the other or far apart
+  for (int i = 0; is_equal && i < kPlanes * levels * 2; ++i) {
+    points[i] = points[i / (2 * levels) * 2 * levels + i % levels];
+  }
+  std::vector<int64_t> index(kPlanes * kTokens, -1);
+  nearest_points(rows, {kPlanes, kTokens, x.data(), nullptr}, levels, points.data(), 2, index.data());
+  int wrong = 0;
+  for (int at = 0; at < kPlanes * kTokens; ++at) {
+    const float* own = points.data() + at / kTokens * 2 * levels;
+    const auto distance = [&](int64_t i) {
+      return std::hypot(double{own[2 * i]} - x[2 * at], double{own[2 * i + 1]} - x[2 * at + 1]);
+    };
+    const int64_t found = index[at];
+    bool is_right = found >= 0 && found < levels && !(is_equal && found >= levels / 2);
+    for (int i = 0; is_right && i < levels; ++i) is_right = distance(found) < distance(i) + 1e-5;
+    wrong += !is_right;
+  }
+  return wrong;
+}
+
+// Losses of dropping two blocks of unequal size, against plain sums in double.
+double drop_error(const PromptRows& rows, int num_rows, int dim) {
+  constexpr int kHeads = 2, kTokens = 70, kUnit = 16;
+  std::vector<float> weight(kHeads * num_rows * kTokens, 1.0f / kTokens), share(kHeads * num_rows);
+  std::vector<float> values(kHeads * kTokens * dim), output(kHeads * num_rows * dim);
+  for (auto* each : {&share, &values, &output}) {
+    for (float& element : *each) element = normal();
+  }
+  std::vector<uint8_t> is_valid(num_rows * kTokens, 1);
+  is_valid[3] = 0;
+  const std::vector<int64_t> units = {0, 4, 2, -1, 1, 3, 4, -1};
+  const DropRows job{kHeads, num_rows, kTokens, dim, weight.data(), is_valid.data(), share.data(),
+                     values.data(), output.data(), 2, 2, kUnit, units.data(), 1e-3f};
+  std::vector<float> found(kHeads * 2), wanted;
+  drop_losses(rows, job, 2, found.data());
+  for (int head = 0; head < kHeads; ++head) {
+    for (int last = 1; last >= 0; --last) {
+      double loss = 0;
+      for (int row = 0; row < num_rows; ++row) {
+        double gone = 0, square = 0;
+        std::vector<double> moved(dim);
+        for (int at = 4 * head + 2 * last; at < 4 * head + 4; ++at) {
+          const int64_t first = units[at] * kUnit;
+          for (int64_t t = first; units[at] >= 0 && t < first + kUnit && t < kTokens; ++t) {
+            if (!is_valid[row * kTokens + t]) continue;
+            gone += weight[0];
+            const float* value = values.data() + (head * kTokens + t) * dim;
+            for (int i = 0; i < dim; ++i) moved[i] += double{weight[0]} * value[i];
+          }
+        }
+        const size_t at = head * num_rows + row;
+        for (int i = 0; i < dim; ++i) {
+          const double move = moved[i] - gone * output[at * dim + i];
+          square += move * move;
+        }
+        loss += share[at] * square / ((1 - gone) * (1 - gone));
+      }
+      wanted.push_back(static_cast<float>(loss));
+    }
+  }
+  return relative_error(found, wanted);
+}
+
+// Failures of what variants do to prompts.
+int check_prompt_rows() {
+  int failures = 0;
+  for (auto find : {avx512_prompt_rows, avx2_prompt_rows, plain_prompt_rows}) {
+    const PromptRows* rows = find();
+    if (rows == nullptr) continue;
+    for (int levels : {2, 4, 16, 64, 256}) {
+      for (bool is_equal : {false, true}) {
+        const int wrong = wrong_points(*rows, levels, is_equal);
+        if (wrong == 0) continue;
+        ++failures;
+        std::printf("tile %d: %d samples are nearer to others of %d points (equal ones: %d)\n",
+                    rows->drop_tile, wrong, levels, is_equal);
+      }
+    }
+    for (int dim : {4, 64, 80, 130}) {
+      const double error = drop_error(*rows, dim / 4, dim);
+      if (error < 1e-4) continue;
+      ++failures;
+      std::printf("tile %d: losses of dropping err by %.2e\n", rows->drop_tile, error);
+    }
+  }
+  return failures;
+}
+
 }  // namespace
 
 int main() {
@@ -159,7 +254,7 @@ int main() {
     if (auto engine = make()) engines.push_back(std::move(engine));
   }
   const auto exact = make_exact_engine();
-  int failures = 0, comparisons = 0;
+  int failures = check_prompt_rows(), comparisons = 0;
   for (int dim : {64, 80, 96, 128, 256}) {
     for (int bits : {2, 3, 4, 8, 16}) {
       for (int mode = 0; mode < 3; ++mode) {
