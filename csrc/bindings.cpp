@@ -286,6 +286,14 @@ Recoding page_job(const std::vector<int>& sizes, const std::vector<PageKind>& ta
   job.metric_root = at_address<float>(in[0]);
   job.rows = sizes[2];
   job.head = at_address<int64_t>(in[1]);
+  for (int row = 0; row < job.rows; ++row) {
+    const int64_t layer = job.num_heads > 0 ? job.head[row] / job.num_heads : -1;
+    const bool is_known = job.head[row] >= 0 && layer < static_cast<int64_t>(targets.size());
+    if (!is_known || targets[layer].codebook == nullptr) {
+      throw std::invalid_argument("there is no codebook for head " +
+                                  std::to_string(job.head[row]) + " of all layers");
+    }
+  }
   job.rule = {clip_table({clips[0], clips[1]}, in[2]), clips[2], reading[0], reading[1]};
   job.pages = reinterpret_cast<uint8_t*>(pages);
   return job;

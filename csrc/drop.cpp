@@ -11,8 +11,8 @@ namespace sphkv {
 
 void drop_losses(const PromptRows& rows, const DropRows& job, int num_threads, float* loss) {
   const int groups = (job.rows + kDropRows - 1) / kDropRows;
-  const int width = (job.dim + rows.drop_tile - 1) / rows.drop_tile * rows.drop_tile;
-  // values lie as they shall where their dimensions fill whole tiles
+  const int width = (job.dim + rows.lanes - 1) / rows.lanes * rows.lanes;
+  // values lie as they shall where their dimensions fill whole vectors
   const bool is_wide = width == job.dim;
   std::vector<float> widened(is_wide ? 0 : static_cast<size_t>(job.heads) * job.tokens * width);
   const float* values = is_wide ? job.values : widened.data();

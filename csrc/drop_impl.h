@@ -6,9 +6,8 @@ namespace dropping {
 // Rows whose sums are held in registers together, and vectors of each: as many as there is room for.
 constexpr int kRows = SPHKV_VECTOR_BYTES == 64 ? 4 : 2;
 constexpr int kParts = 4;
-constexpr int kTile = kParts * kLanes;
 
-// Some rows of a head. Dimensions are filled up to whole tiles; the filling stays zero.
+// Some rows of a head. Dimensions are filled up to whole vectors; the filling stays zero.
 struct RowGroup {
   int count, width;
   size_t tokens;                       // of the block at hand,
@@ -23,29 +22,33 @@ struct RowGroup {
         moved(static_cast<size_t>(kDropRows) * width), sum(moved.size()), gone(kDropRows) {}
 };
 
+// Weighted sums of some vectors of the values of a block, of rows from `row` on.
+template <int PARTS>
+inline void add_tile(RowGroup& group, int row, int first) {
+  Floats sum[kRows][PARTS] = {};
+  for (size_t t = 0; t < group.tokens; ++t) {
+    const float* from = group.value[t] + first;
+    const float* weight = group.weight.data() + t * kDropRows + row;
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; ++i) {
+      const Floats own = load_floats(from + i * kLanes);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) sum[r][i] += weight[r] * own;
+    }
+  }
+  float* out = group.moved.data() + static_cast<size_t>(row) * group.width + first;
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < PARTS; ++i) store_floats(out + r * group.width + i * kLanes, sum[r][i]);
+  }
+}
+
 // What moves when a block goes: the weighted sums of its values.
 inline void add_values(RowGroup& group) {
+  constexpr int kTile = kParts * kLanes;
   for (int row = 0; row < group.count; row += kRows) {
-    for (int first = 0; first < group.width; first += kTile) {
-      Floats sum[kRows][kParts];
-      float* out = group.moved.data() + static_cast<size_t>(row) * group.width + first;
-      for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < kParts; ++i) sum[r][i] = Floats{};
-      }
-      for (size_t t = 0; t < group.tokens; ++t) {
-        const float* from = group.value[t] + first;
-        const float* weight = group.weight.data() + t * kDropRows + row;
-#pragma GCC unroll 4
-        for (int i = 0; i < kParts; ++i) {
-          const Floats own = load_floats(from + i * kLanes);
-#pragma GCC unroll 4
-          for (int r = 0; r < kRows; ++r) sum[r][i] += weight[r] * own;
-        }
-      }
-      for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < kParts; ++i) store_floats(out + r * group.width + i * kLanes, sum[r][i]);
-      }
-    }
+    int first = 0;
+    for (; first + kTile <= group.width; first += kTile) add_tile<kParts>(group, row, first);
+    for (; first < group.width; first += kLanes) add_tile<1>(group, row, first);
   }
 }
 
@@ -62,7 +65,7 @@ inline void drop_rows(const DropRows& job, int head, int first, const float* val
     for (int i = 0; i < job.block_units; ++i) {
       if (units[i] < 0) continue;
       const int start = static_cast<int>(units[i]) * job.unit_tokens;
-      const int tokens = std::min(job.unit_tokens, job.tokens - start);
+      const int tokens = std::max(0, std::min(job.unit_tokens, job.tokens - start));
       const size_t placed = group.tokens;
       group.tokens += tokens;
       for (int t = 0; t < tokens; ++t) {
@@ -104,5 +107,5 @@ inline void drop_rows(const DropRows& job, int head, int first, const float* val
 // What prompt_rows.h asks of a variant.
 constexpr PromptRows kPromptRows = {
     &fitting::nearest_row, &fitting::grow_row, &fitting::alternate_row,
-    &fitting::refine_row,  &dropping::drop_rows, dropping::kTile,
+    &fitting::refine_row,  &dropping::drop_rows, kLanes,
 };

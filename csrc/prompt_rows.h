@@ -19,10 +19,10 @@ struct PromptRows {
                     float* second);
   void (*refine)(const PlaneSamples& samples, const SumFit& fit, int row, float* first,
                  float* second);
-  // Values are `width` apart, in whole tiles; the part of the task's rows in the loss of each block.
+  // Values are `width` apart, in whole vectors; the part of the task's rows in the loss of each block.
   void (*drop)(const DropRows& job, int head, int first, const float* values, int width,
                double* loss);
-  int drop_tile;  // floats
+  int lanes;  // floats of a vector
 };
 
 // Null where the compiler or the processor lacks the instruction set.

@@ -41,6 +41,11 @@ class PageRecoder {
     } else {
       read_pages();
     }
+    if (!is_finite_) {
+      // whoever asked for the page looks here
+      header().radius_lo = std::numeric_limits<float>::quiet_NaN();
+      return;
+    }
     encode_keys();
     encode_values();
   }
@@ -54,6 +59,7 @@ class PageRecoder {
   const size_t first_;  // of the states or picks of this page
   uint8_t* page_;
   const int count_;
+  bool is_finite_ = true;  // whether norms of keys and rotated values are numbers
 
   PageHeader& header() { return *reinterpret_cast<PageHeader*>(page_); }
   int local_head() const { return head_ % job_.num_heads; }
@@ -82,7 +88,7 @@ class PageRecoder {
       read_dense_key(t, [key](int d) { return key[d]; });
       float* value = scratch_.values.data() + static_cast<size_t>(t) * dim_;
       std::copy_n(job_.values + (first_ + t) * dim_, dim_, value);
-      unrotate(value, dim_);
+      rotate_value(value);
     }
   }
 
@@ -159,6 +165,7 @@ class PageRecoder {
     const float norm = std::sqrt(square);
     const float scale = 1.0f / std::max(norm, std::numeric_limits<float>::min());
     scratch_.norm[t] = norm;
+    is_finite_ = is_finite_ && std::isfinite(norm);
     base_phases(rotary, scratch_.position[t], scratch_.phases);
     for (int plane = 0; plane < planes_; ++plane) {
       const float c = scratch_.phases.cosine[plane], s = scratch_.phases.sine[plane];
@@ -185,7 +192,15 @@ class PageRecoder {
     const auto* value = reinterpret_cast<const uint16_t*>(page + layout.value_offset) +
                         static_cast<size_t>(token) * dim_;
     for (int d = 0; d < dim_; ++d) out[d] = from_bfloat16(value[d]);
-    unrotate(out, dim_);
+    rotate_value(out);
+  }
+
+  // The rotation is its own inverse. Sums of finite elements may still be too large.
+  void rotate_value(float* x) {
+    unrotate(x, dim_);
+    float none = 0.0f;
+    for (int d = 0; d < dim_; ++d) none += x[d] - x[d];
+    is_finite_ = is_finite_ && none == 0.0f;
   }
 
   void encode_keys() {

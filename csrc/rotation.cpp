@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "rotation.h"
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -8,25 +9,42 @@ namespace sphkv {
 
 namespace {
 
-// Orthonormal Hartley transform of `odd` neighbours.
-void hartley(float* x, int odd) {
-  constexpr double kTurn = 6.283185307179586476925;
-  thread_local std::vector<double> table;
-  thread_local std::vector<float> out;
-  if (static_cast<int>(table.size()) != odd) {
-    table.resize(odd);
-    for (int i = 0; i < odd; ++i) {
-      table[i] = (std::cos(kTurn * i / odd) + std::sin(kTurn * i / odd)) / std::sqrt(double(odd));
+// Orthonormal Hartley transform of `odd` neighbours, again and again.
+class Hartley {
+ public:
+  void apply(float* x, int dim, int odd) {
+    if (odd != odd_) fill(odd);
+    for (int at = 0; at < dim; at += odd) {
+      double* const sum = sum_.data();
+      std::fill_n(sum, odd, 0.0);
+      for (int j = 0; j < odd; ++j) {
+        // symmetric: the row is the column
+        const double* const row = table_.data() + static_cast<size_t>(j) * odd;
+        const double own = x[at + j];
+        for (int i = 0; i < odd; ++i) sum[i] += row[i] * own;
+      }
+      for (int i = 0; i < odd; ++i) x[at + i] = static_cast<float>(sum[i]);
     }
   }
-  out.assign(odd, 0.0f);
-  for (int i = 0; i < odd; ++i) {
-    double sum = 0.0;
-    for (int j = 0; j < odd; ++j) sum += table[i * j % odd] * x[j];
-    out[i] = static_cast<float>(sum);
+
+ private:
+  int odd_ = 0;
+  std::vector<double> table_, sum_;  // [odd, odd], [odd]
+
+  void fill(int odd) {
+    constexpr double kTurn = 6.283185307179586476925;
+    table_.resize(static_cast<size_t>(odd) * odd);
+    sum_.resize(odd);
+    for (int i = 0; i < odd; ++i) {
+      for (int j = 0; j < odd; ++j) {
+        const double angle = kTurn * (i * j % odd) / odd;
+        table_[static_cast<size_t>(i) * odd + j] =
+            (std::cos(angle) + std::sin(angle)) / std::sqrt(double(odd));
+      }
+    }
+    odd_ = odd;
   }
-  for (int i = 0; i < odd; ++i) x[i] = out[i];
-}
+};
 
 }  // namespace
 
@@ -34,7 +52,8 @@ void unrotate(float* x, int dim) {
   int odd = dim;
   while (odd % 2 == 0) odd /= 2;
   if (odd > 1) {
-    for (int at = 0; at < dim; at += odd) hartley(x + at, odd);
+    thread_local Hartley hartley;
+    hartley.apply(x, dim, odd);
   }
   for (int step = odd; step < dim; step *= 2) {
     for (int at = 0; at < dim; at += 2 * step) {

@@ -231,15 +231,15 @@ int check_prompt_rows() {
         const int wrong = wrong_points(*rows, levels, is_equal);
         if (wrong == 0) continue;
         ++failures;
-        std::printf("tile %d: %d samples are nearer to others of %d points (equal ones: %d)\n",
-                    rows->drop_tile, wrong, levels, is_equal);
+        std::printf("%d lanes: %d samples are nearer to others of %d points (equal ones: %d)\n",
+                    rows->lanes, wrong, levels, is_equal);
       }
     }
-    for (int dim : {4, 64, 80, 130}) {
+    for (int dim : {4, 64, 80, 96, 130}) {
       const double error = drop_error(*rows, dim / 4, dim);
       if (error < 1e-4) continue;
       ++failures;
-      std::printf("tile %d: losses of dropping err by %.2e\n", rows->drop_tile, error);
+      std::printf("%d lanes: losses of dropping err by %.2e\n", rows->lanes, error);
     }
   }
   return failures;

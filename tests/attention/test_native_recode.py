@@ -15,6 +15,7 @@ from sphkv.store.config import StoreConfig
 from sphkv.store.pages import PageEncoder
 from sphkv.store.paging import PositionMode
 from sphkv.store.pool import PagePool
+from sphkv.store.store import PageStore
 from sphkv.testing.cases import CacheCase, build_store, random_calibration, random_states
 
 pytest.importorskip("sphkv._kernels", reason="the native kernels are not built")
@@ -310,6 +311,55 @@ def test_dense_states_whose_values_have_no_codes_are_left_to_the_codec():
     assert encoder.num_pages == 0
     for _, _, a, b in paired_views(plain, native):
         assert torch.equal(a.pages, b.pages)
+
+
+def states_of(case, tier):
+    """A layer's states, and a contract that puts all of them at a tier."""
+    keys, values, _ = random_states(case.geometry(), rope_of(case), 64)
+    tier_ids = torch.full((case.num_kv_heads, 64), case.tiers.id_of(tier), dtype=torch.uint8)
+    return LayerContract(tier_ids, torch.zeros_like(tier_ids, dtype=torch.bool)), keys, values
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("part", "size"), [(0, 1e20), (1, 3e38)])
+def test_states_beyond_float32_are_refused(variant, part, size):
+    """Their elements are finite, their norms are not; the codec refuses them too."""
+    case = case_of(num_tokens=0, tail_tokens=0, num_layers=1)
+    contract, keys, values = states_of(case, "k2v3")
+    (keys, values)[part][1, 5] = size
+    for kernels in (None, Encoding(variant=variant)):
+        store = build_store(case, kernels=kernels)
+        before = store.live_bytes
+        with pytest.raises(ValueError, match=r"float32|finite"):
+            store.write(0, 0, contract, keys, values, torch.arange(64))
+        assert store.live_bytes == before
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dense_pages_beyond_float32_are_refused_when_they_are_demoted(variant):
+    case = case_of(num_tokens=0, tail_tokens=0, num_layers=1)
+    contract, keys, values = states_of(case, "max")
+    keys[1, 5] = 1e20
+    store = build_store(case, kernels=Counting(variant=variant))
+    store.write(0, 0, contract, keys, values, torch.arange(64))
+    with pytest.raises(ValueError, match="float32"):
+        demote_all(store, 1)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "what"),
+    [({"num_layers": 1}, "layer 1"), ({"num_kv_heads": 1}, "below 1"), ({"head_dim": 128}, "keys")],
+)
+def test_a_codec_of_another_model_is_refused(theirs, what):
+    case = case_of(num_layers=2)
+    given = {"head_dim": case.head_dim, "num_layers": 2, "num_kv_heads": 2, **theirs}
+    other = case_of(**given)
+    codec = SphericalCodec(random_calibration(other.geometry(), rope_of(other)))
+    store = PageStore(StoreConfig(case.geometry(), case.tiers), codec, kernels=Encoding())
+    store.create(0)
+    contract, keys, values = states_of(case, "k2v3")
+    with pytest.raises(ValueError, match=what):
+        store.write(0, 1, contract, keys, values, torch.arange(64))
 
 
 def test_prompts_are_encoded_in_parts_as_without_it():

@@ -30,9 +30,10 @@ from sphkv.codec.states import SphericalCodec
 from sphkv.codec.values import COARSE_STEP, NUM_REFINEMENTS, READ_GAIN
 from sphkv.core.contract import StateCodec
 from sphkv.core.devices import native_variant, require_kernels
+from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.core.tiers import TierSpec
-from sphkv.store.layout import PageLayout, blank_pages
+from sphkv.store.layout import RADIUS_LO_OFFSET, PageLayout, blank_pages
 from sphkv.store.order import CodecOnly, PageCodec, PageOrder
 from sphkv.store.paging import PageBatch, PageRows
 from sphkv.store.sequence import PageGroup
@@ -182,8 +183,10 @@ class NativePageCodec(CodecOnly):
         if not self.recodes(layout, codec):
             return None
         assert isinstance(codec, SphericalCodec)
+        geometry = codec.calibration.geometry
+        _check_states(layout, geometry, layer, states, head_ids)
         keys, values = (part.detach().float().contiguous() for part in states)
-        heads = layer * codec.calibration.geometry.num_kv_heads + head_ids
+        heads = layer * geometry.num_kv_heads + head_ids
         pages = blank_pages(layout, rows)
         made = _Pages(layout, codec, heads.contiguous(), pages)
         require_kernels().encode_pages(
@@ -194,11 +197,12 @@ class NativePageCodec(CodecOnly):
             pages.data_ptr(),
             self._variant,
         )
+        _check_pages(pages)
         return pages
 
     def recodes(self, layout: PageLayout, codec: StateCodec | None) -> bool:
         """Where values are coded; see ``PageRecoder.recodes``."""
-        return isinstance(codec, SphericalCodec) and layout.tier.has_value_codes
+        return type(codec) is SphericalCodec and layout.tier.has_value_codes
 
     def recode(
         self,
@@ -224,6 +228,7 @@ class NativePageCodec(CodecOnly):
             pages.data_ptr(),
             self._variant,
         )
+        _check_pages(pages)
         return pages
 
     def _kinds(self, layout: PageLayout, codec: SphericalCodec, layers: set[int]) -> list[Any]:
@@ -234,6 +239,35 @@ class NativePageCodec(CodecOnly):
             for layer in range(codec.calibration.geometry.num_layers)
         ]
         return [make(fields, book) for book in books]
+
+
+def _check_states(
+    layout: PageLayout,
+    geometry: KVGeometry,
+    layer: int,
+    states: tuple[Tensor, Tensor],
+    head_ids: Tensor,
+) -> None:
+    """Raise unless dense states are those of such pages, and of a model of this geometry."""
+    shape = (len(head_ids), layout.page_tokens, geometry.head_dim)
+    for name, part in zip(("keys", "values"), states, strict=True):
+        if tuple(part.shape) != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(part.shape)}")
+    if layout.head_dim != geometry.head_dim or not 0 <= layer < geometry.num_layers:
+        raise ValueError(
+            f"the codec is for {geometry}, the pages are of layer {layer} and head_dim "
+            f"{layout.head_dim}"
+        )
+    heads = geometry.num_kv_heads
+    if head_ids.dtype != torch.int64 or bool(((head_ids < 0) | (head_ids >= heads)).any()):
+        raise ValueError(f"head_ids must be int64 below {heads}, got {head_ids.tolist()}")
+
+
+def _check_pages(pages: Tensor) -> None:
+    """Raise if the kernels met a key or value that float32 does not hold."""
+    told = pages[:, RADIUS_LO_OFFSET : RADIUS_LO_OFFSET + 16].contiguous().view(torch.float32)
+    if not bool(told.isfinite().all()):
+        raise ValueError("keys or values are too large: their norms exceed float32")
 
 
 class _Pages:
