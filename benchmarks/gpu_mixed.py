@@ -30,7 +30,8 @@ from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.dense import DenseDecode, DenseStates
 from sphkv.attention.cuda.geometry import PAGE_SIZES, KernelShape
 from sphkv.attention.cuda.pages import PageLists, PagePool
-from sphkv.attention.cuda.steps import DENSE_PROCESSORS, longest_first, share_blocks
+from sphkv.attention.cuda.shares import longest_first, share_blocks
+from sphkv.attention.cuda.steps import DENSE_PROCESSORS
 from sphkv.attention.cuda.synthetic import (
     Oracle,
     random_pages,

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import sphkv.attention.cuda.steps as cuda_steps
 from sphkv.attention.cuda.backend import CudaBackend
 from sphkv.attention.cuda.geometry import KernelShape
-from sphkv.attention.cuda.steps import head_blocks, launch_steps, longest_first, share_blocks
+from sphkv.attention.cuda.shares import head_blocks, launch_steps, longest_first, share_blocks
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.codec.states import SphericalCodec
 from sphkv.core.tiers import TierSpec, TierTable, coded_tier
