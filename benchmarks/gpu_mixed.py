@@ -26,9 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_decode import DEVICE, MODELS, common, copy_bandwidth, dram_ratios, median_us
 from gpu_rivals import rivals
 
+from sphkv.attention.cuda.block_shares import BlockShares
 from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.dense import DenseDecode, DenseStates
 from sphkv.attention.cuda.geometry import PAGE_SIZES, KernelShape
+from sphkv.attention.cuda.merge import PartsMerge
 from sphkv.attention.cuda.pages import PageLists, PagePool
 from sphkv.attention.cuda.shares import longest_first, share_blocks
 from sphkv.attention.cuda.steps import DENSE_PROCESSORS
@@ -41,7 +43,6 @@ from sphkv.attention.cuda.synthetic import (
 )
 from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.request import AttentionOptions
-from sphkv.attention.triton.merge import empty_parts, merge_parts
 from sphkv.core.tiers import DENSE, parse_tier
 from sphkv.store.layout import PageLayout
 from sphkv.store.paging import PositionMode
@@ -144,14 +145,17 @@ class Layer:
         self.kinds = [self.kinds[i] for i in longest_first(work, shares)]
         for at, kind in enumerate(self.kinds):
             kind.decoder.overlaps = len(self.kinds) == 1 or at > 0
+        told = BlockShares([(kind.decoder, kind.lists) for kind in self.kinds], torch.device(DEVICE))
+        told.find()
+        for kind, lists in zip(self.kinds, told.lists, strict=True):
+            kind.lists = lists
         self._dense_pages(tiers, len(names) - 1)
         self.coded_bytes = sum(kind.pages.numel() for kind in self.kinds)
         self.num_bytes = self.coded_bytes + self.pages.numel() + self.tails.numel() * 2
         self.query = torch.randn(batch, MODEL.query_heads, MODEL.head_dim, device=DEVICE).bfloat16()
-        self.parts = empty_parts(
+        self.merge = PartsMerge(
             1 + len(self.kinds), batch, MODEL.query_heads, MODEL.head_dim, torch.device(DEVICE)
         )
-        self.parts.output.fill_(torch.nan)
         self.result = self.kinds[0].decoder.empty_result(batch, torch.bfloat16)
         self.result.output.fill_(torch.nan)
         self.where = torch.full(
@@ -190,8 +194,7 @@ class Layer:
 
     def attend(self):
         """Queue the layer as a captured step does."""
-        newest, parts = self.tails[:, :, :, -1], self.parts
-        own = [PartialAttention(*each) for each in zip(parts.output, parts.lse, strict=True)]
+        newest, own = self.tails[:, :, :, -1], self.merge.parts
         is_single = len(self.kinds) == 1
         if is_single:
             self._attend_dense(newest, own[0], DENSE_PROCESSORS)
@@ -203,7 +206,7 @@ class Layer:
             )  # fmt: skip
         if not is_single:
             self._attend_dense(newest, own[0], None)
-            merge_parts(parts, self.result)
+            self.merge.merge(len(own), self.result)
 
     def _attend_dense(self, newest, result, spare_processors):
         self.dense.attend(

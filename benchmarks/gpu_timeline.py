@@ -3,8 +3,9 @@
 
 ``PYTHONPATH=src python3 benchmarks/gpu_timeline.py --allocation FILE --output timeline.json``
 
-The layers of ``gpu_mixed.py``, read by kernels that note the time: when a block begins, when it is
-ready (it has its table and its queries, and may still wait for its first page), when it is done.
+The layers of ``gpu_mixed.py``, read by kernels that note the time: when a block begins, knows which
+pages it has, has asked for the first of them, is ready (it has its table and its queries), has its
+first page, has read its last one, is done.
 Where blocks of one launch end late the multiprocessors are shared badly; what lies between a
 block's beginning and its being ready is paid by every launch.
 """
@@ -21,12 +22,11 @@ from safetensors.torch import load_file
 
 from sphkv.attention.cuda import compiler
 from sphkv.attention.cuda.pages import PagePool
-from sphkv.attention.partial import PartialAttention
 from sphkv.store.paging import PositionMode
 
-EVENTS = ("begin", "ready", "end")
+EVENTS = ("begin", "told", "asked", "ready", "page", "read", "end")
 # Words that a block writes: a time for every event.
-WORDS = 4
+WORDS = 8
 MOST_BLOCKS = 256
 # (text of decode.cu, what stands there instead); notes go where positions of queries would be read
 NOTES = (
@@ -38,11 +38,18 @@ NOTES = (
      "}\n"),
     ("    if constexpr (KEEPS_CONSTANTS) constants.load(place.lane);",
      "    if constexpr (KEEPS_CONSTANTS) constants.load(place.lane);\n"
-     "    if (!is_next && tid == 0) note(p, 1);"),
+     "    if (!is_next && tid == 0) note(p, 3);"),
     ("  start_dependents();\n", "  if (tid == 0) note(p, 0);\n  start_dependents();\n"),
-    ("  if (tid < THREADS) write_rest(p, row, tid);\n  end_after_previous();",
-     "  if (tid < THREADS) write_rest(p, row, tid);\n  if (tid == 0) note(p, 2);\n"
-     "  end_after_previous();"),
+    ("  // a short share may hold", "  if (tid == 0) note(p, 1);\n  // a short share may hold"),
+    ("  start.store(p, row, tid);\n  if (tid == PARTS_THREAD)",
+     "  if (tid == 0) note(p, 2);\n  start.store(p, row, tid);\n  if (tid == PARTS_THREAD)"),
+    ("      attend_page(p, row.index, query,",
+     "      if (tid == 0 && page == share.first) note(p, 4);\n"
+     "      attend_page(p, row.index, query,"),
+    ("    row.head = kept_head(), row.block",
+     "    if (tid == 0) note(p, 5);\n    row.head = kept_head(), row.block"),
+    ("  if (tid < THREADS) write_rest(p, row, tid);\n}\n",
+     "  if (tid < THREADS) write_rest(p, row, tid);\n  if (tid == 0) note(p, 6);\n}\n"),
 )  # fmt: skip
 
 
@@ -68,15 +75,14 @@ class NotedLayer:
     def attend(self):
         """Queue the layer as ``gpu_mixed.py`` does, if it has several tiers."""
         layer = self.layer
-        newest, parts = layer.tails[:, :, :, -1], layer.parts
-        own = [PartialAttention(*each) for each in zip(parts.output, parts.lse, strict=True)]
+        newest, own = layer.tails[:, :, :, -1], layer.merge.parts
         for kind, part, times in zip(layer.kinds, own[1:], self.times, strict=True):
             kind.decoder.attend(
                 layer.query, PagePool(kind.pages, PositionMode.RUNS), kind.lists, mixed.OPTIONS,
                 result=part, query_positions=times,
             )  # fmt: skip
         layer._attend_dense(newest, own[0], None)
-        mixed.merge_parts(parts, layer.result)
+        layer.merge.merge(len(own), layer.result)
 
     def launches(self):
         """What every launch has noted, in microseconds from the layer's first block on."""
@@ -142,7 +148,7 @@ def main():
                 parts = (
                     f"{each['tier']} {each['blocks']}: "
                     + ", ".join(
-                        f"{name} {each[name]['last']:.1f}" for name in EVENTS if name in each
+                        f"{name} {each[name]['median']:.1f}-{each[name]['last']:.1f}" for name in EVENTS if name in each
                     )
                     for each in launches
                 )

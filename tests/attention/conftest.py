@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from sphkv.attention.cuda import compiler, decode, dense, encode
+from sphkv.attention.cuda import block_shares, compiler, decode, dense, encode, merge
 
 HOST_KERNEL = Path(__file__).parent / "host_kernel"
 # Named by what they are made of, so that all processes and runs of the tests share them.
@@ -31,7 +31,9 @@ PARAMS = {
     "sphkv_dense": "DenseParams",
     "sphkv_encode_keys": "EncodeParams",
     "sphkv_encode_values": "EncodeParams",
+    "sphkv_merge": "MergeParams",
     "sphkv_reorder": "ReorderParams",
+    "sphkv_share": "ShareParams",
 }
 _FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC")
 _SHARED = re.compile(r"extern __shared__ __align__\(\d+\) uint8_t shared_memory\[\];")
@@ -139,7 +141,7 @@ def on_the_host(monkeypatch):
         properties = SimpleNamespace(multi_processor_count=processors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        for module in (decode, dense, encode):
+        for module in (block_shares, decode, dense, encode, merge):
             monkeypatch.setattr(module, "architecture", lambda _: "host")
             monkeypatch.setattr(module, "load_cubin", lambda name, defines, _: (name, defines))
             monkeypatch.setattr(module, "Kernel", HostKernel)

@@ -65,7 +65,7 @@ def test_many_blocks_merge_one_row(on_the_host):
     [
         (2, "if (place.lane == 0) barrier_arrive(empty_barrier(stage.index));", "", "all threads"),
         (10, "row.part = row.index + kept_cta();", "row.part = row.index;", "nobody wrote"),
-        (10, "cta = ctas - 1 - blockIdx.x / heads", "cta = blockIdx.x / heads", "nobody wrote"),
+        (10, "cta = ctas - 1 - block / heads", "cta = block / heads", "nobody wrote"),
         (10, "Parts::clear(from, count, lane);", "", "left partial results"),
     ],
 )

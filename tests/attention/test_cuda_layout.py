@@ -266,6 +266,7 @@ def _layout_source(shape, index):
     expected = {
         "SHARED_BYTES": shape.shared_bytes,
         "ROW_PAGES": shape.row_pages,
+        "LEAST_PAGES": shape.least_pages,
         "STAGES": shape.num_stages,
         "BLOCK_THREADS": shape.threads,
         "PAGE_BYTES": shape.page_bytes,

@@ -7,14 +7,12 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (the extra sphkv[gpu])")
 
 from sphkv.attention.api import get_backend
-from sphkv.attention.partial import PartialAttention, merge_partials
 from sphkv.attention.plans import list_pages
 from sphkv.attention.reference import ReferenceBackend
 from sphkv.attention.request import AttentionOptions, DecodeRequest
 from sphkv.attention.triton import backend as triton_backend
 from sphkv.attention.triton.backend import TritonBackend
 from sphkv.attention.triton.dense import TailList, launch_dense
-from sphkv.attention.triton.merge import empty_parts, merge_parts
 from sphkv.attention.triton.rows import PartSlots, QueryRows
 from sphkv.core.contract import LayerContract
 from sphkv.testing.attention_cases import CASES, assert_attention, make_batch, make_request
@@ -103,27 +101,3 @@ def test_it_has_a_name_refuses_other_precisions_and_captures_nothing():
     assert "triton" in backend.why_not(store, [0])
     with pytest.raises(ValueError, match="'bf16'"):
         TritonBackend(precision="bf16")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_sinks", [False, True])
-def test_parts_are_merged_with_those_that_saw_no_key(dtype, has_sinks):
-    torch.manual_seed(0)
-    parts = empty_parts(3, 2, 4, 64, torch.device("cpu"))
-    parts.output.normal_(), parts.lse.normal_(std=20)
-    # one part of a row without keys, and a row without any
-    parts.lse[1, 0, 1], parts.output[1, 0, 1] = -torch.inf, 0.0
-    parts.lse[:, 1, 2], parts.output[:, 1, 2] = -torch.inf, 0.0
-    sinks = torch.randn(4) if has_sinks else None
-    result = PartialAttention(torch.empty(2, 4, 64, dtype=dtype), torch.empty(2, 4))
-    merge_parts(parts, result, sink_logits=sinks)
-    each = [
-        PartialAttention(output.double(), lse.double())
-        for output, lse in zip(parts.output, parts.lse, strict=True)
-    ]
-    if sinks is not None:
-        each.append(PartialAttention.of_sinks(sinks.double(), each[0], heads_dim=1))
-    right = merge_partials(each)
-    tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-5
-    assert torch.allclose(result.output.double(), right.output, atol=tolerance, rtol=tolerance)
-    assert torch.allclose(result.lse.double(), right.lse, atol=1e-4)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sphkv.attention.cuda.block_shares import BlockShares
 from sphkv.attention.cuda.decode import CudaDecode, TurnTable
 from sphkv.attention.cuda.geometry import PAGE_TOKENS, KernelShape
 from sphkv.attention.cuda.pages import PageLists, PagePool
@@ -245,13 +246,20 @@ def run_case(case: Case, device: torch.device) -> float:
     result = decoder.empty_result(batch)
     result.output.fill_(torch.nan)
     lists = replace(PageLists.from_table(table, num.to(device), pages), blocks=case.blocks)
-    for asked in (-query, query):  # nothing of the first call may be left
+    shares = BlockShares([(decoder, lists)], device)
+    shares.find()
+    (told,), outputs = shares.lists, []
+    for asked, own in ((-query, told), (query, lists), (query, told)):
+        # nothing of the first call may be left
         decoder.attend(
-            asked, PagePool(pages, case.mode), lists, options, result=result,
+            asked, PagePool(pages, case.mode), own, options, result=result,
             query_positions=where, sink_logits=sinks, merge_with=other if case.merge else None,
         )  # fmt: skip
+        outputs.append(result.output.clone())
     if not decoder.is_clear():
         raise ValueError("a launch left partial results for the next")
+    if not torch.equal(*outputs[1:]):
+        raise ValueError("blocks that are told which pages they have give another result")
     exact, worst = Oracle(book, rope, layout), 0.0
     for h, b in torch.cartesian_prod(torch.arange(HEADS), torch.arange(batch)).tolist():
         rows = slice(h * group, (h + 1) * group)

@@ -59,6 +59,9 @@ struct uint2 {
 struct int2 {
   int x, y;
 };
+struct int4 {
+  int x, y, z, w;
+};
 struct uint4 {
   uint32_t x, y, z, w;
 };
@@ -219,7 +222,6 @@ template <int COUNT>
 INLINE void grow_registers() {}
 INLINE void start_dependents() {}
 INLINE void wait_for_previous() {}
-INLINE void end_after_previous() {}
 
 // ---- arithmetic ----
 

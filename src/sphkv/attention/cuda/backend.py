@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from sphkv.attention.cuda import block_shares, dense, merge
 from sphkv.attention.cuda.build import prepare_behind, tier_builds
 from sphkv.attention.cuda.compiler import ARCHITECTURES, architecture
 from sphkv.attention.cuda.decode import MAX_WINDOW
-from sphkv.attention.cuda.dense import ENTRY_POINT as DENSE_ENTRY_POINT
-from sphkv.attention.cuda.dense import MAX_GROUP, definitions
 from sphkv.attention.cuda.geometry import HEAD_DIMS, is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels, DecodeTables
 from sphkv.attention.cuda.pages import FragmentCodec, FragmentOrder, ServedPages, place_pages
@@ -77,9 +76,11 @@ class CudaBackend:
     def prepare(self, tables: Sequence[TierTable], geometry: KVGeometry) -> None:
         """Compile what encodes these tiers in a thread of its own, while the prompt is read."""
         builds = [build for tiers in tables for build in tier_builds(tiers, geometry.head_dim)]
-        if geometry.head_dim in HEAD_DIMS and geometry.group_size <= MAX_GROUP:
-            shape = definitions(geometry.head_dim, geometry.group_size)
-            builds.append((DENSE_ENTRY_POINT, shape))
+        if geometry.head_dim in HEAD_DIMS and geometry.group_size <= dense.MAX_GROUP:
+            shape = dense.definitions(geometry.head_dim, geometry.group_size)
+            builds.append((dense.ENTRY_POINT, shape))
+            builds.append((merge.ENTRY_POINT, merge.definitions(geometry.head_dim)))
+            builds.append((block_shares.ENTRY_POINT, ()))
         if self._device.type == "cuda":
             prepare_behind(builds, architecture(self._device))
 

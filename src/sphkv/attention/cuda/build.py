@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from sphkv.attention.cuda import compiler, decode, dense
+from sphkv.attention.cuda import block_shares, compiler, decode, dense, merge
 from sphkv.attention.cuda.encode import encode_builds, reorder_build
 from sphkv.attention.cuda.geometry import (
     HEAD_DIMS,
@@ -60,6 +60,9 @@ def usual_builds() -> Iterator[Build]:
         yield from _decode_builds(head_dim, columns, uniform, PAGE_TOKENS, PositionMode.CONTIGUOUS)
         for tokens in PAGE_SIZES:
             yield from _decode_builds(head_dim, columns, _CONTROLLED, tokens, PositionMode.RUNS)
+    yield block_shares.ENTRY_POINT, ()
+    for head_dim in HEAD_DIMS:
+        yield merge.ENTRY_POINT, merge.definitions(head_dim)
     for head_dim, group in itertools.product(HEAD_DIMS, _GROUPS):
         yield dense.ENTRY_POINT, dense.definitions(head_dim, group)
     for head_dim, tokens in itertools.product(HEAD_DIMS, PAGE_SIZES):

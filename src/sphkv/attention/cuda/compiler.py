@@ -27,7 +27,9 @@ MAIN = {
     "sphkv_dense": "dense.cu",
     "sphkv_encode_keys": "encode_keys.cu",
     "sphkv_encode_values": "encode_values.cu",
+    "sphkv_merge": "merge.cu",
     "sphkv_reorder": "reorder.cu",
+    "sphkv_share": "share.cu",
 }
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100f", (10, 3): "sm_100f"}
 """Compiler target by compute capability; the instructions in use need a target of one family."""

@@ -45,6 +45,7 @@ class _Params(ctypes.Structure):
                 "pages",
                 "page_list",
                 "row_start",
+                "shares",
                 "tables",
                 "turns",
                 "query",
@@ -164,6 +165,7 @@ class CudaDecode:
         columns, passes = self.shape.columns, ceil_div(group, self.shape.columns)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.passes, self._most_blocks = passes, max(self.kv_heads, processors // passes)
+        self._even_blocks = self._most_blocks // self.kv_heads * self.kv_heads
         parts = passes * (self.kv_heads * max_batch + self._most_blocks) * columns
         # a word of a part is there when it is not minus one; a launch leaves all of them so again
         words = torch.full((parts, self.shape.head_dim), -1, dtype=torch.int32, device=device)
@@ -184,13 +186,13 @@ class CudaDecode:
     def spare_processors(self) -> int:
         """Multiprocessors that a launch leaves free."""
         properties = torch.cuda.get_device_properties(self._part_out.device)
-        return properties.multi_processor_count - self.passes * self._blocks_of(None)
+        return properties.multi_processor_count - self.passes * self._even_blocks
 
-    def _blocks_of(self, asked: int | None) -> int:
-        """Thread blocks of a pass: as many for every head, or so many shared by its pages."""
-        if asked is None:
-            return self._most_blocks // self.kv_heads * self.kv_heads
-        return min(max(asked, self.kv_heads), self._most_blocks)
+    def blocks_of(self, lists: PageLists) -> int:
+        """Thread blocks of a pass over lists, as many for every head or shared by its pages."""
+        if lists.blocks is None:
+            return self._even_blocks
+        return min(max(lists.blocks, self.kv_heads), self._most_blocks)
 
     @property
     def table_bytes(self) -> int:
@@ -250,7 +252,8 @@ class CudaDecode:
         params.page_list = lists.entries.data_ptr()
         params.row_start = lists.row_start.data_ptr()
         params.batch = batch
-        params.ctas, params.uneven = self._blocks_of(lists.blocks), int(lists.blocks is not None)
+        params.shares = None if lists.shares is None else lists.shares.data_ptr()
+        params.ctas, params.uneven = self.blocks_of(lists), int(lists.blocks is not None)
         params.query = query.data_ptr()
         params.query_is_bf16 = int(query.dtype == torch.bfloat16)
         params.query_positions = None if query_positions is None else query_positions.data_ptr()

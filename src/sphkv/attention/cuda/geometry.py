@@ -39,6 +39,7 @@ _LONG_ENTRIES = 96
 # queries are turned, the warps' sums merged.
 _PAGE_STEPS = 40
 ROW_STEPS = 105
+_LEAST_KEYS = 256
 """What a row costs a block beside its pages, in product steps of one team."""
 # Part of that which a page takes where every scheduler of a multiprocessor has but one warp.
 _ALONE = 0.6
@@ -192,6 +193,11 @@ class KernelShape:
     def row_pages(self) -> int:
         """What a row costs a block beside its pages, in pages."""
         return int(ROW_STEPS / self.page_steps + 0.5)
+
+    @property
+    def least_pages(self) -> int:
+        """Pages of a head for each thread block of it that has any."""
+        return _LEAST_KEYS // self.page_tokens
 
     @property
     def entries(self) -> int:

@@ -86,12 +86,15 @@ class PageLists:
         batch: Sequences.
         blocks: Thread blocks that the heads share by their numbers of pages; None gives all of a
             GPU to them, as many to each.
+        shares: ``[blocks, 12]`` int32, which pages every block has; see ``BlockShares``. If None,
+            blocks find it.
     """
 
     entries: Tensor
     row_start: Tensor
     batch: int
     blocks: int | None = None
+    shares: Tensor | None = None
 
     @property
     def page_ids(self) -> Tensor:

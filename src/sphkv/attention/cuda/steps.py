@@ -8,7 +8,7 @@ lists anew what a controller demoted or dropped.
 
 A layer is read by one launch for its dense states and one for every tier and position mode that its
 coded pages have. Each launch begins as soon as all blocks of the one before it have begun and
-takes as many multiprocessors as its pages are work; what they found is merged at the end. The
+takes as many multiprocessors as its pages are work; one more merges what they find as it comes. The
 dense states' launch is the first where one other merges what it found, and else the last: its many
 short blocks would keep long ones waiting.
 """
@@ -25,10 +25,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sphkv.attention.cuda.block_shares import BlockShares
 from sphkv.attention.cuda.decode import CudaDecode
 from sphkv.attention.cuda.dense import MAX_GROUP, DenseDecode, DenseStates
 from sphkv.attention.cuda.geometry import KernelShape, is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels, DecodeTables
+from sphkv.attention.cuda.merge import PartsMerge
 from sphkv.attention.cuda.pages import (
     HOPPER,
     FixedLists,
@@ -44,7 +46,6 @@ from sphkv.attention.cuda.shares import longest_first, share_blocks
 from sphkv.attention.partial import PartialAttention
 from sphkv.attention.request import AttentionOptions, spherical_codec
 from sphkv.attention.triton.dense import TailList
-from sphkv.attention.triton.merge import empty_parts, merge_parts
 from sphkv.codec.states import SphericalCodec
 from sphkv.errors import UnsupportedBatchError
 from sphkv.store.layout import PageLayout
@@ -251,18 +252,18 @@ class CapturedSteps:
         self._make_lists(found)
         self._fill(found)
         self._dense_states = [self._tails_of(layer) for layer in layers]
-        self._launches = self._plan(found)
+        self._launches = self._with_shares(self._plan(found))
         # all layers use them in turn
-        self._parts = empty_parts(
-            1 + max(map(len, self._launches)),
-            num_rows,
-            geometry.num_query_heads,
-            geometry.head_dim,
-            self._device,
+        sizes = num_rows, geometry.num_query_heads, geometry.head_dim
+        self._merge = PartsMerge(1 + max(map(len, self._launches)), *sizes, self._device)
+        # of a layer with one launch, which merges it
+        self._dense_part = PartialAttention(
+            torch.empty(sizes, device=self._device), torch.empty(sizes[:2], device=self._device)
         )
         self._version = self._table_version()
         self._journal = store.allocator.journal()
         self._load_changes()
+        self._shares.find()
         self.recount()
 
     def _load_changes(self) -> None:
@@ -372,6 +373,15 @@ class CapturedSteps:
             for layer in layers
         ]
 
+    def _with_shares(self, planned: Sequence[Sequence[_Launch]]) -> list[list[_Launch]]:
+        """The same launches, whose blocks are told which pages they have."""
+        every = [launch for launches in planned for launch in launches]
+        self._shares = BlockShares([(each.kernel, each.lists) for each in every], self._device)
+        lists = iter(self._shares.lists)
+        return [
+            [replace(launch, lists=next(lists)) for launch in launches] for launches in planned
+        ]
+
     def _plan_layer(
         self, layer: int, tags: Sequence[int], found: dict[int, _FoundPages]
     ) -> list[_Launch]:
@@ -470,8 +480,6 @@ class CapturedSteps:
         if query.dtype != torch.bfloat16:
             query = query.float()
         key, value = (part[:, :, 0].to(torch.bfloat16) for part in (keys, values))
-        outputs, lse = self._parts.output[: 1 + len(launches)], self._parts.lse[: 1 + len(launches)]
-        parts = [PartialAttention(*each) for each in zip(outputs, lse, strict=True)]
         result = launches[0].kernel.empty_result(len(query), query.dtype)
         sinks = None if sink_logits is None else sink_logits.float()
         if len(launches) == 1:
@@ -481,19 +489,22 @@ class CapturedSteps:
                 value,
                 states,
                 options,
-                result=parts[0],
+                result=self._dense_part,
                 spare_processors=DENSE_PROCESSORS,
             )
-            self._read(launches[0], query, options, result, merge_with=parts[0], sink_logits=sinks)
+            self._read(
+                launches[0], query, options, result, merge_with=self._dense_part, sink_logits=sinks
+            )
             return result.output[:, :, None]
         # a launch that merges waits for the one before it, and rows behind that wait with it: with
-        # one tier that is short, with several they are merged when all are done
-        for launch, part in zip(launches, parts[1:], strict=True):
+        # one tier that is short, with several one more takes what all of them find as it comes
+        dense_part, *parts = self._merge.parts[: 1 + len(launches)]
+        for launch, part in zip(launches, parts, strict=True):
             self._read(launch, query, options, part)
         self._dense.attend(
-            query, key, value, states, options, result=parts[0], spare_processors=None
+            query, key, value, states, options, result=dense_part, spare_processors=None
         )
-        merge_parts(PartialAttention(outputs, lse), result, sink_logits=sinks)
+        self._merge.merge(1 + len(launches), result, sink_logits=sinks)
         return result.output[:, :, None]
 
     def _read(
@@ -544,6 +555,7 @@ class CapturedSteps:
         elif not self._fill(_find_pages(self._tables)):
             _CHANGING.add(self._store)
             return False
+        self._shares.find()
         self._version = self._table_version()
         if has_sealed:
             self.recount()

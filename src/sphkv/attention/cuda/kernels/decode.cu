@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode attention over coded pages: one thread block per multiprocessor, each bound to a KV head.
 // docs/gpu.md explains the design and draws the layouts.
+#include "block_share.cuh"
 #include "finish.cuh"
 #include "keys.cuh"
 #include "layout.cuh"
@@ -189,115 +190,16 @@ INLINE void write_empty_rows(const Params& p, Row row, int tid) {
   }
 }
 
-// Short lists are spread until every block has 256 keys: teams without a page leave their share of the
-// multiprocessor to the others, while every block has a table to fetch and sums to merge.
-constexpr int LEAST_PAGES = 256 / PAGE_TOKENS;
+INLINE Sharing sharing_of(const Params& p) {
+  return {p.row_start, p.batch, p.kv_heads, p.ctas, p.uneven, ROW_PAGES, LEAST_PAGES};
+}
 
-// Bits below bit `n`, which may lie outside the word.
-INLINE uint32_t bits_below(int n) { return n <= 0 ? 0u : n >= 32 ? ALL_LANES : (1u << n) - 1u; }
-
-// Which head a block has, and which of the head's blocks it is. Found once and kept in shared memory:
-// while a block works on pages it has no register to spare.
-struct BlockPlace {
-  int head, cta, ctas, parts;
-  int work;  // of the head: its pages and what its rows cost beside them, in pages
-
-  // Blocks of all heads one after the other, last one first: a block waits for blocks of its head with
-  // later pages, so they must begin before it. Heads share the blocks so that none has more work than
-  // it must; blocks that no head has a use for, and heads without pages, are left over.
-  INLINE BlockPlace(const Params& p, int lane) {
-    const int heads = p.kv_heads, at = p.ctas - 1 - blockIdx.x;
-    if (!p.uneven) {
-      ctas = p.ctas / heads;
-      head = heads - 1 - blockIdx.x % heads, cta = ctas - 1 - blockIdx.x / heads;
-      parts = head * (p.batch + ctas);
-      work = pages_of(p, head);
-      return;
-    }
-    const int lanes_work = work_of(p, lane, lane), most = most_work(p, lanes_work, lane);
-    head = heads - 1, cta = at, ctas = 0, work = 0;
-    int before = 0;
-    for (int h = lane; h < round_up(heads, 32); h += 32) {
-      const int all = h < 32 ? lanes_work : work_of(p, h, lane);
-      const int own = blocks_of(all, most), end = before + sum_up_to(own, lane);
-      const uint32_t behind = __ballot_sync(ALL_LANES, end > at);
-      if (behind) {
-        const int owner = __ffs(behind) - 1;
-        head = h - lane + owner;
-        work = __shfl_sync(ALL_LANES, all, owner);
-        ctas = __shfl_sync(ALL_LANES, own, owner);
-        cta = at - __shfl_sync(ALL_LANES, end, owner) + ctas;
-        break;
-      }
-      before = __shfl_sync(ALL_LANES, end, 31);
-    }
-    parts = head * p.batch + at - cta;
-  }
-
-  static INLINE int pages_of(const Params& p, int head) {
-    if (head >= p.kv_heads) return 0;
-    return __ldg(p.row_start + (head + 1) * p.batch) - __ldg(p.row_start + head * p.batch);
-  }
-
-  // Pages of a head, which differs from lane to lane, and what its rows that have some cost beside; the
-  // first is free, for every block begins one.
-  static INLINE int work_of(const Params& p, int head, int lane) {
-    const int rows = p.kv_heads * p.batch, first = head * p.batch;
-    int filled = 0;
-    for (int k = 0; k < rows; k += 32) {
-      const int at = k + lane;
-      const bool has_pages = at < rows && __ldg(p.row_start + at + 1) > __ldg(p.row_start + at);
-      const uint32_t mine = bits_below(first + p.batch - k) & ~bits_below(first - k);
-      filled += __popc(__ballot_sync(ALL_LANES, has_pages) & mine);
-    }
-    return pages_of(p, head) + ROW_PAGES * max(filled - 1, 0);
-  }
-
-  // Blocks of a head if none has more work than `most`.
-  static INLINE int blocks_of(int work, int most) {
-    return (uint32_t)(work + most - 1) / (uint32_t)most;
-  }
-
-  // Least work a block can have at most. If it were only for the sum, that would be all work by
-  // blocks; but a head's last block may have less than others, so that somewhat more is needed.
-  static INLINE int most_work(const Params& p, int lanes_work, int lane) {
-    int longest = 1, total = 0;
-    for (int h = lane; h < round_up(p.kv_heads, 32); h += 32) {
-      const int all = h < 32 ? lanes_work : work_of(p, h, lane);
-      longest = max(longest, __reduce_max_sync(ALL_LANES, all));
-      total += __reduce_add_sync(ALL_LANES, all);
-    }
-    const int rest = p.ctas - p.kv_heads;
-    int low = max((uint32_t)(total + p.ctas - 1) / (uint32_t)p.ctas, 1u);
-    int high = rest > 0 ? min(longest, (int)((uint32_t)(total + rest - 1) / (uint32_t)rest)) : longest;
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      int blocks = 0;
-      for (int h = lane; h < round_up(p.kv_heads, 32); h += 32) {
-        const int all = h < 32 ? lanes_work : work_of(p, h, lane);
-        blocks += __reduce_add_sync(ALL_LANES, blocks_of(all, middle));
-      }
-      if (blocks <= p.ctas) high = middle;
-      else low = middle + 1;
-    }
-    return max(low, 1);
-  }
-
-  static INLINE int sum_up_to(int own, int lane) {
-#pragma unroll
-    for (int k = 1; k < 32; k *= 2) {
-      const int other = __shfl_up_sync(ALL_LANES, own, k);
-      if (lane >= k) own += other;
-    }
-    return own;
-  }
-
-  INLINE void keep() const {
-    store_shared2(SHARED_BASE + PLACE_OFFSET, head, cta);
-    store_shared2(SHARED_BASE + PLACE_OFFSET + 8, ctas, parts);
-    store_shared(SHARED_BASE + PLACE_OFFSET + 16, work);
-  }
-};
+// What a block is asked for again when a row ends: while it works on pages it has no register to spare.
+INLINE void keep_share(const BlockShare& share) {
+  store_shared2(SHARED_BASE + PLACE_OFFSET, share.head, share.cta);
+  store_shared2(SHARED_BASE + PLACE_OFFSET + 8, share.ctas, share.parts);
+  store_shared(SHARED_BASE + PLACE_OFFSET + 16, share.work);
+}
 
 INLINE int kept_head() { return load_shared(SHARED_BASE + PLACE_OFFSET); }
 INLINE int kept_cta() { return load_shared(SHARED_BASE + PLACE_OFFSET + 4); }
@@ -305,66 +207,12 @@ INLINE int kept_ctas() { return load_shared(SHARED_BASE + PLACE_OFFSET + 8); }
 INLINE int kept_parts() { return load_shared(SHARED_BASE + PLACE_OFFSET + 12); }
 INLINE int kept_work() { return load_shared(SHARED_BASE + PLACE_OFFSET + 16); }
 
-// A head's pages in the list, and how many blocks share them. Pages are told apart by their place in
-// the head's work, in which every row but the first begins with what it costs beside its pages.
-struct HeadPages {
-  const int* rows;
-  int batch, work, ctas;
-  int row_pages;  // what a row costs
-
-  INLINE HeadPages(const Params& p, int head, int work, int most)
-      : rows(p.row_start + head * p.batch), batch(p.batch), work(work),
-        row_pages(p.uneven ? ROW_PAGES : 0) {
-    ctas = min(most, (rows[batch] - rows[0] + LEAST_PAGES - 1) / LEAST_PAGES);
-  }
-
-  // Where the work of block `cta` begins. 32 bits: a head's work times blocks stays far below 2^32.
-  INLINE int bound(int cta) const { return (uint32_t)(cta * work) / max(ctas, 1); }
-
-  // First page of block `cta` in the list; all lanes of a warp find it together.
-  INLINE int first(int cta, int lane) const {
-    const int start = rows[0], end = bound(cta);
-    if (row_pages == 0) return start + end;
-    int pages = start, filled = 0;
-    for (int b = lane; b < round_up(batch, 32); b += 32) {
-      const int from = rows[min(b, batch)], count = rows[min(b + 1, batch)] - from;
-      const uint32_t live = __ballot_sync(ALL_LANES, count > 0);
-      const int rank = filled + __popc(live & (2u << lane) - 1u) - 1;
-      const int before = end - (from - start) - row_pages * rank;
-      pages += __reduce_add_sync(ALL_LANES, min(max(before, 0), count));
-      filled += __popc(live);
-    }
-    return pages;
-  }
-
-  // Index of the block that has page `at` of the list, in row `rank` of those that have pages.
-  INLINE int owner(int at, int rank) const {
-    return (int)((uint32_t)((at - rows[0] + row_pages * rank + 1) * ctas - 1) / work);
-  }
-};
-
-// First row with pages at or behind `start`; all lanes of a warp find it together.
-INLINE int first_row(const int* rows, int batch, int start, int lane) {
-  int index = 0;
-  for (int b = lane; b < round_up(batch, 32); b += 32)
-    index += __popc(__ballot_sync(ALL_LANES, b < batch && rows[b + 1] <= start));
-  return index;
-}
-
-// Rows with pages before row `index`; all lanes of a warp find it together.
-INLINE int row_rank(const int* rows, int index, int lane) {
-  int rank = 0;
-  for (int b = lane; b < round_up(index, 32); b += 32)
-    rank += __popc(__ballot_sync(ALL_LANES, b < index && rows[b + 1] > rows[b]));
-  return rank;
-}
-
 // Bounds of the head's rows, found anew between rows.
 INLINE const int* head_rows(const Params& p) { return p.row_start + kept_head() * p.batch; }
 
 // Which blocks share a row, for its end. One thread alone knows which of the rows with pages it is.
 INLINE void keep_parts(const Params& p, int index) {
-  const HeadPages head(p, kept_head(), kept_work(), kept_ctas());
+  const HeadPages head(sharing_of(p), kept_head(), kept_work(), kept_ctas());
   const int rank = load_shared(SHARED_BASE + RANK_OFFSET);
   const int first = head.owner(head.rows[index], rank);
   const int last = head.owner(head.rows[index + 1] - 1, rank);
@@ -375,24 +223,27 @@ INLINE void keep_parts(const Params& p, int index) {
 constexpr int PARTS_THREAD = THREADS - 32;  // of the team with the fewest pages
 
 // What the teams do: attend to the block's pages, row by row.
-INLINE void attend_rows(const Params& p, int first, int end, Row& row, RowStart& start,
+INLINE void attend_rows(const Params& p, const BlockShare& share, Row& row, RowStart& start,
                         const uint8_t* table, int tid) {
   const WarpPlace place(p, tid);
-  row.index = first_row(head_rows(p), p.batch, first, place.lane);
-  const int rank = row_rank(head_rows(p), row.index, place.lane);
+  const int first = share.first, end = share.end;
+  row.index = share.row;
+  Supply supply;
+  Supply::Early early;
+  if constexpr (!HAS_SUPPLIERS)
+    early = supply.look(p, table, first, end, place.supply_order(), place.lane);
   // queries set out before pages are asked for, else they would queue behind them
   start.load(p, row, tid);
-  Supply supply;
-  if constexpr (!HAS_SUPPLIERS)
-    supply.start(p, table, first, end, place.supply_order(), place.lane);
+  if constexpr (!HAS_SUPPLIERS) supply.start(p, early, first, place.supply_order(), place.lane);
   start.store(p, row, tid);
-  if (tid == PARTS_THREAD) store_shared(SHARED_BASE + RANK_OFFSET, rank);
+  if (tid == PARTS_THREAD) store_shared(SHARED_BASE + RANK_OFFSET, share.rank);
 
   Stage stage = {(uint32_t)place.team, 0u};
   int page = first + place.team;
   bool is_next = false;
   for (int at = first; at < end; row.index++) {
-    const int row_end = head_rows(p)[row.index + 1], stop = min(row_end, end);
+    const int row_end = is_next ? head_rows(p)[row.index + 1] : share.row_end;
+    const int stop = min(row_end, end);
     if (row_end <= at) continue;
     if (is_next) {
       const int thread = unknown(tid);
@@ -437,7 +288,7 @@ INLINE void write_rest(const Params& p, Row row, int tid) {
   }
   if (!p.uneven || blockIdx.x != 0) return;
   for (row.head = 0; row.head < p.kv_heads; row.head++)
-    if (BlockPlace::pages_of(p, row.head) == 0) write_empty_rows(p, row, tid);
+    if (pages_of_head(sharing_of(p), row.head) == 0) write_empty_rows(p, row, tid);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
@@ -448,41 +299,41 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   const int tid = threadIdx.x;
   // what comes next may take multiprocessors as soon as this launch has all it needs
   start_dependents();
-  const BlockPlace place(p, tid & 31);
+  if (tid == 0) {
+    init_barriers();
+    publish_barriers();
+  }
+  const BlockShare share = p.shares ? BlockShare::load(p.shares, blockIdx.x)
+                                    : BlockShare(sharing_of(p), blockIdx.x, tid & 31);
   Row row;
-  row.head = place.head;
+  row.head = share.head;
   row.block = blockIdx.y;
-  if (tid == 0) place.keep();
   const uint8_t* table = p.tables + (uint64_t)row.head * TABLE_BYTES;
-  for (int k = tid; k < ZERO_BYTES / 4; k += BLOCK_THREADS)
-    store_shared(SHARED_BASE + ZERO_OFFSET + 4 * k, 0u);
-  // the table sets out first, before anything that the barriers' fence would wait for
+  // the table sets out first
   if (tid == 0) request_table(table);
   RowStart start;
   start.load_map(table, tid);
-  const HeadPages head(p, place.head, place.work, place.ctas);
-  const bool is_used = place.cta < head.ctas;
-  const int first = head.first(place.cta, tid & 31), end = head.first(place.cta + 1, tid & 31);
+  if (tid == 0) keep_share(share);
+  for (int k = tid; k < ZERO_BYTES / 4; k += BLOCK_THREADS)
+    store_shared(SHARED_BASE + ZERO_OFFSET + 4 * k, 0u);
   __syncthreads();
   // a short share may hold nothing but what a row costs
-  if (!is_used || first >= end) {
+  if (share.first >= share.end) {
     barrier_wait(table_barrier(), 0);  // shared memory must outlive the copy
     if (tid < THREADS) write_rest(p, row, tid);
-    end_after_previous();
     return;
   }
   if constexpr (HAS_SUPPLIERS) {
     if (tid >= THREADS) {
       shrink_registers<SUPPLY_REGISTERS>();
       const int team = tid / 32 - WARPS;
-      if (team < TEAMS) supply_team(p, table, first, end, team, tid & 31);
+      if (team < TEAMS) supply_team(p, table, share.first, share.end, team, tid & 31);
     } else {
       grow_registers<TEAM_REGISTERS>();
-      attend_rows(p, first, end, row, start, table, tid);
+      attend_rows(p, share, row, start, table, tid);
     }
   } else {
-    attend_rows(p, first, end, row, start, table, tid);
+    attend_rows(p, share, row, start, table, tid);
   }
   if (tid < THREADS) write_rest(p, row, tid);
-  end_after_previous();
 }

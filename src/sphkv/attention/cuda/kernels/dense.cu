@@ -5,7 +5,7 @@
 // only as many blocks are launched as that kernel leaves multiprocessors free. Of several decode
 // kernels none waits: then this one comes last, and takes what they leave and what they give back.
 #include "page_format.cuh"
-#include "ptx.cuh"
+#include "told.cuh"
 
 constexpr int HEAD_DIM = SPHKV_HEAD_DIM;
 constexpr int GROUP = SPHKV_GROUP;  // query heads per KV head
@@ -251,11 +251,11 @@ INLINE void add_values(Memory& m, const DenseChunk& chunk, int tid) {
 INLINE void write_row(const DenseParams& p, const Memory& m, int row, int tid) {
   for (int x = tid; x < GROUP * HEAD_DIM; x += THREADS) {
     const float mass = m.mass[x / HEAD_DIM];
-    p.out[(uint64_t)row * GROUP * HEAD_DIM + x] = mass > 0.f ? m.result[0][x] / mass : 0.f;
+    tell(p.out, (uint64_t)row * GROUP * HEAD_DIM + x, mass > 0.f ? m.result[0][x] / mass : 0.f);
   }
   if (tid < GROUP)
-    p.lse[(uint64_t)row * GROUP + tid] =
-        m.mass[tid] > 0.f ? (m.most[tid] + log2_fast(m.mass[tid])) * LN2 : MINUS_INFINITY;
+    tell(p.lse, (uint64_t)row * GROUP + tid,
+         m.mass[tid] > 0.f ? (m.most[tid] + log2_fast(m.mass[tid])) * LN2 : MINUS_INFINITY);
 }
 
 extern "C" __global__ void __launch_bounds__(ROWS * THREADS, 1)
@@ -284,5 +284,4 @@ extern "C" __global__ void __launch_bounds__(ROWS * THREADS, 1)
     write_row(p, m, row, tid);
     sync_row();
   }
-  end_after_previous();
 }

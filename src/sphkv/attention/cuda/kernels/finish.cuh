@@ -3,6 +3,7 @@
 #pragma once
 #include "layout.cuh"
 #include "softmax.cuh"
+#include "told.cuh"
 
 constexpr int LANE_DIMS = HEAD_DIM / 32;
 constexpr float LN2 = 0.69314718f;
@@ -177,17 +178,14 @@ INLINE void merge_query(const Params& p, const Row& row, int query, float (&v)[L
     if (p.out_is_bf16)
       ((uint16_t*)p.out)[to] = (uint16_t)pack_bfloat2(v[i], 0.f);
     else
-      ((float*)p.out)[to] = v[i];
+      tell(p.out, to, v[i]);
   }
-  if (lane == 0) p.lse[at] = lse2 * LN2;
+  if (lane == 0) tell(p.lse, at, lse2 * LN2);
 }
 
-// Parts of a row tell by themselves that they are there: between launches every word is EMPTY, and
-// no number is written as that. So no block needs a fence or a counter, which take as long as a short
-// list. A lane writes and reads two dimensions of a query, a warp 64, with a copy of the log-sum-exp
-// beside them.
-INLINE uint32_t part_word(float x) { return min(__float_as_uint(x), EMPTY - 1); }
-
+// Parts of a row tell by themselves that they are there, which a fence or a counter would take as long
+// as a short list to do. A lane writes and reads two dimensions of a query, a warp 64, with a copy of
+// the log-sum-exp beside them.
 struct PartPlace {
   uint32_t *out, *lse;  // of one part; the next ones follow PART_WORDS and PART_WARPS further
   static constexpr int PART_WORDS = COLUMNS * HEAD_DIM;
@@ -206,10 +204,10 @@ struct PartPlace {
 INLINE void write_part(const Params& p, const Row& row, int tid) {
   for (int x = 2 * tid; x < PartPlace::PART_WORDS; x += 2 * THREADS) {
     const PartPlace place(p, row, row.part, x);
-    store_device2(place.out, part_word(load_shared_float(result_at(x))),
-                  part_word(load_shared_float(result_at(x + 1))));
+    store_device2(place.out, told_word(load_shared_float(result_at(x))),
+                  told_word(load_shared_float(result_at(x + 1))));
     if (tid % 32 == 0)
-      store_device(place.lse, part_word(load_shared_float(stat_at(0) + x / HEAD_DIM * 4)));
+      store_device(place.lse, told_word(load_shared_float(stat_at(0) + x / HEAD_DIM * 4)));
   }
 }
 

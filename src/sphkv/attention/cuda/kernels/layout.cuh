@@ -61,6 +61,9 @@ static_assert(NIBBLES % 16 == 0, "slots are handled 16 at a time");
 // page takes 0.6 of the time.
 constexpr int PAGE_WORK = STEPS + 40;
 constexpr int ROW_PAGES = ((WARPS <= 4 ? 175 : 105) * TEAMS + PAGE_WORK / 2) / PAGE_WORK;
+// Short lists are spread until every block has 256 keys: teams without a page leave their share of the
+// multiprocessor to the others, while every block has a table to fetch and sums to merge.
+constexpr int LEAST_PAGES = 256 / PAGE_TOKENS;
 
 // Page: header, slots, radius and scale codes, value codes, bases of runs or positions of keys.
 constexpr bool HAS_SCALES = VALUE_BITS != 16;
@@ -166,6 +169,7 @@ struct Params {
   const uint8_t* pages;         // [pages][PAGE_BYTES]
   const int2* page_list;        // number and base of pages, head by head, sequence by sequence
   const int* row_start;         // [kv_heads * batch + 1] into page_list
+  const int* shares;            // [ctas] of 12 words, see BlockShare, or null: then blocks find them
   const uint8_t* tables;        // [kv_heads][TABLE_BYTES]
   const uint8_t* turns;         // [16 >> turn_shift][turn_rows][PLANES] (cos, -sin, sin, cos) or half of it
   const void* query;            // [batch][query_heads][HEAD_DIM] float or bfloat16

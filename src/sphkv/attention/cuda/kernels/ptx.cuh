@@ -179,12 +179,6 @@ INLINE void start_dependents() { asm volatile("griddepcontrol.launch_dependents;
 
 // Waits until the kernel before this one is done and its results can be read.
 INLINE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// A launch ends after the one before it, so that who waits for the last of several waits for all. The
-// last block waits: it begins last, and holds the multiprocessor meanwhile.
-INLINE void end_after_previous() {
-  const bool is_last = blockIdx.x == gridDim.x - 1 && blockIdx.y == gridDim.y - 1;
-  if (is_last && threadIdx.x == 0) wait_for_previous();
-}
 
 // ---- arithmetic ----
 

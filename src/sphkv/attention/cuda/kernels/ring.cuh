@@ -39,8 +39,6 @@ INLINE void init_barriers() {
 }
 
 INLINE void request_table(const uint8_t* table) {
-  init_barriers();
-  publish_barriers();
   barrier_expect(table_barrier(), TABLE_BYTES);
   copy_bulk(SHARED_BASE, table, TABLE_BYTES, table_barrier());
 }
@@ -157,21 +155,31 @@ struct Supply {
 
   INLINE int2 entry(const Params& p, int at) const { return __ldg(p.page_list + min(at, end - 1)); }
 
-  // A warp's first page is one of those that a block asks for before it begins, or none.
-  INLINE void start(const Params& p, const uint8_t* table, int first, int last, int order,
-                    int lane) {
-    const int early = first + order;
-    const bool has_early = order < AHEAD && early < last;
-    next = early + AHEAD, end = last;
-    const int2 now = entry(p, early), then = entry(p, next);
-    if (IS_RUNS) following = entry(p, next + WARPS);
+  // A warp's first page: one of those that a block asks for before it begins, or none.
+  struct Early {
+    int2 page;
     TurnOrder turns;
-    turns.load_from_device(table, lane);
-    if (has_early) {
-      request_page(p, now.x, order, lane);
-      request_turns(p, turns, base_of(p, now, lane), order, lane);
+  };
+
+  // Looks up which pages come first. Nothing is touched before `start`, so that other work fits in
+  // between.
+  INLINE Early look(const Params& p, const uint8_t* table, int first, int last, int order, int lane) {
+    next = first + order + AHEAD, end = last;
+    Early early;
+    early.page = entry(p, first + order);
+    const int2 then = entry(p, next);
+    if (IS_RUNS) following = entry(p, next + WARPS);
+    early.turns.load_from_device(table, lane);
+    id = then.x, base = then.y;
+    return early;
+  }
+
+  INLINE void start(const Params& p, const Early& early, int first, int order, int lane) {
+    if (order < AHEAD && first + order < end) {
+      request_page(p, early.page.x, order, lane);
+      request_turns(p, early.turns, base_of(p, early.page, lane), order, lane);
     }
-    id = then.x, base = base_of(p, then, lane);
+    base = base_of(p, {id, base}, lane);
     stage.index = (order + AHEAD) % STAGES, stage.parity = (order + AHEAD) / STAGES & 1;
   }
 
