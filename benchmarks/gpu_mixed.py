@@ -145,7 +145,9 @@ class Layer:
         self.kinds = [self.kinds[i] for i in longest_first(work, shares)]
         for at, kind in enumerate(self.kinds):
             kind.decoder.overlaps = len(self.kinds) == 1 or at > 0
-        told = BlockShares([(kind.decoder, kind.lists) for kind in self.kinds], torch.device(DEVICE))
+        told = BlockShares(
+            [(kind.decoder, kind.lists) for kind in self.kinds], torch.device(DEVICE)
+        )
         told.find()
         for kind, lists in zip(self.kinds, told.lists, strict=True):
             kind.lists = lists

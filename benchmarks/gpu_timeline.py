@@ -148,7 +148,9 @@ def main():
                 parts = (
                     f"{each['tier']} {each['blocks']}: "
                     + ", ".join(
-                        f"{name} {each[name]['median']:.1f}-{each[name]['last']:.1f}" for name in EVENTS if name in each
+                        f"{name} {each[name]['median']:.1f}-{each[name]['last']:.1f}"
+                        for name in EVENTS
+                        if name in each
                     )
                     for each in launches
                 )

@@ -41,9 +41,7 @@ def test_parts_become_one_and_their_places_empty(on_the_host, head_dim, dtype, h
         merge.merge(count, result, sink_logits=sinks)
         right = merge_partials(each)
         tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-5
-        assert torch.allclose(
-            result.output.double(), right.output, atol=tolerance, rtol=tolerance
-        )
+        assert torch.allclose(result.output.double(), right.output, atol=tolerance, rtol=tolerance)
         assert torch.allclose(result.lse.double(), right.lse, atol=1e-4)
     assert merge.is_clear()
 
@@ -51,8 +49,9 @@ def test_parts_become_one_and_their_places_empty(on_the_host, head_dim, dtype, h
 def test_a_part_that_nobody_wrote_is_waited_for(on_the_host):
     on_the_host()
     merge = PartsMerge(2, 1, HEADS, 64, CPU)
-    (part, other), result = merge.parts, PartialAttention(
-        torch.empty(1, HEADS, 64), torch.empty(1, HEADS)
+    (part, other), result = (
+        merge.parts,
+        PartialAttention(torch.empty(1, HEADS, 64), torch.empty(1, HEADS)),
     )
     part.output.zero_(), part.lse.zero_(), other.lse.zero_()
     with pytest.raises(RuntimeError, match="waits for what nobody wrote"):

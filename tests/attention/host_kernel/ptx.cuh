@@ -183,6 +183,7 @@ INLINE void fill_from_device2(uint2& v, const uint32_t* at) {
   if (std::max(v.x, v.y) == EMPTY) v = {*at, at[1]};
   if (std::max(v.x, v.y) == EMPTY) throw std::logic_error("a block waits for what nobody wrote");
 }
+INLINE void pause() {}
 INLINE void store_device(uint32_t* at, uint32_t v) { *at = v; }
 INLINE void store_device2(uint32_t* at, uint32_t a, uint32_t b) {
   if ((uint64_t)at % 8) throw std::out_of_range("a pair of words is misaligned");

@@ -56,8 +56,7 @@ class BlockShares:
         words = torch.zeros(sum(counts), _WORDS, dtype=torch.int32, device=device)
         own = words.split(counts)
         self.lists = [
-            replace(lists, shares=shares)
-            for (_, lists), shares in zip(launches, own, strict=True)
+            replace(lists, shares=shares) for (_, lists), shares in zip(launches, own, strict=True)
         ]
         jobs = [
             (

@@ -39,10 +39,10 @@ _LONG_ENTRIES = 96
 # queries are turned, the warps' sums merged.
 _PAGE_STEPS = 40
 ROW_STEPS = 105
-_LEAST_KEYS = 256
 """What a row costs a block beside its pages, in product steps of one team."""
+_LEAST_KEYS = 256
 # Part of that which a page takes where every scheduler of a multiprocessor has but one warp.
-_ALONE = 0.6
+_ALONE = 0.72
 _SCHEDULERS = 4
 _PASS_DIMS = 32
 

@@ -16,6 +16,8 @@ from sphkv.attention.cuda.geometry import ROW_STEPS, KernelShape
 _Integers = NDArray[np.int64]
 # Of a block, before it is ready for its first page and behind its last one.
 _LAUNCH_STEPS = 185
+# Of a block of any launch but the first: it begins later, and finds its code in no cache.
+_LATER_STEPS = 70
 # Part of the others' time that short blocks may take, one after the other, by this estimate.
 _SURE = 0.9
 
@@ -69,10 +71,16 @@ def _share_evenly(work: Sequence[tuple[KernelShape, _Integers]], blocks: int) ->
     There are enough for every head of every launch.
     """
     heads = [head_work(*each).tolist() for each in work]
+    # the one with most to do comes first
+    costs = [shape.page_steps * sum(own) for own, (shape, _) in zip(heads, work, strict=True)]
+    begins = [ROW_STEPS + _LATER_STEPS * (cost < max(costs)) for cost in costs]
 
     def needed(steps: float) -> list[int]:
         """Fewest blocks with which each is done after so many product steps."""
-        most = [max(1, int((steps - ROW_STEPS) / shape.page_steps)) for shape, _ in work]
+        most = [
+            max(1, int((steps - begin) / shape.page_steps))
+            for begin, (shape, _) in zip(begins, work, strict=True)
+        ]
         blocks = (sum(-(-n // m) for n in own) for own, m in zip(heads, most, strict=True))
         return [max(own, len(pages)) for own, (_, pages) in zip(blocks, work, strict=True)]
 
@@ -80,7 +88,7 @@ def _share_evenly(work: Sequence[tuple[KernelShape, _Integers]], blocks: int) ->
     ends = [
         shape.page_steps * (max(own) + 0.5) for own, (shape, _) in zip(heads, work, strict=True)
     ]
-    low, high = 0.0, ROW_STEPS + max(ends)
+    low, high = 0.0, max(begins) + max(ends)
     while high - low > 1:
         middle = (low + high) / 2
         low, high = (low, middle) if sum(needed(middle)) <= blocks else (middle, high)

@@ -378,9 +378,7 @@ class CapturedSteps:
         every = [launch for launches in planned for launch in launches]
         self._shares = BlockShares([(each.kernel, each.lists) for each in every], self._device)
         lists = iter(self._shares.lists)
-        return [
-            [replace(launch, lists=next(lists)) for launch in launches] for launches in planned
-        ]
+        return [[replace(launch, lists=next(lists)) for launch in launches] for launches in planned]
 
     def _plan_layer(
         self, layer: int, tags: Sequence[int], found: dict[int, _FoundPages]

@@ -58,9 +58,9 @@ constexpr int ENTRIES = 16 * STEP_PAIRS;
 static_assert(NIBBLES % 16 == 0, "slots are handled 16 at a time");
 // What a row costs a block beside its pages, in pages: queries are turned, the warps' sums merged. A
 // page costs 40 steps of a product beside its own, a row 105; where every scheduler has but one warp, a
-// page takes 0.6 of the time.
+// page takes 0.72 of the time.
 constexpr int PAGE_WORK = STEPS + 40;
-constexpr int ROW_PAGES = ((WARPS <= 4 ? 175 : 105) * TEAMS + PAGE_WORK / 2) / PAGE_WORK;
+constexpr int ROW_PAGES = ((WARPS <= 4 ? 146 : 105) * TEAMS + PAGE_WORK / 2) / PAGE_WORK;
 // Short lists are spread until every block has 256 keys: teams without a page leave their share of the
 // multiprocessor to the others, while every block has a table to fetch and sums to merge.
 constexpr int LEAST_PAGES = 256 / PAGE_TOKENS;

@@ -38,6 +38,12 @@ struct QueryParts {
 #pragma unroll
       for (int i = 0; i < PAIRS; i++) out[k][i].x = out[k][i].y = k < p.parts ? EMPTY : 0u;
     }
+    // what is not there is asked for by one word of a part, or many warps would keep memory busy
+    const uint32_t* mine = lse_at(p, min(lane, p.parts - 1), query);
+    for (uint32_t word = EMPTY;; pause()) {
+      fill_from_device(word, mine);
+      if (!__any_sync(ALL_LANES, word == EMPTY)) break;
+    }
     uint32_t top;
     do {
       top = 0u;

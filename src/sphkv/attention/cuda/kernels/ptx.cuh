@@ -97,6 +97,9 @@ INLINE void fill_from_device2(uint2& v, const uint32_t* at) {
       : "memory");
 }
 
+// Lets others use the memory while a word is waited for.
+INLINE void pause() { asm volatile("nanosleep.u32 200;"); }
+
 INLINE void store_device(uint32_t* at, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
 }
