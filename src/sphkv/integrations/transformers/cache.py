@@ -315,7 +315,7 @@ class SphericalCache(AttachedCache):
             self.engine.see_logits(logits)
 
     def see_output(self, output: Any, *, of: Any) -> None:
-        """What the model gave after a pass of the cache ``of``: if it is this one, go on from it."""
+        """What the model gave after a pass of the cache ``of``; if it is this one, go on."""
         logits = getattr(output, "logits", None)
         if of is not self or self._captured is None:
             return
@@ -324,9 +324,9 @@ class SphericalCache(AttachedCache):
 
     def detach(self) -> None:
         """Let go of the model; the last cache to do so gives it back as it was."""
-        super().detach()
         if self._captured is not None:
             self._captured.forget()
+        super().detach()
         if self._unwatch is not None:
             self._unwatch()
 
