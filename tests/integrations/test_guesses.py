@@ -140,8 +140,14 @@ def arguments(held: Any, **changes: Any) -> dict[str, Any]:
 def test_a_bool_is_told_along_with_what_a_step_reads(held, has_mask, value, monkeypatch):
     kwargs = arguments(held) if has_mask else arguments(held, attention_mask=None)
     also = DeviceBool(torch.tensor(value))
-    reads, cpu = [], torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: reads.append(self) or cpu(self))
+    reads: list[torch.Tensor] = []
+    cpu = torch.Tensor.cpu
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        reads.append(tensor)
+        return cpu(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
     step = read_step((), kwargs, held, also=also)
     with_it, reads[:] = len(reads), []
     alone = read_step((), kwargs, held)

@@ -445,16 +445,24 @@ def test_memory_is_given_up_behind_the_step(device) -> None:
     assert done
 
 
+class Listed(Stream):
+    """A stream that lists those it has waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append(other)
+
+
 def test_both_streams_wait_where_the_current_one_is_another(device) -> None:
-    step, waits = StepAhead(), []
-    behind = device.current
-    step.launch(lambda: None, CPU)
-    other = Stream()
-    for stream in (behind, other):
-        stream.wait_stream = lambda side, stream=stream: waits.append((stream, side))
+    step, behind, other = StepAhead(), Listed(), Listed()
+    with device.using(behind):
+        step.launch(lambda: None, CPU)
     with device.using(other):
         step.join()
-    assert waits == [(behind, device.side), (other, device.side)]
-    assert not step.is_launched
-    step.join()
-    assert len(waits) == 2
+        assert behind.waits == other.waits == [device.side]
+        assert not step.is_launched
+        step.join()
+    assert len(other.waits) == 1
