@@ -240,11 +240,12 @@ def generate(model, cache, count, batch):
     # random weights mean nothing by the end of a text, and looking for it takes time
     model.generation_config.eos_token_id = None
     clock, waits, replay = StepClock(), [], torch.cuda.CUDAGraph.replay
-    asked = torch.cuda.current_stream()
+    asked, captured = torch.cuda.current_stream(), getattr(cache, "_captured", None)
 
     def noted(graph):
+        is_step = captured is not None and graph is captured._graph
         # what is launched ahead waits for no host
-        if clock.ends and torch.cuda.current_stream() == asked:
+        if clock.ends and is_step and torch.cuda.current_stream() == asked:
             waits.append(1e3 * (time.perf_counter() - clock.ends[-1]))
         replay(graph)
 

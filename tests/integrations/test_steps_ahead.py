@@ -17,11 +17,12 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="the extra sphkv[transformers] is not installed")
 
-from sphkv import RetentionOptions, SphericalCache
+from sphkv import GateOptions, RetentionOptions, SphericalCache
 from sphkv.attention.request import AttentionOptions, BatchRequest, DecodeBackend
 from sphkv.cache import ahead
 from sphkv.cache.ahead import StepAhead
 from sphkv.integrations.transformers import attachment
+from sphkv.integrations.transformers.architecture import ModelLayout
 from sphkv.integrations.transformers.cache import CacheOptions, _watch_output
 from sphkv.integrations.transformers.calibrate import calibrate_model
 from sphkv.integrations.transformers.forward import CachePass, DecoderGraph
@@ -430,6 +431,36 @@ def test_whoever_uses_the_decoder_alone_is_never_ahead(model, new_cache) -> None
     assert cache.engine.graph is not None
     assert guesses_of(cache).num_launched == 0
     assert not cache.engine.ahead.is_launched
+
+
+@pytest.mark.parametrize(
+    ("options", "gate", "num_hooks"),
+    [
+        ({}, None, 1),
+        ({"steps_ahead": False}, None, 0),
+        ({"cuda_graphs": False}, None, 0),
+        ({}, GateOptions(), 0),
+    ],
+)
+def test_logits_are_watched_on_a_gpu_without_a_gate(
+    model, calibration, monkeypatch, options, gate, num_hooks
+) -> None:
+    retention = RetentionOptions(gate=gate, copying=0)
+    cache = SphericalCache.for_model(model, "45%", retention=retention, calibration=calibration)
+    # on a CPU no step is captured
+    assert not model._forward_hooks
+    monkeypatch.setattr(ModelLayout, "device", torch.device("cuda"))
+    on_gpu = SphericalCache(model, cache.engine, **options)
+    assert len(model._forward_hooks) == num_hooks
+    if not gate:
+        forked = on_gpu.fork()
+        assert len(model._forward_hooks) == 2 * num_hooks
+        del forked
+    gc.collect()
+    assert len(model._forward_hooks) == num_hooks
+    for each in (cache, on_gpu):
+        each.detach()
+    assert not model._forward_hooks
 
 
 def test_memory_is_given_up_behind_the_step(device) -> None:
