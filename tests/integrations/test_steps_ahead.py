@@ -400,6 +400,22 @@ def test_other_tokens_than_guessed_by_hand(model, new_cache) -> None:
     assert steps.used == [store.tail(row, 0).num_tokens for row in (0, 1)]
 
 
+def test_another_text_is_no_wrong_guess(model, new_cache) -> None:
+    cache = new_cache("one tier", is_ahead=True)
+    text = go_on(model, cache, make_tokens(PROMPT), 12)
+    guesses = guesses_of(cache)
+    num_launched = guesses.num_launched
+    assert cache.engine.ahead.is_launched
+    cache.crop(-2)
+    positions = torch.tensor(cache.engine.num_tokens)[:, None]
+    with torch.no_grad():
+        # as many tokens as were guessed, and others
+        model(text[:, -1:] % 90 + 4, past_key_values=cache, position_ids=positions)
+    # what follows them is guessed at once
+    assert guesses.num_launched == num_launched + 1
+    assert guesses.is_trusted
+
+
 def test_caches_of_one_model_take_turns(model, new_cache, device) -> None:
     first, second = (new_cache("one tier", is_ahead=True) for _ in range(2))
     text = go_on(model, first, make_tokens(PROMPT), 12)

@@ -73,7 +73,8 @@ class DecoderGraph:
     def ask(self, kwargs: dict[str, Any]) -> DeviceBool | None:
         """Whether the tokens of the coming pass are those that were guessed, still to be read."""
         ids = kwargs.get("input_ids")
-        if not self._has_guess or not isinstance(ids, Tensor):
+        # of another text nothing was guessed
+        if not self._has_guess or not self._is_ready_ahead or not isinstance(ids, Tensor):
             return None
         guessed = self._input_ids
         if ids.shape != guessed.shape or ids.device != guessed.device:
@@ -84,7 +85,7 @@ class DecoderGraph:
         """The answer to ``ask``: what was launched counts if everything is as it was then."""
         is_right = None if asked is None else asked.told
         self.guesses.tell(is_right=is_right)
-        self._is_hit = is_right is True and self._is_counted_ahead and self._is_ready_ahead
+        self._is_hit = is_right is True and self._is_counted_ahead
         self._has_guess = self._has_replayed = False
 
     @property
