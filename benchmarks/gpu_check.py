@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,9 @@ CASES = {
     "v8": (CacheCase(tiers=VALUES, mix="k2v8", head_dim=128, num_tokens=900), PLAIN, 1),
     "v16": (CacheCase(tiers=VALUES, mix="k4v16", num_tokens=900), PLAIN, 1),
 }
+# Steps that are compared with those launched ahead, what else is done then, how long each sleeps.
+GREEDY_STEPS, STAGES = 320, ("greedy", "sampled", "crop", "new prompt")
+SLEEP_CYCLES = 3_000_000
 # Half-precision products of the Hopper kernel, float32 of the portable one.
 BOUND = {"cuda": 5e-3, "triton": 1e-5, "reference": 1e-5}
 
@@ -273,6 +277,153 @@ def compare_graph(model, name, *, prompt, tiers=None, budget=None, num_steps=180
     }
 
 
+def check_ahead():
+    """Steps that are launched before ``generate`` asks for them, against those that are not.
+
+    Once with one tier, once under the controller. Every step is made long enough that the host is
+    done with what lies between two of them while the one that was launched ahead still runs.
+    """
+    from gpu_models import build_model
+
+    model = build_model(
+        "Llama-3.1-8B", num_layers=3, hidden_size=1024, intermediate_size=2048,
+        num_attention_heads=8, num_key_value_heads=2, vocab_size=1000,
+    )  # fmt: skip
+    model.generation_config.eos_token_id = None
+    # the first thing of a step, so that what it reads and writes comes late
+    model.model.layers[0].register_forward_pre_hook(lambda *_: torch.cuda._sleep(SLEEP_CYCLES))
+    return [
+        compare_ahead(model, "ahead, one tier", prompt=700, tiers="k2v4"),
+        compare_ahead(model, "ahead, retention", prompt=2500, budget="30%"),
+    ]
+
+
+@torch.no_grad()
+def compare_ahead(model, name, *, prompt, tiers=None, budget=None):
+    """The same texts with and without steps ahead, from one cache that was saved."""
+    from sphkv import SphericalCache
+
+    text = torch.randint(0, 1000, (2, prompt + 1), device=model.device)
+    retention = True if budget else None
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "cache"
+        with SphericalCache.for_model(model, budget, tiers=tiers, retention=retention) as first:
+            model(input_ids=text[:, :-1], past_key_values=first, logits_to_keep=1)
+            first.save(folder)
+        plain, ahead = (follow_text(model, folder, text, is_ahead=each) for each in (False, True))
+    wrong = [
+        f"{part} of {stage}"
+        for stage in STAGES
+        # a decision about a prompt may round otherwise when it is made again
+        if budget is None or stage != "new prompt"
+        for part in ("text", "contents")
+        if not is_same(plain[stage][part], ahead[stage][part])
+    ]
+    wrong += [f"counters of {stage}" for stage in STAGES if not ahead[stage]["is_counted"]]
+    greedy, sampled = ahead["greedy"]["guesses"], ahead["sampled"]["guesses"]
+    if greedy[1] < GREEDY_STEPS - 10 or greedy[0] - greedy[1] > 1:
+        wrong.append("guesses of greedy")
+    if not 10 < sampled[1] < sampled[0] - 10:
+        wrong.append("guesses of sampled")
+    peak = max(run["crop"]["peak_share"] for run in (plain, ahead))
+    ok = not wrong and peak <= 1 and plain["greedy"]["guesses"] == (0, 0)
+    ms = [run["greedy"]["ms"] for run in (plain, ahead)]
+    print(
+        f"{'ok ' if ok else 'BAD'} {name}: {greedy[1]} of {greedy[0]} steps ahead were asked for, "
+        f"{sampled[1]} of {sampled[0]} while sampling, {ahead['crop']['refreshes']} refreshes, "
+        f"{peak:.3f} of the budget, {ms[0]:.2f} ms a step without and {ms[1]:.2f} with them; "
+        f"unlike: {wrong or 'nothing'}",
+        flush=True,
+    )
+    return {
+        "case": name, "backend": "cuda", "launched": greedy[0], "right": greedy[1],
+        "launched_sampling": sampled[0], "right_sampling": sampled[1], "peak_share": peak,
+        "unlike": wrong, "step_ms": ms, "is_right": ok,
+    }  # fmt: skip
+
+
+def follow_text(model, folder, text, *, is_ahead):
+    """Continue a saved cache greedily, by sampling, after a crop, and with a new prompt."""
+    from sphkv import SphericalCache
+    from sphkv.integrations.transformers.guesses import GuessHistory
+
+    class AlwaysSure(GuessHistory):
+        """Takes every guess for worth a step, so that many steps are wrong."""
+
+        is_trusted = True
+
+        def is_due(self):
+            return True
+
+    loaded = SphericalCache.load(folder, model)
+    cache = SphericalCache(model, loaded.engine, steps_ahead=is_ahead)
+    loaded.detach()
+    stages, length = {}, text.shape[1]
+
+    def go_on(stage, text, count, **options):
+        torch.manual_seed(5)
+        options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0, **options}
+        # any token may be the one that stands for padding
+        options["attention_mask"] = torch.ones_like(text)
+        began = time.perf_counter()
+        text = model.generate(text, past_key_values=cache, **options)
+        seconds = time.perf_counter() - began
+        rows, guesses = cache.engine.rows, cache._captured.guesses
+        stages[stage] = {
+            "text": text,
+            "contents": contents(cache),
+            "is_counted": is_counted(cache),
+            "guesses": (guesses.num_launched, guesses.num_right),
+            "peak_share": cache.engine.peak_share,
+            "refreshes": sum(getattr(row.residency, "num_rebalances", 0) for row in rows),
+            "ms": 1e3 * seconds / count,
+        }
+        return text
+
+    text = go_on("greedy", text, GREEDY_STEPS)
+    cache._captured.guesses = AlwaysSure()
+    text = go_on("sampled", text, 120, do_sample=True, top_k=2)
+    cache._captured.guesses = GuessHistory()
+    # what was launched for the token behind the last one is under way
+    cache.crop(-1)
+    go_on("crop", text, 40)
+    cache.reset()
+    other = torch.arange(2 * length, device=text.device).view(2, -1) * 7919 % 1000
+    go_on("new prompt", other, 40)
+    cache.detach()
+    return stages
+
+
+def contents(cache):
+    """Copies of all that a cache holds of its tokens."""
+    engine, store = cache.engine, cache.engine.store
+    held = [engine.num_tokens, cache.ledger()]
+    for row in store.sequences:
+        for layer in range(engine.config.geometry.num_layers):
+            tail = store.tail(row, layer)
+            held += [tail.first_position, tail.keys.clone(), tail.values.clone()]
+            for group in store.pages(row, layer):
+                held += [group.layout, store.view(group).pages.clone()]
+    return held
+
+
+def is_counted(cache):
+    """Whether the device counts what the store does, and one more if a step was launched."""
+    engine = cache.engine
+    torch.cuda.synchronize()
+    counted = engine.graph.positions[:, 0].tolist()
+    return counted == [count - 1 + engine.ahead.is_launched for count in engine.num_tokens]
+
+
+def is_same(held, other):
+    """Whether tensors, or lists with tensors in them, are the very same."""
+    if isinstance(held, torch.Tensor):
+        return torch.equal(held, other)
+    if isinstance(held, list):
+        return len(held) == len(other) and all(map(is_same, held, other))
+    return held == other
+
+
 def logits_after(model, cache, token, positions):
     """Logits ``[rows, vocabulary]`` after one more token of every row."""
     output = model(input_ids=token, past_key_values=cache, use_cache=True, position_ids=positions)
@@ -294,7 +445,12 @@ def relative_error(got, right):
     return float((got - right).norm() / right.norm())
 
 
-CHECKS = {"graph": check_graph, "table": check_table, "demotion": check_demotion}
+CHECKS = {
+    "graph": check_graph,
+    "ahead": check_ahead,
+    "table": check_table,
+    "demotion": check_demotion,
+}
 
 
 def run_all(jobs, output, commit, skipped):

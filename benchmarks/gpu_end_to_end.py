@@ -20,8 +20,10 @@ lists, decode tables, self-test, CUDA graph).
 ``--profile`` prints where the time of a step goes. ``--budget 10%`` measures the controller instead
 of one tier, its refreshes among the steps; its prompt is written with random queries.
 ``--copies 131072x64`` goes on with a batch in which each row beyond those written has copies of the
-pages of one of them; no page is shared. ``host_ms`` passes between the end of a step and the launch
-of the next: ``generate`` and ours.
+pages of one of them; no page is shared. ``steps_ahead`` says how many steps were launched before
+``generate`` asked for them, and how many of those it asked for; ``host_ms`` passes between the end
+of a step and the launch of the next where that one was not ahead: ``generate`` and ours.
+``--not-ahead`` leaves all steps to ``generate``.
 """
 
 import argparse
@@ -38,7 +40,7 @@ from gpu_dense_model import DenseDecoder, RandomStates
 from gpu_models import SHAPES, build_model
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from sphkv import RetentionOptions, SphericalCache
+from sphkv import CacheOptions, RetentionOptions, SphericalCache
 from sphkv.cache.step import StepTokens
 from sphkv.store.pool import EncodedPages, LayerChange
 
@@ -221,7 +223,8 @@ class StepClock(StoppingCriteria):
         self.ends = []
 
     def __call__(self, input_ids, scores, **kwargs):
-        torch.cuda.synchronize()
+        # the device may be in the midst of the next step already, on a stream of its own
+        torch.cuda.current_stream().synchronize()
         self.ends.append(time.perf_counter())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -229,16 +232,20 @@ class StepClock(StoppingCriteria):
 def generate(model, cache, count, batch):
     """Milliseconds of every step of ``generate`` behind a filled cache, the first ones included.
 
-    Also those between the end of a step and the launch of the next one that is replayed.
+    Also those between the end of a step and the launch of the next one that is replayed, unless it
+    was launched ahead.
     """
     context = cache.get_seq_length()
     tokens = torch.randint(1, model.config.vocab_size, (batch, context + 1), device="cuda")
     # random weights mean nothing by the end of a text, and looking for it takes time
     model.generation_config.eos_token_id = None
     clock, waits, replay = StepClock(), [], torch.cuda.CUDAGraph.replay
+    asked, captured = torch.cuda.current_stream(), getattr(cache, "_captured", None)
 
     def noted(graph):
-        if clock.ends:
+        is_step = captured is not None and graph is captured._graph
+        # what is launched ahead waits for no host
+        if clock.ends and is_step and torch.cuda.current_stream() == asked:
             waits.append(1e3 * (time.perf_counter() - clock.ends[-1]))
         replay(graph)
 
@@ -261,6 +268,8 @@ def measure_steps(model, cache, batch, steps):
     ledger, tokens = cache.ledger(), sum(cache.engine.num_tokens)
     # what filling left behind is not looked through beside a step
     gc.collect()
+    guesses = cache._captured.guesses
+    launched, right = guesses.num_launched, guesses.num_right
     each, waits = generate(model, cache, steps + SETTLE, batch)
     if cache.engine.graph is None:
         raise RuntimeError("the steps of generate were not captured")
@@ -272,7 +281,11 @@ def measure_steps(model, cache, batch, steps):
         "step_ms": statistics.median(each),
         "p95_step_ms": sorted(each)[int(0.95 * len(each))],
         "slowest_step_ms": max(each),
-        "host_ms": statistics.median(waits),
+        "host_ms": statistics.median(waits) if waits else None,
+        "steps_ahead": {
+            "launched": guesses.num_launched - launched,
+            "right": guesses.num_right - right,
+        },
         "slow_steps": [(at, each[at]) for at in slowest],
         "peak_share": cache.engine.peak_share,
         "refreshes": sum(getattr(row.residency, "num_rebalances", 0) for row in cache.engine.rows),
@@ -328,10 +341,13 @@ def calibrated_cache(model, args):
     """A cache that has calibrated itself on a random prompt, empty again."""
     tokens = torch.randint(0, model.config.vocab_size, (1, SET_UP_TOKENS), device="cuda")
     retention = RetentionOptions(page_tokens=args.page_tokens)
+    options = CacheOptions(steps_ahead=not args.not_ahead)
     cache = (
-        SphericalCache.for_model(model, tiers=TIER)
+        SphericalCache.for_model(model, tiers=TIER, options=options)
         if args.budget is None
-        else SphericalCache.for_model(model, args.budget, retention=retention, tiers=args.tiers)
+        else SphericalCache.for_model(
+            model, args.budget, retention=retention, tiers=args.tiers, options=options
+        )
     )
     with torch.no_grad():
         model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -449,6 +465,7 @@ def main():
     parser.add_argument("--page-tokens", type=int, help="states of the controller's coded pages")
     parser.add_argument("--tiers", nargs="*", help="the tiers that it chooses from")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--not-ahead", action="store_true", help="launch no step ahead")
     parser.add_argument(
         "--points", type=read_point, nargs="*", help="tokens x sequences instead of the usual ones"
     )

@@ -70,6 +70,12 @@ class HostDecoder:
     def __init__(self, engine: CacheEngine) -> None:
         self._engine = engine
 
+    def ask(self, _: dict[str, Any]) -> None:
+        """No token is guessed."""
+
+    def tell(self, _: None) -> None:
+        """So none was right."""
+
     def expect(self, *_: Any) -> bool:
         engine = self._engine
         if engine.is_coded and engine.graph is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sphkv.attention.api import get_backend
 from sphkv.attention.request import AttentionOptions, DecodeBackend, StepGraph
+from sphkv.cache.ahead import StepAhead, join_all
 from sphkv.cache.config import CacheConfig, ResidencyPlan
 from sphkv.cache.dense import DenseStates, PromptCalibrator
 from sphkv.cache.method import MethodRecord
@@ -42,6 +43,7 @@ class CacheEngine:
     Attributes:
         config: Sizes, budget and tiers.
         backend: What runs decode attention.
+        ahead: The next captured step, if it runs already; what changes the cache comes behind it.
         ceiling: Bytes a sequence may keep resident.
         plan: How states stay resident; None while the cache is dense.
         places: Which places of the padded batch hold tokens.
@@ -75,6 +77,7 @@ class CacheEngine:
         self.config = config
         self._model_id = model_id
         self._work = work
+        self.ahead = StepAhead()
         self.on_contract: Callable[[WriteContract], None] | None = None
         self._calibrator: PromptCalibrator | None = None
         self._codec: SphericalCodec | None = None
@@ -165,6 +168,7 @@ class CacheEngine:
 
     def reset(self) -> None:
         """Forget all tokens; a calibration stays."""
+        self.ahead.join()
         if self._coded is not None:
             self._coded.free()
             self._forget_peak()
@@ -188,6 +192,7 @@ class CacheEngine:
             ValueError: The batch or the positions do not continue what the cache holds.
             BudgetError: Nothing is left that may be dropped to hold the budget.
         """
+        join_all()
         if self._step is not None:
             # an interrupt ended the pass before this one, and nobody was told
             self.finish(is_failed=True)
@@ -224,8 +229,14 @@ class CacheEngine:
         """Whether no other cache shares the pages, who might move them."""
         return self._coded is not None and self._coded.owns_store
 
+    @property
+    def has_room_ahead(self) -> bool:
+        """Whether pages and lists are ready for a captured step that is yet to begin."""
+        return self._coded is not None and self._coded.has_room_ahead
+
     def end_graph(self) -> None:
         """Captured steps are over: something else changes the cache."""
+        self.ahead.join()
         if self._coded is not None:
             self._coded.end_graph()
 

@@ -49,6 +49,11 @@ class CodedRows:
         self._has_room_ahead = False
 
     @property
+    def has_room_ahead(self) -> bool:
+        """Whether pages and lists are ready for a captured step that is yet to begin."""
+        return self._has_room_ahead
+
+    @property
     def _ids(self) -> list[int]:
         return [row.sequence for row in self.rows]
 

@@ -73,6 +73,9 @@ class CacheOptions:
         backend: What runs decode attention, see ``sphkv.attention.api``.
         cuda_graphs: Whether single steps on a GPU are captured once and replayed, where the
             backend can.
+        steps_ahead: Whether such a step is launched before it is asked for, once the most likely
+            token has proved to be the one that comes: what lies between two steps of a greedy
+            ``generate`` then costs a GPU no time. Never with a stability gate.
         finds_calibration: Whether a cache that is given no calibration takes the one that was kept
             for its model.
     """
@@ -83,6 +86,7 @@ class CacheOptions:
     calibration: CalibrationOptions = field(default_factory=lambda: PROMPT_CALIBRATION)
     backend: str = "auto"
     cuda_graphs: bool = True
+    steps_ahead: bool = True
     finds_calibration: bool = True
 
 
@@ -139,7 +143,12 @@ class SphericalCache(AttachedCache):
     """
 
     def __init__(
-        self, model: PreTrainedModel, engine: CacheEngine, *, cuda_graphs: bool = True
+        self,
+        model: PreTrainedModel,
+        engine: CacheEngine,
+        *,
+        cuda_graphs: bool = True,
+        steps_ahead: bool = True,
     ) -> None:
         """Attach an engine to a model; users call ``for_model``."""
         layout = describe_model(model)
@@ -148,9 +157,14 @@ class SphericalCache(AttachedCache):
         self._has_new_logits = False
         retention = engine.config.retention
         has_gate = retention is not None and retention.gate is not None
-        self._unwatch = _watch_logits(self, model) if has_gate else None
-        self._has_graphs = cuda_graphs
+        self._has_graphs, self._has_steps_ahead = cuda_graphs, steps_ahead
         self._captured = DecoderGraph(engine) if cuda_graphs else None
+        self._unwatch = None
+        if has_gate:
+            # by these logits a gate decides about pages, before which no step may begin
+            self._unwatch = _watch_logits(self, model)
+        elif cuda_graphs and steps_ahead and layout.device.type == "cuda":
+            self._unwatch = _watch_output(self, model)
 
     @classmethod
     def for_model(
@@ -199,7 +213,7 @@ class SphericalCache(AttachedCache):
         config = _plan_config(layout, budget, retention, tiers, context, options, order)
         config = _expect_copies(model, config, retention)
         engine = _make_engine(model, config, calibration, backend)
-        return cls(model, engine, cuda_graphs=options.cuda_graphs)
+        return cls(model, engine, cuda_graphs=options.cuda_graphs, steps_ahead=options.steps_ahead)
 
     @property
     def config(self) -> CacheConfig:
@@ -273,10 +287,13 @@ class SphericalCache(AttachedCache):
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachePass:
         """Called by the hook on the decoder before each forward pass that uses this cache."""
         self._check_inference()
-        step = read_step(args, kwargs, self.engine)
         captured = self._captured
-        if captured is not None and not captured.expect(step, args, kwargs):
-            captured = None
+        guessed = None if captured is None else captured.ask(kwargs)
+        step = read_step(args, kwargs, self.engine, also=guessed)
+        if captured is not None:
+            captured.tell(guessed)
+            if not captured.expect(step, args, kwargs):
+                captured = None
         self.engine.begin(step)
         return CachePass(self.engine, captured=captured, on_end=self._expect_logits)
 
@@ -297,11 +314,19 @@ class SphericalCache(AttachedCache):
             self._has_new_logits = False
             self.engine.see_logits(logits)
 
+    def see_output(self, output: Any, *, of: Any) -> None:
+        """What the model gave after a pass of the cache ``of``; if it is this one, go on."""
+        logits = getattr(output, "logits", None)
+        if of is not self or self._captured is None:
+            return
+        if isinstance(logits, Tensor) and logits.dim() == 3:
+            self._captured.guess(logits)
+
     def detach(self) -> None:
         """Let go of the model; the last cache to do so gives it back as it was."""
-        super().detach()
         if self._captured is not None:
             self._captured.forget()
+        super().detach()
         if self._unwatch is not None:
             self._unwatch()
 
@@ -340,7 +365,12 @@ class SphericalCache(AttachedCache):
     def fork(self) -> SphericalCache:
         """A cache of its own with the same tokens; coded pages are shared, not copied."""
         model = self._attached_model()
-        return SphericalCache(model, self.engine.fork(), cuda_graphs=self._has_graphs)
+        return SphericalCache(
+            model,
+            self.engine.fork(),
+            cuda_graphs=self._has_graphs,
+            steps_ahead=self._has_steps_ahead,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SphericalCache:
         """As ``fork``: what reusing a prompt's cache for several continuations needs."""
@@ -515,7 +545,26 @@ def _watch_logits(
         if (watching := watcher()) is not None:
             watching.see_logits(logits)
 
-    handle = head.register_forward_hook(look)
+    return _remove_with(cache, head.register_forward_hook(look))
+
+
+def _watch_output(
+    cache: SphericalCache, model: PreTrainedModel
+) -> weakref.finalize[[], SphericalCache]:
+    """Show a cache what its model gives after each of its passes, for as long as it lives."""
+    watcher = weakref.ref(cache)
+
+    def look(_: torch.nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if (watching := watcher()) is not None:
+            watching.see_output(output, of=kwargs.get("past_key_values"))
+
+    return _remove_with(cache, model.register_forward_hook(look, with_kwargs=True))
+
+
+def _remove_with(
+    cache: SphericalCache, handle: torch.utils.hooks.RemovableHandle
+) -> weakref.finalize[[], SphericalCache]:
+    """Remove a hook when its cache is gone, or when the result is called."""
     release = weakref.finalize(cache, handle.remove)
     release.atexit = False
     return release

@@ -4,6 +4,11 @@
 After the prompt, every step of a coded cache does the same work at the same addresses, so it is
 captured once and replayed. The host only counts along; when a page seals it rewrites the lists
 that the graph reads.
+
+Between two steps whoever generates chooses the token, and calls the model again, while a GPU would
+idle. So once guesses of the token have proved right, the next step is launched as soon as the
+logits are queued that it follows from. If other tokens come, the device's counters go back, and the
+right step writes over what the wrong one wrote: a slot of the tail that the host has not counted.
 """
 
 from __future__ import annotations
@@ -16,9 +21,11 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sphkv.attention.request import AttentionOptions, StepGraph
+from sphkv.cache.ahead import ahead_stream
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.step import StepTokens
 from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
+from sphkv.integrations.transformers.guesses import DeviceBool, GuessHistory, most_likely
 
 _WARM_UP_STEPS = 2
 # Tokens that a captured step has room for beyond those it began with.
@@ -37,17 +44,86 @@ class DecoderGraph:
 
     A graph holds addresses of the cache's pages and lists, so it goes as soon as anything but such
     a step changes the cache; ``CacheEngine.end_graph`` says when.
+
+    A pass goes through ``ask`` and ``tell``, which compare its tokens with the guess, ``expect``,
+    ``run``, and, once there are logits, ``guess``, which may launch the next one.
+
+    Attributes:
+        guesses: What was guessed and launched so far.
     """
 
     def __init__(self, engine: CacheEngine) -> None:
         """Nothing is captured yet."""
         self._engine = engine
+        self.guesses = GuessHistory()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._steps: StepGraph | None = None
         self._input_ids = torch.empty(0)
         self._hidden = torch.empty(0)
         self._num_single = 0
         self._is_capturing = False
+        # the pass that ran last was replayed, and nobody has seen its logits yet
+        self._has_replayed = False
+        # the graph's own ids are those guessed for the coming pass
+        self._has_guess = False
+        # the device counts a step that was launched and that the store does not know of
+        self._is_counted_ahead = False
+        self._is_hit = False
+
+    def ask(self, kwargs: dict[str, Any]) -> DeviceBool | None:
+        """Whether the tokens of the coming pass are those that were guessed, still to be read."""
+        ids = kwargs.get("input_ids")
+        # of another text nothing was guessed
+        if not self._has_guess or not self._is_ready_ahead or not isinstance(ids, Tensor):
+            return None
+        guessed = self._input_ids
+        if ids.shape != guessed.shape or ids.device != guessed.device:
+            return None
+        return DeviceBool((ids == guessed).all())
+
+    def tell(self, asked: DeviceBool | None) -> None:
+        """The answer to ``ask``: what was launched counts if everything is as it was then."""
+        is_right = None if asked is None else asked.told
+        self.guesses.tell(is_right=is_right)
+        self._is_hit = is_right is True and self._is_counted_ahead
+        self._has_guess = self._has_replayed = False
+
+    @property
+    def _is_ready_ahead(self) -> bool:
+        """Whether the graph may be replayed as it is once the present pass is over."""
+        engine = self._engine
+        return (
+            self._graph is not None
+            and engine.graph is not None
+            and engine.graph is self._steps
+            and engine.has_room_ahead
+            and engine.owns_store
+            and max(engine.num_tokens) + 1 < engine.graph.max_tokens
+        )
+
+    @torch.no_grad()
+    def guess(self, logits: Tensor) -> None:
+        """Guess what follows the pass that was replayed, and begin with it if guesses are right.
+
+        Whoever generates goes on meanwhile: the current stream does not wait for the step, which
+        begins when all is done that this stream was given so far.
+
+        Args:
+            logits: ``[rows, tokens, vocabulary]`` after that pass.
+        """
+        has_replayed, self._has_replayed = self._has_replayed, False
+        ids = self._input_ids
+        if not has_replayed or logits.shape[0] != len(ids) or logits.device != ids.device:
+            return
+        if not self.guesses.is_due():
+            return
+        ids.copy_(most_likely(logits[:, -1]))
+        self._has_guess = True
+        if self.guesses.is_trusted and self._is_ready_ahead:
+            assert self._graph is not None
+            self.guesses.launch()
+            self._is_counted_ahead = True
+            self._engine.ahead.launch(self._graph.replay, ids.device)
 
     def expect(self, step: StepTokens, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the coming pass will be replayed; must be asked before ``engine.begin``.
@@ -60,7 +136,7 @@ class DecoderGraph:
             engine.is_coded
             and not args
             and isinstance(ids, Tensor)
-            and ids.is_cuda
+            and self._can_capture(ids)
             and step.is_real.shape[1] == 1
             and bool(step.is_real.all())
             and all(name in _CARRIED or not value for name, value in kwargs.items())
@@ -79,6 +155,9 @@ class DecoderGraph:
             return engine.begin_graph(max_tokens=longest + _ROOM_TOKENS)
         return True
 
+    def _can_capture(self, ids: Tensor) -> bool:
+        return ids.is_cuda
+
     def run(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -90,11 +169,22 @@ class DecoderGraph:
         ids, cache = kwargs["input_ids"], kwargs["past_key_values"]
         if self._graph is None or self._steps is not self._engine.graph:
             self._capture(forward, ids, cache)
-        assert self._graph is not None
-        self._input_ids.copy_(ids)
-        self._graph.replay()
+        if not self._is_hit:
+            self._replay(ids)
+        self._is_hit = self._is_counted_ahead = False
+        self._has_replayed = True
         hidden: Any = self._hidden
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+
+    def _replay(self, ids: Tensor) -> None:
+        """Queue a step for these tokens."""
+        assert self._graph is not None
+        assert self._steps is not None
+        if self._is_counted_ahead:
+            # what was launched for other tokens is over by then, and its state is written over
+            self._steps.recount()
+        self._input_ids.copy_(ids)
+        self._graph.replay()
 
     def attend(
         self,
@@ -113,6 +203,8 @@ class DecoderGraph:
 
     def forget(self) -> None:
         """Let a graph go once it has run: its memory is no longer in the order of the stream."""
+        self._engine.ahead.join()
+        self._has_guess = self._has_replayed = False
         if self._graph is not None:
             torch.cuda.current_stream().synchronize()
             self._graph = None
@@ -124,6 +216,7 @@ class DecoderGraph:
         self.forget()
         self._steps = step
         self._input_ids = ids.clone()
+        self._is_hit = self._is_counted_ahead = False
         self._is_capturing = True
         try:
             side = torch.cuda.Stream()
@@ -133,12 +226,16 @@ class DecoderGraph:
                     self._forward(forward, cache)
                     step.recount()
             torch.cuda.current_stream().wait_stream(side)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._hidden = self._forward(forward, cache)
+            self._record(forward, cache, ids.device)
             step.recount()
         finally:
             self._is_capturing = False
+
+    def _record(self, forward: Callable[..., Any], cache: Any, device: torch.device) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=ahead_stream(device)):
+            self._hidden = self._forward(forward, cache)
+        self._graph = graph
 
     @torch.no_grad()
     def _forward(self, forward: Callable[..., Any], cache: Any) -> Tensor:
@@ -254,8 +351,20 @@ def read_options(call: AttentionCall, window: int | None) -> AttentionOptions:
     return AttentionOptions(scale=float(scale), softcap=softcap, window=window)
 
 
-def read_step(args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldSlots) -> StepTokens:
+def read_step(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    held: HeldSlots,
+    *,
+    also: DeviceBool | None = None,
+) -> StepTokens:
     """Which tokens a forward pass brings, from the decoder's arguments.
+
+    Args:
+        args: The decoder's arguments by position.
+        kwargs: Those by name.
+        held: What the cache holds.
+        also: Told if something is read from its device anyway, in the same copy.
 
     Raises:
         ValueError: The masks or positions are of a kind the cache cannot follow.
@@ -268,15 +377,26 @@ def read_step(args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldSlots) ->
     if not isinstance(tokens, Tensor):
         raise ValueError("the decoder got neither input_ids nor inputs_embeds")
     batch, num_new = tokens.shape[:2]
-    if num_new == 1 and (step := _read_single(kwargs, batch, held)) is not None:
+    if num_new == 1 and (step := _read_single(kwargs, batch, held, also)) is not None:
         return step
     return StepTokens(
         is_real=_read_mask(kwargs.get("attention_mask"), batch, num_new, held),
-        positions=_read_positions(kwargs.get("position_ids"), batch, num_new, held),
+        positions=_read_positions(kwargs.get("position_ids"), batch, num_new, held, also),
     )
 
 
-def _read_single(kwargs: dict[str, Any], batch: int, held: HeldSlots) -> StepTokens | None:
+def _read(numbers: Tensor, also: DeviceBool | None) -> Tensor:
+    """Integers ``[count]`` on the CPU, and in the same copy what else is to be told."""
+    if also is None or also.told is not None or also.value.device != numbers.device:
+        return numbers.cpu().to(torch.int64)
+    told = torch.cat([also.value[None].to(torch.int64), numbers.to(torch.int64)]).cpu()
+    also.told = bool(told[0])
+    return told[1:]
+
+
+def _read_single(
+    kwargs: dict[str, Any], batch: int, held: HeldSlots, also: DeviceBool | None
+) -> StepTokens | None:
     """A step of one token for every row, where nothing is padded; None if it may be another.
 
     Mask and positions are read together: a GPU is waited for once.
@@ -288,7 +408,7 @@ def _read_single(kwargs: dict[str, Any], batch: int, held: HeldSlots) -> StepTok
         return None
     if tuple(given.shape) not in ((1, 1), (batch, 1)):
         return None
-    told = torch.cat([mask.all()[None].to(torch.int64), given.flatten().to(torch.int64)]).cpu()
+    told = _read(torch.cat([mask.all()[None].to(torch.int64), given.flatten()]), also)
     if not bool(told[0]):
         return None
     is_real = torch.ones(batch, 1, dtype=torch.bool)
@@ -322,10 +442,12 @@ def _read_mask(mask: Any, batch: int, num_new: int, held: HeldSlots) -> Tensor:
     return real[:, held.length :]
 
 
-def _read_positions(given: Any, batch: int, num_new: int, held: HeldSlots) -> Tensor:
+def _read_positions(
+    given: Any, batch: int, num_new: int, held: HeldSlots, also: DeviceBool | None
+) -> Tensor:
     if given is None:
         # what decoders do without position_ids: count every slot
         given = torch.arange(held.length, held.length + num_new)[None]
     if not isinstance(given, Tensor) or given.dim() != 2:
         raise ValueError(f"position_ids must be [batch, tokens], got {given!r}")
-    return given.cpu().to(torch.int64).expand(batch, -1)
+    return _read(given.flatten(), also).view(given.shape).expand(batch, -1)
