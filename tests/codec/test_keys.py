@@ -17,7 +17,7 @@ from sphkv.codec.keys import (
     encode_keys,
     snap_to_slots,
 )
-from sphkv.codec.slots import allocate_plane_bits, build_angle_codebook
+from sphkv.codec.slots import SlotLayout, allocate_plane_bits, build_angle_codebook
 from sphkv.core.geometry import KVGeometry
 from sphkv.core.rope import RopeSpec
 from sphkv.testing.cases import random_calibration, random_states
@@ -227,3 +227,14 @@ def test_codebooks_move_between_devices_and_rows(calibration):
     assert torch.equal(rows.points[1], codebook.points[1])
     assert torch.equal(rows.points[2], codebook.points[0])
     assert isinstance(calibration.planes.to("cpu"), PlaneCodebooks)
+
+
+def test_layouts_of_layers_are_joined_where_they_are_wanted():
+    """Those of a calibration that was read back may have been laid out on several devices."""
+    part = SlotLayout(
+        *(torch.zeros(size, dtype=torch.uint8) for size in ((2, 4), (2, 3, 2), (2, 3, 2)))
+    )
+    other = SlotLayout(*(getattr(part, name).to("meta") for name in SlotLayout.__slots__))
+    joined = SlotLayout.join([part, other], torch.device("meta"))
+    assert {getattr(joined, name).device.type for name in SlotLayout.__slots__} == {"meta"}
+    assert joined.slot_plane.shape == (4, 3, 2)

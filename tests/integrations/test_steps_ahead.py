@@ -21,6 +21,9 @@ from sphkv import GateOptions, RetentionOptions, SphericalCache
 from sphkv.attention.request import AttentionOptions, BatchRequest, DecodeBackend
 from sphkv.cache import ahead
 from sphkv.cache.ahead import StepAhead
+from sphkv.cache.engine import CacheEngine
+from sphkv.cache.retention import RetentionResidency
+from sphkv.cache.rows import CodedRows
 from sphkv.integrations.transformers import attachment
 from sphkv.integrations.transformers.architecture import ModelLayout
 from sphkv.integrations.transformers.cache import CacheOptions, _watch_output
@@ -270,12 +273,19 @@ def assert_same(cache: SphericalCache, other: SphericalCache) -> None:
 
 
 @pytest.fixture
-def always_trusts(monkeypatch) -> None:
+def always_in_time(monkeypatch) -> None:
+    """Steps are launched beside work as well; what is found and kept must not hang on that."""
+    monkeypatch.setattr(CacheEngine, "has_work_next", property(lambda _: False))
+
+
+@pytest.fixture
+def always_trusts(monkeypatch, always_in_time) -> None:
     """Every guess is worth a step."""
     monkeypatch.setattr(GuessHistory, "is_trusted", property(lambda _: True))
     monkeypatch.setattr(GuessHistory, "is_due", lambda _: True)
 
 
+@pytest.mark.usefixtures("always_in_time")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_greedy_search_finds_and_keeps_the_same(model, new_cache, device, kind: str) -> None:
     plain, cache = new_cache(kind, is_ahead=False), new_cache(kind, is_ahead=True)
@@ -297,6 +307,42 @@ def test_a_greedy_search_finds_and_keeps_the_same(model, new_cache, device, kind
         assert sum(row.residency.num_rebalances for row in cache.engine.rows) > 0
 
 
+def test_no_step_is_launched_beside_which_pages_change(model, new_cache, monkeypatch) -> None:
+    cache = new_cache("controller", is_ahead=True)
+    expected, done, launched = [], [], []
+    guess, prepare = DecoderGraph.guess, CodedRows.prepare_next
+    parts = [CodedRows._seal, RetentionResidency.work_ahead]
+
+    def noted_guess(graph, logits):
+        before = graph.guesses.num_launched
+        guess(graph, logits)
+        expected.append(cache.engine.has_work_next)
+        launched.append(graph.guesses.num_launched > before)
+
+    def noted_prepare(rows):
+        done.append(False)
+        prepare(rows)
+
+    def noted(part):
+        def work(*args, **kwargs):
+            if done:
+                done[-1] = True
+            return part(*args, **kwargs)
+
+        return work
+
+    monkeypatch.setattr(DecoderGraph, "guess", noted_guess)
+    monkeypatch.setattr(CodedRows, "prepare_next", noted_prepare)
+    monkeypatch.setattr(CodedRows, "_seal", noted(parts[0]))
+    monkeypatch.setattr(RetentionResidency, "work_ahead", noted(parts[1]))
+    go_on(model, cache, make_tokens(PROMPT), STEPS)
+    assert any(done)
+    assert not all(done)
+    assert expected[-len(done) : -1] == done[1:]
+    assert not any(both for both in zip(launched, expected, strict=True) if all(both))
+    assert sum(launched) > STEPS // 4
+
+
 @pytest.mark.usefixtures("always_trusts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_for_wrong_tokens_leave_no_trace(model, new_cache, kind: str) -> None:
@@ -310,6 +356,7 @@ def test_steps_for_wrong_tokens_leave_no_trace(model, new_cache, kind: str) -> N
     assert_same(cache, plain)
 
 
+@pytest.mark.usefixtures("always_in_time")
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_a_step_that_nobody_asks_for(model, new_cache, kind: str) -> None:
     caches = new_cache(kind, is_ahead=False), new_cache(kind, is_ahead=True)

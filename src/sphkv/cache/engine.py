@@ -234,6 +234,11 @@ class CacheEngine:
         """Whether pages and lists are ready for a captured step that is yet to begin."""
         return self._coded is not None and self._coded.has_room_ahead
 
+    @property
+    def has_work_next(self) -> bool:
+        """Whether the host has more to do beside the next captured step than to count along."""
+        return self._coded is not None and self._coded.has_work_next
+
     def end_graph(self) -> None:
         """Captured steps are over: something else changes the cache."""
         self.ahead.join()

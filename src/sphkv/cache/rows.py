@@ -54,6 +54,12 @@ class CodedRows:
         return self._has_room_ahead
 
     @property
+    def has_work_next(self) -> bool:
+        """Whether pages will seal, or old ones give way, beside the next captured step."""
+        rooms = [row.room() - 1 for row in self.rows]
+        return min(rooms) <= 0 or self._parts_due(rooms) > 0
+
+    @property
     def _ids(self) -> list[int]:
         return [row.sequence for row in self.rows]
 
@@ -229,16 +235,20 @@ class CodedRows:
         rooms = [row.room() for row in self.rows]
         if min(rooms) == 0:
             return self._seal(is_ahead=True)
-        # whose tail is full first comes first, and all are done when theirs are full
-        order = sorted(range(len(rooms)), key=rooms.__getitem__)
-        due = accumulate(self.rows[at].residency.work_left for at in order)
-        # about half as many parts are left as steps are due, which is what must be kept up with
-        steps = ((left, rooms[at]) for at, left in zip(order, due, strict=True))
-        wanted = max(-(-left // (2 * room)) if left >= room else 0 for left, room in steps)
-        for at in order:
+        wanted = self._parts_due(rooms)
+        for at in _by_room(rooms):
             while wanted > 0 and self.rows[at].residency.work_ahead():
                 wanted -= 1
         return self._num_changes == before
+
+    def _parts_due(self, rooms: Sequence[int]) -> int:
+        """Parts of making room that a step should have, if tails take so many tokens more."""
+        # whose tail is full first comes first, and all are done when theirs are full
+        order = _by_room(rooms)
+        due = accumulate(self.rows[at].residency.work_left for at in order)
+        # about half as many parts are left as steps are due, which is what must be kept up with
+        steps = ((left, rooms[at]) for at, left in zip(order, due, strict=True))
+        return max(-(-left // (2 * room)) if left >= room else 0 for left, room in steps)
 
     def begin_graph(self, *, max_tokens: int) -> bool:
         """Have the next single steps captured, where backend and residency allow it.
@@ -328,6 +338,11 @@ class CodedRows:
         tiers = {tier: states / max(1, every) for tier, states in sorted(counts.items())}
         tiers["drop"] = max(0.0, 1 - sum(tiers.values()))
         return tiers
+
+
+def _by_room(rooms: Sequence[int]) -> list[int]:
+    """Rows, those whose tails take the fewest tokens first."""
+    return sorted(range(len(rooms)), key=rooms.__getitem__)
 
 
 def real_states(

@@ -175,9 +175,9 @@ class SlotLayout:
         return self.plane_bits.nbytes + self.slot_plane.nbytes + self.source.nbytes
 
     @classmethod
-    def join(cls, parts: Sequence[SlotLayout]) -> SlotLayout:
-        """Layouts of the heads of all parts."""
-        each = ([getattr(part, name) for part in parts] for name in cls.__slots__)
+    def join(cls, parts: Sequence[SlotLayout], device: torch.device) -> SlotLayout:
+        """Layouts of the heads of all parts, wherever these are, on a device."""
+        each = ([getattr(part, name).to(device) for part in parts] for name in cls.__slots__)
         return cls(*(torch.cat(tensors) for tensors in each))
 
     def split(self, num_heads: int) -> list[SlotLayout]:

@@ -79,7 +79,8 @@ class SphericalCodec:
         geometry = self.calibration.geometry
         slots, layers = tier.key_nibbles(geometry.head_dim), range(geometry.num_layers)
         self._lay_out(layers, (slots,), device)
-        layout = SlotLayout.join([self._layouts[layer, slots] for layer in layers])
+        # layers that were read back one by one may have been laid out elsewhere
+        layout = SlotLayout.join([self._layouts[layer, slots] for layer in layers], device)
         planes = PlaneCodebooks.join([self._planes(layer, device) for layer in layers])
         book = layout.codebook(planes)
         for layer, part in enumerate(book.split(geometry.num_kv_heads)):
@@ -198,9 +199,10 @@ class SphericalCodec:
         key = (layer, slots, str(device))
         if key not in held:
             self._lay_out((layer,), slots, device)
-            bits = torch.stack([self._layouts[layer, each].plane_bits for each in slots])
+            layouts = (self._layouts[layer, each] for each in slots)
+            bits = torch.stack([layout.plane_bits.to(device) for layout in layouts])
             # classes are two bits apart
-            held[key] = (bits // CELL_BITS[1]).to(device)
+            held[key] = bits // CELL_BITS[1]
         return held[key].long()
 
     def _slots(self, tiers: Sequence[TierSpec]) -> tuple[int, ...]:
