@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -219,11 +220,33 @@ def build_pages(
     return pages, table.to(device), last
 
 
+def launch_in_turn(
+    decoder: CudaDecode,
+    query: Tensor,
+    lists: PageLists,
+    attend: Callable[[Tensor, PageLists], Tensor],
+) -> None:
+    """Attend with blocks that find which pages they have, and with blocks that are told.
+
+    Raises:
+        ValueError: These differ, or a launch did not leave its workspace as it must be found.
+    """
+    shares = BlockShares([(decoder, lists)], query.device)
+    shares.find()
+    (told,) = shares.lists
+    attend(-query, told)  # of which nothing may be left
+    found = attend(query, lists)
+    if not torch.equal(found, attend(query, told)):
+        raise ValueError("blocks that are told which pages they have give another result")
+    if not decoder.is_clear():
+        raise ValueError("a launch left partial results for the next")
+
+
 def run_case(case: Case, device: torch.device) -> float:
     """Largest error over the rows of one case.
 
     Raises:
-        ValueError: A launch did not leave its workspace as the next one must find it.
+        ValueError: See ``launch_in_turn``.
     """
     options = case.options or AttentionOptions(scale=case.head_dim**-0.5)
     num = torch.tensor(case.counts)
@@ -246,20 +269,15 @@ def run_case(case: Case, device: torch.device) -> float:
     result = decoder.empty_result(batch)
     result.output.fill_(torch.nan)
     lists = replace(PageLists.from_table(table, num.to(device), pages), blocks=case.blocks)
-    shares = BlockShares([(decoder, lists)], device)
-    shares.find()
-    (told,), outputs = shares.lists, []
-    for asked, own in ((-query, told), (query, lists), (query, told)):
-        # nothing of the first call may be left
+
+    def attend(asked: Tensor, own: PageLists) -> Tensor:
         decoder.attend(
             asked, PagePool(pages, case.mode), own, options, result=result,
             query_positions=where, sink_logits=sinks, merge_with=other if case.merge else None,
         )  # fmt: skip
-        outputs.append(result.output.clone())
-    if not decoder.is_clear():
-        raise ValueError("a launch left partial results for the next")
-    if not torch.equal(*outputs[1:]):
-        raise ValueError("blocks that are told which pages they have give another result")
+        return result.output.clone()
+
+    launch_in_turn(decoder, query, lists, attend)
     exact, worst = Oracle(book, rope, layout), 0.0
     for h, b in torch.cartesian_prod(torch.arange(HEADS), torch.arange(batch)).tolist():
         rows = slice(h * group, (h + 1) * group)
