@@ -244,6 +244,16 @@ def test_reasons_are_named(on_the_host, monkeypatch):
     assert "(9, 0)" in backend.why_not(store, [0, 1])
 
 
+def test_more_kinds_of_pages_than_can_be_merged_are_not_captured(on_the_host, monkeypatch):
+    on_the_host()
+    backend = CudaBackend(CPU)
+    store = build_store(MIXED, order=backend.page_order)
+    assert backend.why_not(store, [0]) == ""
+    monkeypatch.setattr(cuda_steps, "MOST_PARTS", 3)
+    assert "reads 2 kinds of coded pages, there are " in backend.why_not(store, [0])
+    assert backend.capture(store, [0], max_tokens=2048) is None
+
+
 def shape_of(teams):
     return KernelShape(128, 32, 0, 1, 4, columns=4, teams=teams)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slabs by slot: slots are given out again, counts outlive growth, stale ids are named."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,8 +67,7 @@ def test_free_pages_are_counted_by_slab_and_by_pool(tiers: TierTable) -> None:
     table = SlabTable(4)
     for pages in (4, 2):
         table.place(make_slab(tiers, LOW, pages))
-    table.add_free(0, -3)
-    table.add_free(1, -1)
+    table.add_free(np.array([0, 1]), np.array([-3, -1]))
     slots = table.slots(LOW)
     assert (table.num_free(slots).tolist(), table.num_pages(slots).tolist()) == ([1, 1], [4, 2])
     assert table.total(LOW) == (2, 6)

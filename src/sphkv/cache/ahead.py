@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from weakref import WeakSet
 
 import torch
+
+# Threads with caches of their own share the stream, on which steps are captured as well.
+AHEAD_LOCK = threading.RLock()
 
 
 @functools.cache
@@ -41,29 +45,32 @@ class StepAhead:
     def launch(self, replay: Callable[[], None], device: torch.device) -> None:
         """Queue a step behind all that the current stream has; that stream does not wait for it."""
         side, behind = ahead_stream(device), torch.cuda.current_stream(device)
-        side.wait_stream(behind)
-        self._behind = behind
-        _LAUNCHED.add(self)
-        with torch.cuda.stream(side):
-            replay()
+        with AHEAD_LOCK:
+            side.wait_stream(behind)
+            self._behind = behind
+            _LAUNCHED.add(self)
+            with torch.cuda.stream(side):
+                replay()
 
     def join(self) -> None:
         """What is queued from now on comes after the step; the host does not wait."""
-        behind = self._behind
-        if behind is None:
-            return
-        side, current = ahead_stream(behind.device), torch.cuda.current_stream(behind.device)
-        # what the cache gives up is used again by the stream that it was made on
-        behind.wait_stream(side)
-        if current != behind:
-            current.wait_stream(side)
-        self._behind = None
-        _LAUNCHED.discard(self)
+        with AHEAD_LOCK:
+            behind = self._behind
+            if behind is None:
+                return
+            side, current = ahead_stream(behind.device), torch.cuda.current_stream(behind.device)
+            # what the cache gives up is used again by the stream that it was made on
+            behind.wait_stream(side)
+            if current != behind:
+                current.wait_stream(side)
+            self._behind = None
+            _LAUNCHED.discard(self)
 
     def __del__(self) -> None:
         """A cache that is let go gives up memory that the step may still write to."""
+        # nobody asked for this now: the current stream may be one that captures
         if self._behind is not None and not sys.is_finalizing():
-            self.join()
+            self._behind.wait_stream(ahead_stream(self._behind.device))
 
 
 _LAUNCHED: WeakSet[StepAhead] = WeakSet()

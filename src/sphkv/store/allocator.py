@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -319,13 +319,11 @@ class PageAllocator:
         if self._followers.has_journals:
             pages = self._slabs.by_pool(slots, self._slabs.addresses(gone))
             self._followers.tell_gone(pages, is_all=len(gone) == len(ids))
-        released, per_slot = 0, np.bincount(slots)
-        for slot in np.flatnonzero(per_slot).tolist():
-            self._slabs.add_free(slot, int(per_slot[slot]))
-            slab = self._slabs[slot]
-            if slab.num_free == slab.num_pages:
-                released += self._release(slot)
-        return released
+        per_slot = np.bincount(slots)
+        touched = np.flatnonzero(per_slot)
+        self._slabs.add_free(touched, per_slot[touched])
+        is_empty = self._slabs.num_free(touched) == self._slabs.num_pages(touched)
+        return sum(map(self._release, touched[is_empty].tolist()))
 
     def _release(self, slot: int) -> int:
         """Give up a slab whose pages are all free; its bytes."""
@@ -388,11 +386,14 @@ class PageAllocator:
         free, _ = self._slabs.total(key)
         slots = self._slabs.slots(key)
         pages = self._slabs.num_pages(slots)
-        if not len(slots) or free < pages.min():
+        if not len(slots) or free < (least := pages.min()):
             return []
         used = pages - self._slabs.num_free(slots)
+        # full ones come last, and there are many
+        some, full = np.flatnonzero(used < pages), np.flatnonzero(used == pages)
+        some = some[(used[some] / pages[some]).argsort(kind="stable")]
         found, moved = [], 0
-        for at in (used / pages).argsort(kind="stable").tolist():
+        for at in chain(some.tolist(), map(int, full)):
             if max_pages is not None and moved >= max_pages:
                 break
             # the others have room for its pages: free places are as many as it has places
@@ -400,13 +401,15 @@ class PageAllocator:
                 free -= int(pages[at])
                 moved += int(used[at])
                 found.append(int(slots[at]))
-            elif free < pages.min():
+            elif free < least:
                 break
         return found
 
     def _empty(self, key: PoolKey, slots: Sequence[int]) -> tuple[Ids, Ids]:
         """Move the pages of some slabs to the others of their pool; old and new ids."""
         every = self._slabs.slots(key)
+        # most slabs of a store are full
+        every = every[self._slabs.num_free(every) > 0]
         every = every[~np.isin(every, slots)]
         old_ids = self._slabs.pages_of(np.asarray(slots, dtype=np.int64), are_free=False)
         if not len(old_ids):
@@ -432,8 +435,7 @@ class PageAllocator:
         # pages of a slab lie together, so that a pair of slabs comes once
         starts = np.flatnonzero(np.diff(sources, prepend=-1) | np.diff(targets, prepend=-1))
         for first, end in pairwise([*starts.tolist(), len(old_ids)]):
-            slot, target = int(sources[first]), int(targets[first])
-            source, other = table[slot], table[target]
+            source, other = table[int(sources[first])], table[int(targets[first])]
             if self._copier is None:
                 index, place = (
                     _places(torch.from_numpy(ids[first:end] % table.stride), self._device)
@@ -441,8 +443,12 @@ class PageAllocator:
                 )
                 other.data[place] = source.data[index]
             other.owners.update(source.owners)
-            table.add_free(slot, end - first)
-            table.add_free(target, first - end)
+        left, taken = (
+            np.bincount(slots, minlength=int(max(sources.max(), targets.max())) + 1)
+            for slots in (sources, targets)
+        )
+        touched = np.flatnonzero(left - taken)
+        table.add_free(touched, (left - taken)[touched])
 
     def gather(self, page_ids: Tensor) -> Tensor:
         """Copy of pages of one pool.

@@ -134,6 +134,8 @@ class SlabTable:
         self._pages_at = self._free_at = np.zeros(0, dtype=np.int64)
         self._counts = PageCounts()
         self._pools: dict[PoolKey, dict[int, None]] = {}
+        # the same as arrays, as long as no slab comes
+        self._listed: dict[PoolKey, Ids] = {}
         # free pages and all pages of each pool
         self._totals: dict[PoolKey, tuple[int, int]] = {}
 
@@ -176,8 +178,10 @@ class SlabTable:
         return list(self._pools)
 
     def slots(self, key: PoolKey) -> Ids:
-        """Slots of a pool's slabs, in the order they came."""
-        return np.fromiter(self._pools.get(key, ()), dtype=np.int64)
+        """Slots of a pool's slabs, in the order they came; shared, not to be written to."""
+        if key not in self._listed:
+            self._listed[key] = np.fromiter(self._pools.get(key, ()), dtype=np.int64)
+        return self._listed[key]
 
     def num_slabs(self, key: PoolKey) -> int:
         """Slabs of a pool."""
@@ -218,6 +222,7 @@ class SlabTable:
             self._address[slot], self._size[slot] = slab.data.data_ptr(), size
             self._pages_at[slot], self._free_at[slot] = num_pages, slab.num_free
             self._pools.setdefault(slab.key, {})[slot] = None
+            self._listed.pop(slab.key, None)
             free, pages = self.total(slab.key)
             self._totals[slab.key] = (free + slab.num_free, pages + num_pages)
 
@@ -243,17 +248,20 @@ class SlabTable:
         ids = self.pages_of(slots, are_free=True)[:wanted]
         self.refcounts[ids] = 1
         taken = np.bincount(ids // self.stride, minlength=len(self._slabs))
-        for slot in slots.tolist():
-            self.add_free(slot, -int(taken[slot]))
+        self.add_free(slots, -taken[slots])
         return ids
 
-    def add_free(self, slot: int, num_pages: int) -> None:
-        """Note that so many more pages of a slab are free."""
-        slab = self[slot]
-        slab.num_free += num_pages
-        self._free_at[slot] += num_pages
-        free, pages = self._totals[slab.key]
-        self._totals[slab.key] = (free + num_pages, pages)
+    def add_free(self, slots: Ids, num_pages: Ids) -> None:
+        """Note that so many more pages of some slabs are free; every slot comes once."""
+        totals: dict[PoolKey, int] = {}
+        for slot, more in zip(slots.tolist(), num_pages.tolist(), strict=True):
+            slab = self[slot]
+            slab.num_free += more
+            totals[slab.key] = totals.get(slab.key, 0) + more
+        self._free_at[slots] += num_pages
+        for key, more in totals.items():
+            free, pages = self._totals[key]
+            self._totals[key] = (free + more, pages)
 
     def remove(self, slot: int) -> Slab:
         """Give up a slab whose pages are all free."""
@@ -261,6 +269,8 @@ class SlabTable:
         free, pages = self._totals[slab.key]
         self._totals[slab.key] = (free - slab.num_pages, pages - slab.num_pages)
         del self._pools[slab.key][slot]
+        if (listed := self._listed.get(slab.key)) is not None:
+            self._listed[slab.key] = listed[listed != slot]
         self._slabs[slot] = None
         self._free_at[slot] = self._size[slot] = 0
         heapq.heappush(self._empty_slots, slot)

@@ -98,7 +98,7 @@ class Kernel:
             blocks: Thread blocks, in one dimension or three.
             arguments: Pointers to its parameters.
             overlaps: Whether it may begin before the kernel queued last is done; that one must
-                let it, and this one wait for it.
+                let it, and this one wait for it or for all that it writes.
         """
         config = _Config(
             grid=(blocks, 1, 1) if isinstance(blocks, int) else blocks,

@@ -30,7 +30,7 @@ from sphkv.attention.cuda.decode import CudaDecode
 from sphkv.attention.cuda.dense import MAX_GROUP, DenseDecode, DenseStates
 from sphkv.attention.cuda.geometry import KernelShape, is_served
 from sphkv.attention.cuda.kernel_cache import DecodeKernels, DecodeTables
-from sphkv.attention.cuda.merge import PartsMerge
+from sphkv.attention.cuda.merge import MOST_PARTS, PartsMerge
 from sphkv.attention.cuda.pages import (
     HOPPER,
     FixedLists,
@@ -95,7 +95,11 @@ def why_not_captured(
         return "there is no sequence"
     if any(window is not None for window in windows):
         return "captured steps do not drop pages behind sliding windows"
-    reasons = (_why_not_kernels(store, sequences[0]), _why_not_batch(store, sequences))
+    reasons = (
+        _why_not_kernels(store, sequences[0]),
+        _why_not_batch(store, sequences),
+        _why_not_kinds(store, sequences),
+    )
     rows = (_why_not_sequence(store, row) for row in sequences)
     return next(filter(None, (*reasons, *rows)), "")
 
@@ -127,6 +131,29 @@ def _why_not_batch(store: PageStore, sequences: Sequence[int]) -> str:
         return "the sequences have codecs of their own"
     tiers = sorted({*map(store.seal_tier, sequences)})
     return f"the sequences seal at tiers {tiers}" if len(tiers) > 1 else ""
+
+
+def _why_not_kinds(store: PageStore, sequences: Sequence[int]) -> str:
+    """Why sequences cannot share a step, by how many kinds of pages they have or may get."""
+    sealed, tiers = _sealed_layout(store, sequences[0]), store.config.tiers
+    tags = {page_tag((sealed.tier_id, sealed.position_mode))}
+    for layer in range(store.config.geometry.num_layers):
+        for row in sequences:
+            tags |= {*store.table(row, layer).present_tags()}
+    if store in _CHANGING:
+        tags |= _tags_in_runs(store)
+    num_coded = len(tags - {page_tag((tiers.dense_id, PositionMode.CONTIGUOUS))})
+    if 1 + num_coded > MOST_PARTS:
+        return f"a step reads {MOST_PARTS - 1} kinds of coded pages, there are {num_coded}"
+    return ""
+
+
+def _tags_in_runs(store: PageStore) -> set[int]:
+    """Tags of all tiers whose pages the kernel reads in runs."""
+    tiers = store.config.tiers
+    coded = [tier_id for tier_id, tier in enumerate(tiers) if tier.is_coded]
+    every = [page_tag((tier_id, PositionMode.RUNS)) for tier_id in coded]
+    return {tag for tag in every if is_served(_layout_of_tag(store, tag))}
 
 
 def _why_not_sequence(store: PageStore, sequence: int) -> str:
@@ -280,14 +307,12 @@ class CapturedSteps:
 
     def _make_lists(self, found: dict[int, _FoundPages]) -> None:
         """Empty lists of every kind of page that is there or may come, with room."""
-        store, tiers = self._store, self._store.config.tiers
+        store = self._store
         tags = {*found, self._sealed_tag, self._dense_tag}
         self._is_changing = store in _CHANGING
         if self._is_changing:
             # a controller demotes, and may do so to any tier
-            coded = [tier_id for tier_id, tier in enumerate(tiers) if tier.is_coded]
-            every = [page_tag((tier_id, PositionMode.RUNS)) for tier_id in coded]
-            tags |= {tag for tag in every if is_served(_layout_of_tag(store, tag))}
+            tags |= _tags_in_runs(store)
         self._bases = {
             tag: page_base(store.allocator, _layout_of_tag(store, tag))
             for tag in tags - {self._dense_tag}

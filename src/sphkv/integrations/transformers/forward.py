@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sphkv.attention.request import AttentionOptions, StepGraph
-from sphkv.cache.ahead import ahead_stream
+from sphkv.cache.ahead import AHEAD_LOCK, ahead_stream
 from sphkv.cache.engine import CacheEngine
 from sphkv.cache.step import StepTokens
 from sphkv.integrations.transformers.attachment import AttentionCall, AttentionResult
@@ -68,6 +68,8 @@ class DecoderGraph:
         self._has_guess = False
         # the device counts a step that was launched and that the store does not know of
         self._is_counted_ahead = False
+        # and it is surely queued: an interrupt may come between the two
+        self._is_queued = False
         self._is_hit = False
 
     def ask(self, kwargs: dict[str, Any]) -> DeviceBool | None:
@@ -85,7 +87,7 @@ class DecoderGraph:
         """The answer to ``ask``: what was launched counts if everything is as it was then."""
         is_right = None if asked is None else asked.told
         self.guesses.tell(is_right=is_right)
-        self._is_hit = is_right is True and self._is_counted_ahead
+        self._is_hit = is_right is True and self._is_queued
         self._has_guess = self._has_replayed = False
 
     @property
@@ -128,6 +130,7 @@ class DecoderGraph:
             self.guesses.launch()
             self._is_counted_ahead = True
             self._engine.ahead.launch(self._graph.replay, ids.device)
+            self._is_queued = True
 
     def expect(self, step: StepTokens, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the coming pass will be replayed; must be asked before ``engine.begin``.
@@ -175,7 +178,7 @@ class DecoderGraph:
             self._capture(forward, ids, cache)
         if not self._is_hit:
             self._replay(ids)
-        self._is_hit = self._is_counted_ahead = False
+        self._is_hit = self._is_counted_ahead = self._is_queued = False
         self._has_replayed = True
         hidden: Any = self._hidden
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
@@ -220,7 +223,7 @@ class DecoderGraph:
         self.forget()
         self._steps = step
         self._input_ids = ids.clone()
-        self._is_hit = self._is_counted_ahead = False
+        self._is_hit = self._is_counted_ahead = self._is_queued = False
         self._is_capturing = True
         try:
             side = torch.cuda.Stream()
@@ -237,7 +240,7 @@ class DecoderGraph:
 
     def _record(self, forward: Callable[..., Any], cache: Any, device: torch.device) -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=ahead_stream(device)):
+        with AHEAD_LOCK, torch.cuda.graph(graph, stream=ahead_stream(device)):
             self._hidden = self._forward(forward, cache)
         self._graph = graph
 

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Parts of a decode step that several launches attend to, made one. A warp merges one query. It begins
 // beside the launches that write the parts, and takes them as they come: the end of a launch would be
-// known microseconds later. What it has read it leaves EMPTY, as the next step must find it.
+// known microseconds later. What it has read it leaves EMPTY, as the next step must find it. Its own end
+// does not say that theirs has come: they may still be leaving, after what they wrote, none of which is
+// written again before the layer's products are done.
 #include "told.cuh"
 
 constexpr int HEAD_DIM = SPHKV_HEAD_DIM;
