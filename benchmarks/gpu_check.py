@@ -321,7 +321,7 @@ def compare_ahead(model, name, *, prompt, tiers=None, budget=None):
     ]
     wrong += [f"counters of {stage}" for stage in STAGES if not ahead[stage]["is_counted"]]
     greedy, sampled = ahead["greedy"]["guesses"], ahead["sampled"]["guesses"]
-    # where much is due beside a step none is launched
+    # beside steps in which pages change none is launched
     least, right = (GREEDY_STEPS - 10, 10) if budget is None else (GREEDY_STEPS // 4, 0)
     if greedy[1] < least or greedy[0] - greedy[1] > 1:
         wrong.append("guesses of greedy")

@@ -275,7 +275,7 @@ def assert_same(cache: SphericalCache, other: SphericalCache) -> None:
 @pytest.fixture
 def always_in_time(monkeypatch) -> None:
     """Steps are launched beside work as well; what is found and kept must not hang on that."""
-    monkeypatch.setattr(CacheEngine, "has_much_next", property(lambda _: False))
+    monkeypatch.setattr(CacheEngine, "has_work_next", property(lambda _: False))
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_a_greedy_search_finds_and_keeps_the_same(model, new_cache, device, kind
         assert sum(row.residency.num_rebalances for row in cache.engine.rows) > 0
 
 
-def test_no_step_is_launched_beside_which_much_is_due(model, new_cache, monkeypatch) -> None:
+def test_no_step_is_launched_beside_which_pages_change(model, new_cache, monkeypatch) -> None:
     cache = new_cache("controller", is_ahead=True)
     expected, done, launched = [], [], []
     guess, prepare = DecoderGraph.guess, CodedRows.prepare_next
@@ -316,31 +316,30 @@ def test_no_step_is_launched_beside_which_much_is_due(model, new_cache, monkeypa
     def noted_guess(graph, logits):
         before = graph.guesses.num_launched
         guess(graph, logits)
-        expected.append(cache.engine.has_much_next)
+        expected.append(cache.engine.has_work_next)
         launched.append(graph.guesses.num_launched > before)
 
     def noted_prepare(rows):
-        done.append(0)
+        done.append(False)
         prepare(rows)
 
-    def noted(part, weight):
+    def noted(part):
         def work(*args, **kwargs):
-            found = part(*args, **kwargs)
+            # to look whether there is room is work as well
             if done:
-                done[-1] += weight * bool(found or weight > 1)
-            return found
+                done[-1] = True
+            return part(*args, **kwargs)
 
         return work
 
     monkeypatch.setattr(DecoderGraph, "guess", noted_guess)
     monkeypatch.setattr(CodedRows, "prepare_next", noted_prepare)
-    monkeypatch.setattr(CodedRows, "_seal", noted(parts[0], 2))
-    monkeypatch.setattr(RetentionResidency, "work_ahead", noted(parts[1], 1))
+    monkeypatch.setattr(CodedRows, "_seal", noted(parts[0]))
+    monkeypatch.setattr(RetentionResidency, "work_ahead", noted(parts[1]))
     go_on(model, cache, make_tokens(PROMPT), STEPS)
-    is_much = [parts_done > 1 for parts_done in done]
-    assert any(is_much)
-    assert not all(is_much)
-    assert expected[-len(done) : -1] == is_much[1:]
+    assert any(done)
+    assert not all(done)
+    assert expected[-len(done) : -1] == done[1:]
     assert not any(both for both in zip(launched, expected, strict=True) if all(both))
     assert sum(launched) > STEPS // 4
 

@@ -235,9 +235,9 @@ class CacheEngine:
         return self._coded is not None and self._coded.has_room_ahead
 
     @property
-    def has_much_next(self) -> bool:
-        """Whether what is due beside the next captured step may take the host longer than that."""
-        return self._coded is not None and self._coded.has_much_next
+    def has_work_next(self) -> bool:
+        """Whether the host has more to do beside the next captured step than to count along."""
+        return self._coded is not None and self._coded.has_work_next
 
     def end_graph(self) -> None:
         """Captured steps are over: something else changes the cache."""

@@ -54,10 +54,10 @@ class CodedRows:
         return self._has_room_ahead
 
     @property
-    def has_much_next(self) -> bool:
-        """Whether pages will seal beside the next captured step, or several parts make room."""
+    def has_work_next(self) -> bool:
+        """Whether pages will seal, or old ones give way, beside the next captured step."""
         rooms = [row.room() - 1 for row in self.rows]
-        return min(rooms) <= 0 or self._parts_due(rooms) > 1
+        return min(rooms) <= 0 or self._parts_due(rooms) > 0
 
     @property
     def _ids(self) -> list[int]:

@@ -121,9 +121,9 @@ class DecoderGraph:
             return
         ids.copy_(most_likely(logits[:, -1]))
         self._has_guess = True
-        # Beside a step that began early the host would not get done with much that pages need, and
-        # the one behind it would come late: such a step begins when it is asked for.
-        if not self.guesses.is_trusted or self._engine.has_much_next:
+        # Beside a step that began early the host might not get done with what pages need, and the
+        # one behind it would come late: such a step begins when it is asked for.
+        if not self.guesses.is_trusted or self._engine.has_work_next:
             return
         if self._is_ready_ahead:
             assert self._graph is not None
