@@ -30,7 +30,7 @@ class _MergeParams(ctypes.Structure):
 
 def definitions(head_dim: int) -> tuple[str, ...]:
     """Compiler definitions of the kernel for a head dim."""
-    return (f"-DSPHKV_HEAD_DIM={head_dim}",)
+    return (f"-DSPHKV_HEAD_DIM={head_dim}", f"-DSPHKV_MOST_PARTS={MOST_PARTS}")
 
 
 class PartsMerge:

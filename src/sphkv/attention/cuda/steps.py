@@ -9,8 +9,8 @@ lists anew what a controller demoted or dropped.
 A layer is read by one launch for its dense states and one for every tier and position mode that its
 coded pages have. Each launch begins as soon as all blocks of the one before it have begun and
 takes as many multiprocessors as its pages are work; one more merges what they find as it comes. The
-dense states' launch is the first where one other merges what it found, and else the last: its many
-short blocks would keep long ones waiting.
+dense states' launch is the first where one other merges what it found, and else the last that
+attends: its many short blocks would keep long ones waiting.
 """
 
 from __future__ import annotations

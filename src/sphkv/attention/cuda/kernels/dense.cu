@@ -3,7 +3,7 @@
 // pages. Eight warps work on one row (a sequence and KV head), a block on ROWS of them. A decode
 // kernel that merges the result may begin at once and waits for it only when it merges; with few rows
 // only as many blocks are launched as that kernel leaves multiprocessors free. Of several decode
-// kernels none waits: then this one comes last, and takes what they leave and what they give back.
+// kernels none waits: then this one comes behind them, and takes what they leave and what they give back.
 #include "page_format.cuh"
 #include "told.cuh"
 

@@ -7,7 +7,7 @@
 #include "told.cuh"
 
 constexpr int HEAD_DIM = SPHKV_HEAD_DIM;
-constexpr int MOST_PARTS = 12;
+constexpr int MOST_PARTS = SPHKV_MOST_PARTS;
 constexpr int PAIRS = HEAD_DIM / 64;  // of dimensions that a lane has
 constexpr int WARPS = 4;
 constexpr float LN2 = 0.69314718f;
